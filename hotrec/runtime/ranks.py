@@ -41,7 +41,11 @@ LEAVE_S = 3.0
 # With several ranks a kernel that is loaded at its first launch may wait for the whole device, and
 # so for a collective of another thread whose peer waits in turn (CUDA programming guide, "Lazy
 # Loading"). CUDA reads this when it starts, so it is set before anything here asks for a device.
-if os.environ.get("WORLD_SIZE", "1") != "1":
+# Only NCCL's collectives wait on the device: ranks that have joined over gloo keep CUDA's default,
+# which takes less memory and opens no kernel that is never launched.
+if os.environ.get("WORLD_SIZE", "1") != "1" and (
+    not dist.is_initialized() or "nccl" in dist.get_backend_config()
+):
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 

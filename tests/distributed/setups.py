@@ -206,7 +206,10 @@ def shard_task(
 ) -> DistributedModelParallel:
     """Plan, shard and initialize a model on the ranks of the default group."""
     size, target = dist.get_world_size(), torch.device(device)
-    machine = Machine(size, size, target.type, 1 << 30, 1 << 33, 8)
+    # TorchRec gives each rank of a host a device of its own; ranks of tests may share one.
+    is_cuda = target.type == "cuda"
+    local_size = len(set(gather(torch.cuda.current_device()))) if is_cuda else size
+    machine = Machine(size, local_size, target.type, 1 << 30, 1 << 33, 8)
     plan = make_plan(task, [sharder], machine, constraints)
     model = shard(task, plan, [sharder], target, data_parallel=data_parallel)
     if seed is not None:

@@ -1,12 +1,12 @@
 """The staged back end: its own collectives, and hotrec, TorchRec and DDP over it.
 
-What a machine with one GPU runs on several ranks (tests/gpu/test_staged_parity.py), on CPU tensors.
+What a machine with one GPU, and the stand-in for one, runs on several ranks
+(tests/gpu/test_staged_parity.py), on CPU tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from unittest.mock import Mock, patch
 
 import pytest
@@ -20,8 +20,6 @@ from tests.distributed.parity_cases import make_pipeline_cases, run_cases
 from tests.helpers.checks import run_checks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.staged import NAME, StagedProcessGroup, run_staged
-from tests.stand_in.build import why_not
-from tests.stand_in.ranks import run_on_device
 
 NUM_CASES = 16  # of each world size
 
@@ -136,23 +134,3 @@ def check_on_cuda(checks: list[Callable[[], None]]) -> dict[str, str | None]:
         return run_checks(checks)
     finally:
         torch.set_default_device("cpu")
-
-
-def on_stand_in(seed: int) -> list[str]:
-    """What goes wrong on this rank with tensors of the stand-in for a CUDA device."""
-    # The stand-in says "nccl" of every group.
-    checks = [check for check in COLLECTIVES if check is not the_default_group_is_staged]
-    found = run_staged(check_on_cuda, device="cuda", checks=checks)
-    cases = [replace(case, device="cuda") for case in make_pipeline_cases(8, seed)]
-    return [verdict for verdict in found.values() if verdict] + run_staged(
-        run_cases, device="cuda", cases=cases
-    )
-
-
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_on_the_stand_in_for_a_gpu(world_size: int) -> None:
-    """Pinned memory, streams, and devices that must not mix, as far as they show without a GPU."""
-    function = f"{__name__}:on_stand_in"
-    for failures in run_on_device(function, world_size, timeout_s=240, seed=40 + world_size):
-        assert not failures, "\n".join(failures)

@@ -12,7 +12,7 @@ import torch
 
 from hotrec.types import Tier
 from tests.distributed.parity_cases import make_pipeline_cases, run_cases
-from tests.distributed.test_staged import COLLECTIVES, check_on_cuda
+from tests.distributed.test_staged import COLLECTIVES, Results, check_on_cuda
 from tests.helpers.ranks import run_ranks
 from tests.helpers.staged import run_staged
 
@@ -20,38 +20,42 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+TIERS = [tier for tier in Tier if tier is not Tier.CACHED]  # slots are look-ahead's alone
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_hot_cold_equals_unsplit_reference(world_size: int) -> None:
-    # Each of the eight pipelines once with each tier.
+def check_all(num_cases: int, seed: int) -> tuple[dict[str, str | None], list[str]]:
+    """All checks, then generated cases: one spawn of these ranks."""
+    verdicts = check_on_cuda(COLLECTIVES)
+    each = num_cases // len(TIERS)
     cases = [
-        replace(case, device="cuda", tier=list(Tier)[index // 8 % len(Tier)])
-        for index, case in enumerate(make_pipeline_cases(24, seed=40 + world_size))
+        replace(case, device="cuda", tier=TIERS[at // each % len(TIERS)])
+        for at, case in enumerate(make_pipeline_cases(num_cases, seed))
     ]
-    results = run_ranks(
+    return verdicts, run_cases(cases)
+
+
+# Two ranks run each of the eight pipelines once with each tier, three ranks with one of them.
+@pytest.fixture(scope="module", params=[(2, 24), (3, 8)], ids=["2 ranks", "3 ranks"])
+def results(request: pytest.FixtureRequest) -> Results:
+    world_size, num_cases = request.param
+    return run_ranks(
         run_staged,
         world_size,
         timeout_s=400,
         # A process that was forked from one with libraries of CUDA may not be able to start it.
         start_method="spawn",
-        action=run_cases,
+        action=check_all,
         device="cuda",
-        cases=cases,
+        num_cases=num_cases,
+        seed=40 + world_size,
     )
-    for failures in results:
+
+
+def test_hot_cold_equals_unsplit_reference(results: Results) -> None:
+    for _, failures in results:
         assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_collectives_of_cuda_tensors(world_size: int) -> None:
-    verdicts = run_ranks(
-        run_staged,
-        world_size,
-        timeout_s=200,
-        start_method="spawn",
-        action=check_on_cuda,
-        device="cuda",
-        checks=COLLECTIVES,
-    )
-    assert verdicts[0] == dict.fromkeys(verdicts[0])
+def test_collectives_of_cuda_tensors(results: Results) -> None:
+    verdicts = results[0][0]
+    assert verdicts == dict.fromkeys(verdicts)

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("device.cpp")
-FLAGS = ["-std=c++20", "-O0", "-shared", "-fPIC", "-w"]
+FLAGS = ["-std=c++20", "-O1", "-shared", "-fPIC", "-w"]
 
 
 def why_not() -> str | None:

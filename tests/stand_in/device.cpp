@@ -33,6 +33,7 @@
 #include <map>
 #include <mutex>
 #include <numeric>
+#include <set>
 #include <unordered_map>
 
 namespace {
@@ -337,6 +338,27 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
+// A generator that says cuda:0; kernels draw from the one of the CPU behind it.
+struct DeviceGenerator final : c10::GeneratorImpl {
+  explicit DeviceGenerator(at::Generator values)
+      : c10::GeneratorImpl(kDevice, c10::DispatchKeySet(c10::DispatchKey::CUDA)),
+        values(std::move(values)) {}
+  void set_current_seed(uint64_t seed) override { values.set_current_seed(seed); }
+  void set_offset(uint64_t offset) override { values.set_offset(offset); }
+  uint64_t get_offset() const override { return values.get_offset(); }
+  uint64_t current_seed() const override { return values.current_seed(); }
+  uint64_t seed() override { return values.seed(); }
+  void set_state(const c10::TensorImpl& state) override {
+    values.unsafeGetGeneratorImpl()->set_state(state);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return values.get_state().unsafeReleaseIntrusivePtr();
+  }
+  c10::GeneratorImpl* clone_impl() const override { return new DeviceGenerator(values.clone()); }
+
+  at::Generator values;
+};
+
 // Torch looks the hooks up by this name.
 struct CUDAHooks final : at::CUDAHooksInterface {
   explicit CUDAHooks(at::CUDAHooksArgs) {}
@@ -360,7 +382,7 @@ struct CUDAHooks final : at::CUDAHooksInterface {
     return at::detail::getDefaultCPUGenerator();
   }
   at::Generator getNewGenerator(DeviceIndex) const override {
-    return at::detail::createCPUGenerator();
+    return at::make_generator<DeviceGenerator>(at::detail::createCPUGenerator());
   }
 };
 
@@ -550,9 +572,19 @@ int64_t longest_segment(const std::string& name, const torch::jit::Stack& cpu) {
 
 // ------------------------------------------------------------------------------------ fallback
 
+std::mutex seen_mutex;
+std::set<std::string> seen_operators;  // FBGEMM's, which not every release has
+
+void note_seen(const std::string& name) {
+  if (name.rfind("fbgemm::", 0) != 0) return;
+  std::lock_guard<std::mutex> guard(seen_mutex);
+  seen_operators.insert(name);
+}
+
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const std::string& name = schema.name();
+  note_seen(name);
   const auto num_arguments = schema.arguments().size();
   const auto num_returns = schema.returns().size();
   check_devices(op, *stack);
@@ -564,6 +596,8 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     IValue& value = (*stack)[at];
     if (value.isDevice() && value.toDevice().is_cuda()) {
       value = Device(DeviceType::CPU);
+    } else if (value.isGenerator() && value.toGenerator().device().is_cuda()) {
+      value = value.toGenerator().get<DeviceGenerator>()->values;
     } else {
       value = changed(value, [&](const at::Tensor& tensor) { return call.to_cpu(tensor); });
     }
@@ -906,6 +940,11 @@ void stand_in_log(int is_on) { is_logging = is_on != 0; }
 // An operator that is not one of torch's: a lookup that Python computes.
 void stand_in_note(const char* name, int64_t value) {
   note(kOperator, name, current_stream, {}, value, true);
+}
+
+void stand_in_seen(void (*take)(const char*)) {
+  std::lock_guard<std::mutex> guard(seen_mutex);
+  for (const std::string& name : seen_operators) take(name.c_str());
 }
 
 int64_t stand_in_size() {

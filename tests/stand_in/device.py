@@ -38,6 +38,7 @@ from tests.stand_in import log  # noqa: E402
 
 log.start(library)
 INDEX = int(os.environ.get("LOCAL_RANK", "0"))
+NUM_DEVICES = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 CUDA = torch.device("cuda", INDEX)
 
 
@@ -112,6 +113,7 @@ PROPERTIES = SimpleNamespace(
     name="stand-in", major=9, minor=0, total_memory=1 << 36, multi_processor_count=132,
     warp_size=32, max_threads_per_multi_processor=2048, gcnArchName="",
     shared_memory_per_block_optin=232448, L2_cache_size=50 << 20, is_integrated=False,
+    pci_domain_id=0xFFFF, pci_bus_id=0xFF, pci_device_id=0x1F,  # where no machine has a device
 )  # fmt: skip
 
 
@@ -134,7 +136,7 @@ def _patch() -> None:
         "_is_compiled": lambda: True,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        "device_count": lambda: NUM_DEVICES,
         "current_device": lambda: INDEX,
         "set_device": lambda device: None,
         "device": _on_device,
@@ -173,35 +175,51 @@ def _patch() -> None:
 
 def _patch_distributed() -> None:
     """The process group "nccl" is gloo underneath, and says that it is nccl."""
-    init, new_group = dist.init_process_group, dist.new_group
+    init, new_group, get_backend = dist.init_process_group, dist.new_group, dist.get_backend
+    of_nccl: set[str] = set()  # names of the groups that are said to be
 
     def init_process_group(backend: str | None = None, **kwargs: Any) -> None:
         kwargs.pop("device_id", None)
         kwargs.pop("pg_options", None)
-        init("gloo" if backend in (None, "nccl") else backend, **kwargs)
+        is_nccl = backend in (None, "nccl")
+        init("gloo" if is_nccl else backend, **kwargs)
+        of_nccl.clear()
+        if is_nccl:
+            of_nccl.add(dist.group.WORLD.group_name)  # type: ignore[union-attr]
 
     def make_group(
         ranks: Any = None, timeout: Any = None, backend: Any = None, **kwargs: Any
     ) -> Any:
         for name in ("pg_options", "device_id"):
             kwargs.pop(name, None)
-        if backend == "nccl":
-            backend = "gloo"
-        return new_group(ranks, timeout, backend, **kwargs)
+        is_nccl = (backend or name_backend()) == "nccl"
+        made = new_group(ranks, timeout, "gloo" if is_nccl else backend, **kwargs)
+        if is_nccl and made is not dist.GroupMember.NON_GROUP_MEMBER:
+            of_nccl.add(made.group_name)
+        return made
 
-    def get_backend(group: Any = None) -> str:
-        return "nccl"
+    def name_backend(group: Any = None) -> str:
+        named = dist.group.WORLD if group is None else group
+        return "nccl" if named.group_name in of_nccl else get_backend(group)
 
     modules = (dist, dist.distributed_c10d)
     for module in modules:
         module.init_process_group = init_process_group  # type: ignore[attr-defined]
         module.new_group = make_group  # type: ignore[attr-defined]
-    dist.get_backend = get_backend  # type: ignore[assignment]
+    dist.get_backend = name_backend  # type: ignore[assignment]
     torch.cuda.nccl.version = lambda: (2, 27, 5)  # the logger of collectives asks
 
 
 _patch()
 from tests.stand_in import fbgemm as _fbgemm  # noqa: E402, F401
+
+
+def seen_operators() -> set[str]:
+    """FBGEMM's operators that tensors of the device have met in this process, without namespace."""
+    names: set[str] = set()
+    signature = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+    library.stand_in_seen(signature(lambda name: names.add(name.decode().partition("::")[2])))
+    return names
 
 
 def close() -> None:

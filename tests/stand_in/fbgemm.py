@@ -1,17 +1,22 @@
 """FBGEMM's operators that exist for CUDA alone, computed on the values underneath.
 
-The lookup of a fused table is one operator, and so is its update. A UVM cache holds nothing here:
-rows are read from, and written to, the memory behind it.
+The lookup of a fused table is one operator, and so is its update; that of a replicated table has a
+gradient instead. A UVM cache holds nothing here: rows are read from, and written to, the memory
+behind it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import fbgemm_gpu.split_embedding_codegen_lookup_invokers as invokers
 import torch
+
+from tests.stand_in.operators import REPLACED
 
 NONE, MEAN = 2, 1  # PoolingMode
 _ops = torch.library.Library("stand_in", "DEF")
@@ -23,6 +28,10 @@ _ops.define(
     "update(Tensor(a!) dev, Tensor(b!) uvm, Tensor placements, Tensor starts, Tensor dim_offsets, "
     "Tensor indices, Tensor offsets, int pooling, Tensor? scales, Tensor grad, str rule, "
     "Tensor learning_rate, float[] numbers, Tensor(c!)[] states, Tensor[] state_places) -> ()"
+)
+_ops.define(
+    "gradient(Tensor weights, Tensor starts, Tensor dim_offsets, Tensor indices, Tensor offsets, "
+    "int pooling, Tensor? scales, Tensor grad) -> Tensor"
 )
 
 
@@ -71,6 +80,10 @@ def _features(
     return found
 
 
+def _all_on_device(starts: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(starts.shape, dtype=torch.int32, device=starts.device)
+
+
 def _factors(
     feature: _Feature, batch: int, pooling: int, scales: torch.Tensor | None
 ) -> torch.Tensor | None:
@@ -80,6 +93,23 @@ def _factors(
         mean = 1.0 / lengths[feature.bags_K]
         factors = mean if factors is None else factors * mean
     return factors
+
+
+def _gradients(
+    features: list[_Feature],
+    batch: int,
+    pooling: int,
+    scales: torch.Tensor | None,
+    grad: torch.Tensor,
+) -> Iterator[tuple[_Feature, torch.Tensor]]:
+    """Of each feature the gradients of its ids."""
+    for feature in features:
+        if pooling == NONE:
+            yield feature, grad[feature.ids]
+            continue
+        grads = grad[feature.bags_K, feature.columns]
+        factors = _factors(feature, batch, pooling, scales)
+        yield feature, grads if factors is None else grads * factors[:, None]
 
 
 @torch.no_grad()
@@ -135,14 +165,7 @@ def _update(
     features = _features(dev, uvm, placements, starts, dim_offsets, indices, offsets)
     batch = (offsets.numel() - 1) // max(len(features), 1)
     tables: dict[tuple[int, int], list[tuple[_Feature, torch.Tensor]]] = {}
-    for feature in features:
-        if pooling == NONE:
-            grads = grad[feature.ids]
-        else:
-            grads = grad[feature.bags_K, feature.columns]
-            factors = _factors(feature, batch, pooling, scales)
-            if factors is not None:
-                grads = grads * factors[:, None]
+    for feature, grads in _gradients(features, batch, pooling, scales, grad):
         key = (int(placements[feature.at]), int(starts[feature.at]))
         tables.setdefault(key, []).append((feature, grads))
     for parts in tables.values():
@@ -194,32 +217,121 @@ def _step(
         weights[rows_U] -= learning_rate * mean / (deviation + eps)
 
 
+@torch.no_grad()
+def _gradient(
+    weights: torch.Tensor,
+    starts: torch.Tensor,
+    dim_offsets: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    pooling: int,
+    scales: torch.Tensor | None,
+    grad: torch.Tensor,
+) -> torch.Tensor:
+    found = torch.zeros_like(weights)
+    places = _all_on_device(starts)
+    features = _features(found, found, places, starts, dim_offsets, indices, offsets)
+    batch = (offsets.numel() - 1) // max(len(features), 1)
+    for feature, grads in _gradients(features, batch, pooling, scales, grad):
+        feature.weights_RD.index_add_(0, feature.rows_K, grads)
+    return found
+
+
 _ops.impl("lookup", _lookup, "CPU")
 _ops.impl("update", _update, "CPU")
+_ops.impl("gradient", _gradient, "CPU")
 
 
 def _keep_nothing(*args: Any) -> None:
     """The cache stays empty: what is behind it is read and written."""
 
 
-_cache_ops = torch.library.Library("fbgemm", "IMPL")
+_fbgemm = torch.library.Library("fbgemm", "IMPL")
+
+
+def _implement(name: str, function: Any, key: str) -> None:
+    assert name in REPLACED, name  # so that a test knows whether every release has it
+    _fbgemm.impl(name, function, key)
+
+
 for _name in (
     "lru_cache_populate", "lfu_cache_populate", "lxu_cache_flush",
     "lxu_cache_locking_counter_decrement", "lxu_cache_locations_update",
 ):  # fmt: skip
-    _cache_ops.impl(_name, _keep_nothing, "CPU")
+    _implement(_name, _keep_nothing, "CPU")
+
+
+# Of unified memory, whether it is host memory that the device maps, by where it begins.
+_is_mapped: dict[int, bool] = {}
+
+
+def _unified_tensor(like: torch.Tensor, sizes: list[int], is_host_mapped: bool) -> torch.Tensor:
+    made = torch.empty(sizes, dtype=like.dtype, device=like.device)
+    storage = made.untyped_storage()
+    _is_mapped[storage.data_ptr()] = is_host_mapped
+    weakref.finalize(storage, _is_mapped.pop, storage.data_ptr())
+    return made
 
 
 def _on_the_host(uvm: torch.Tensor) -> torch.Tensor:
-    """A tensor of the host that shares the memory of a mapped one."""
-    if uvm.numel() == 0:
-        return torch.empty(uvm.shape, dtype=uvm.dtype)
+    """A tensor of the host that shares managed memory, as FBGEMM below 1.8 has it."""
+    if _is_mapped.get(uvm.untyped_storage().data_ptr()) is not False:
+        raise RuntimeError(
+            "fbgemm::uvm_to_cpu: expected managed memory, got host-mapped or device memory, which "
+            "no release below 1.8 takes. Share the memory without it."
+        )
     size = uvm.numel() * uvm.element_size()
+    if size == 0:
+        return torch.empty(uvm.shape, dtype=uvm.dtype)
     memory = (ctypes.c_char * size).from_address(uvm.data_ptr())
     return torch.frombuffer(memory, dtype=uvm.dtype).view(uvm.shape)
 
 
-_cache_ops.impl("uvm_to_cpu", _on_the_host, "CUDA")
+_implement("uvm_to_cpu", _on_the_host, "CUDA")
+_implement("new_unified_tensor", _unified_tensor, "CUDA")
+
+
+class _Replicated(torch.autograd.Function):
+    """Looks rows up in a table that TorchRec replicates; backward makes its whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, *where: Any) -> torch.Tensor:
+        ctx.save_for_backward(weights)
+        ctx.where = where
+        rows: torch.Tensor = torch.ops.stand_in.lookup(
+            weights, weights, _all_on_device(where[0]), *where
+        )
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradient = torch.ops.stand_in.gradient(
+            *ctx.saved_tensors, *ctx.where, grads[0].contiguous()
+        )
+        return gradient, *[None] * len(ctx.where)
+
+
+def _look_replicas_up(
+    weights: torch.Tensor,
+    starts: torch.Tensor,
+    dim_offsets: torch.Tensor,
+    total_dim: int,
+    most_dim: int,
+    row_sums: torch.Tensor,
+    row_bits: int,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    pooling: int,
+    scales: torch.Tensor | None,
+    *others: Any,
+) -> torch.Tensor:
+    rows: torch.Tensor = _Replicated.apply(
+        weights, starts, dim_offsets, indices, offsets, pooling, scales
+    )
+    return rows
+
+
+_implement("dense_embedding_codegen_lookup_function", _look_replicas_up, "AutogradCUDA")
 
 
 class _Fused(torch.autograd.Function):
@@ -274,5 +386,6 @@ def _invoker(rule: str, invoke: Any) -> Any:
 
 
 for _rule in ("sgd", "adagrad", "rowwise_adagrad", "adam"):
+    assert f"split_embedding_codegen_lookup_{_rule}_function_pt2" in REPLACED
     _module = getattr(invokers, f"lookup_{_rule}")
     _module.invoke = _invoker(_rule, _module.invoke)

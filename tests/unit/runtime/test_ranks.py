@@ -165,17 +165,26 @@ def test_after_an_error_nobody_waits_for_other_ranks(
 
 
 @pytest.mark.parametrize(
-    ("environment", "loading"),
+    ("environment", "backends", "loading"),
     [
-        ({"WORLD_SIZE": "2"}, "EAGER"),
-        ({"WORLD_SIZE": "2", "CUDA_MODULE_LOADING": "LAZY"}, "LAZY"),  # the user's word
-        ({"WORLD_SIZE": "1"}, None),
-        ({}, None),
+        ({"WORLD_SIZE": "2"}, None, "EAGER"),
+        ({"WORLD_SIZE": "2", "CUDA_MODULE_LOADING": "LAZY"}, None, "LAZY"),  # the user's word
+        ({"WORLD_SIZE": "1"}, None, None),
+        ({}, None, None),
+        # Ranks that have joined: only NCCL's wait for one another on the device.
+        ({"WORLD_SIZE": "2"}, "cpu:gloo,cuda:gloo", None),
+        ({"WORLD_SIZE": "2"}, "cpu:gloo,cuda:nccl", "EAGER"),
     ],
 )
 def test_kernels_are_loaded_before_ranks_wait_for_one_another(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], loading: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    backends: str | None,
+    loading: str | None,
 ) -> None:
+    if backends is not None:
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
     monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # to be restored
     monkeypatch.delenv("CUDA_MODULE_LOADING")
     for name, value in environment.items():
