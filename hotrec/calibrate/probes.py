@@ -39,6 +39,7 @@ from hotrec.models.shape import architecture_of, work_of
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture
 from hotrec.routing.features import RoutedGroup
+from hotrec.runtime.mapped_memory import host_view
 from hotrec.runtime.memory import check_mappable, read_memory
 from hotrec.runtime.wire import Wire
 from hotrec.types import HotExchange, OptimizerKind, RowFetch, Rows
@@ -486,7 +487,7 @@ def _host_rows(
         memory = torch.ops.fbgemm.new_unified_tensor(like, shape, is_host_mapped=True)
     # Written, or all pages would be one.
     seen = torch.ones(shape, device=device, out=memory)
-    return torch.ops.fbgemm.uvm_to_cpu(seen) if seen.is_cuda else seen, seen
+    return host_view(seen) if seen.is_cuda else seen, seen
 
 
 def _slot_bytes(workload: CalibrationWorkload) -> int:

@@ -1,0 +1,52 @@
+"""Host memory that the device maps, checked by ranks with the stand-in.
+
+``tests/distributed/test_stand_in_host.py`` names the checks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hotrec.calibrate.probes import _host_rows
+from tests.helpers.checks import run_checks
+from tests.stand_in.checks import device
+from tests.stand_in.model import Run, Training
+
+
+def run_all(names: list[str]) -> dict[str, str | None]:
+    """The checks of these names, one after the other on the same ranks."""
+    return run_checks([globals()[name] for name in names])
+
+
+def _refuse(seen: torch.Tensor) -> torch.Tensor:
+    """FBGEMM 1.6 and 1.7, of memory that is mapped instead of managed."""
+    raise RuntimeError("Expected tcontext != nullptr to be true, but got false.")
+
+
+def _steps(run: Run, num_steps: int = 3) -> list[float]:
+    training = Training(run, device())
+    stream = training.batches(0, num_steps)
+    losses = [float(training.pipeline.progress(stream)[0]) for _ in range(num_steps)]
+    training.close()
+    return losses
+
+
+def slots_need_no_uvm_to_cpu() -> None:
+    """Rows behind slots, staged and mapped, and calibration's, without FBGEMM's way to the host."""
+    ops: Any = torch.ops.fbgemm
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "uvm_to_cpu", _refuse)
+        here, seen = _host_rows(device(), 8, 4)
+        here[3] = 5.0
+        assert (here.device.type, seen.device.type) == ("cpu", "cuda")
+        assert seen[3].tolist() == [5.0] * 4
+        of_slots = [
+            _steps(Run("look_ahead", optimizer="adagrad", tier="cached", row_fetch=row_fetch))
+            for row_fetch in ("staged", "mapped")
+        ]
+    expected = _steps(Run("look_ahead", optimizer="adagrad"))
+    for losses in of_slots:
+        assert losses == pytest.approx(expected, abs=1e-6)
