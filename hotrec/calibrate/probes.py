@@ -29,7 +29,7 @@ from hotrec.cost_model.look_ahead import FETCHES, MOVEMENTS
 from hotrec.data.batch import Batch
 from hotrec.embedding.cached_rows import RowMover
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
-from hotrec.embedding.fused import fused_params
+from hotrec.embedding.fused import fused_params, leave_out_of_forks
 from hotrec.embedding.hot_reduce import HotReducer
 from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.optimizers import HotOptimizer, make_dense, make_replicated_tables
@@ -39,7 +39,7 @@ from hotrec.models.shape import architecture_of, work_of
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture
 from hotrec.routing.features import RoutedGroup
-from hotrec.runtime.mapped_memory import host_view
+from hotrec.runtime.mapped_memory import host_view, keep_out_of_forks
 from hotrec.runtime.memory import check_mappable, read_memory
 from hotrec.runtime.wire import Wire
 from hotrec.types import HotExchange, OptimizerKind, RowFetch, Rows
@@ -430,6 +430,7 @@ def _lookup(
     )
     for weight in module.split_embedding_weights():
         weight.uniform_(-0.01, 0.01)
+    leave_out_of_forks(module)
     if device.type == "cpu" and not is_pooled:
         rate = torch.optim.SGD([torch.zeros(1)], lr=spec.learning_rate)
         return ColdRowsOnCpu(module, rate, spec), lambda: None
@@ -487,7 +488,10 @@ def _host_rows(
         memory = torch.ops.fbgemm.new_unified_tensor(like, shape, is_host_mapped=True)
     # Written, or all pages would be one.
     seen = torch.ones(shape, device=device, out=memory)
-    return host_view(seen) if seen.is_cuda else seen, seen
+    if not seen.is_cuda:
+        return seen, seen
+    keep_out_of_forks(seen)
+    return host_view(seen), seen
 
 
 def _slot_bytes(workload: CalibrationWorkload) -> int:

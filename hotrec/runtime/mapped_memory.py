@@ -1,9 +1,11 @@
-"""Host memory that a CUDA device maps, as a tensor of the host."""
+"""Host memory that a CUDA device maps: as a tensor of the host, and out of forked processes."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+import weakref
 
 import torch
 
@@ -54,3 +56,33 @@ def _is_same(memory: ctypes.Array[ctypes.c_char], flat: torch.Tensor) -> bool:
     is_same = int(seen) == before ^ 255
     memory[0] = bytes([before])
     return is_same
+
+
+def keep_out_of_forks(seen: torch.Tensor) -> None:
+    """Leave the memory of a tensor, which a device maps, out of processes forked from now on.
+
+    Linux copies the pages that a device holds as soon as the process forks, so that each loader
+    worker would take as much memory as the tables. Only whole pages are left out: what else lies on
+    the first and the last one stays. When the tensor goes, forks have the pages again, which
+    the allocator may give to others.
+
+    Raises:
+        OSError: if the memory is not mapped in this process.
+    """
+    begin = -(-seen.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = seen.data_ptr() + seen.numel() * seen.element_size()
+    num_bytes = (end - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    if num_bytes > 0:
+        if _advise(begin, num_bytes, mmap.MADV_DONTFORK) != 0:
+            error = os.strerror(ctypes.get_errno())
+            raise OSError(
+                f"host memory mapped for {seen.device}: expected {num_bytes} bytes at {begin:#x} "
+                f"in this process, got {error}."
+            )
+        again = weakref.finalize(seen, _advise, begin, num_bytes, mmap.MADV_DOFORK)
+        again.atexit = False
+
+
+def _advise(begin: int, num_bytes: int, advice: int) -> int:
+    done: int = _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), advice)
+    return done

@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-CHECKS = ["slots_need_no_uvm_to_cpu"]
+CHECKS = ["slots_need_no_uvm_to_cpu", "mapped_tables_are_out_of_forks"]
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import pytest
 import torch
 
 from hotrec.calibrate.probes import _host_rows
+from hotrec.embedding.table_memory import fused_modules
 from tests.helpers.checks import run_checks
+from tests.helpers.mappings import flags_at
 from tests.stand_in.checks import device
 from tests.stand_in.model import Run, Training
 
@@ -50,3 +53,22 @@ def slots_need_no_uvm_to_cpu() -> None:
     expected = _steps(Run("look_ahead", optimizer="adagrad"))
     for losses in of_slots:
         assert losses == pytest.approx(expected, abs=1e-6)
+
+
+def mapped_tables_are_out_of_forks() -> None:
+    """Every whole page of rows and states in host memory, in each tier there; none elsewhere."""
+    num_rows = {"a": 20_000, "b": 12_000, "c": 60, "d": 9_000}
+    for tier in ("host", "host_cached", "cached", "device"):
+        pipeline = "look_ahead" if tier == "cached" else "sparse_dist"
+        training = Training(Run(pipeline, optimizer="adam", tier=tier, num_rows=num_rows), device())
+        num_pages = 0
+        for module in fused_modules(training.model):
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                if name.endswith("_uvm"):
+                    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+                    end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
+                    for page in range(begin, end - mmap.PAGESIZE + 1, 64 * mmap.PAGESIZE):
+                        num_pages += 1
+                        assert "dc" in (flags_at(page) or []), (tier, name)
+        assert (num_pages > 0) == (tier != "device"), tier
+        training.close()

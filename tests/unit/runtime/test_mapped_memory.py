@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import os
 
 import pytest
 import torch
 
-from hotrec.runtime.mapped_memory import host_view
+from hotrec.runtime.mapped_memory import host_view, keep_out_of_forks
+from tests.helpers.mappings import flags_at
 
 
 class Elsewhere(torch.Tensor):
@@ -46,3 +49,37 @@ def test_an_address_of_other_memory_is_refused(
     with pytest.raises(RuntimeError, match=r"^host memory mapped for cpu: expected one address"):
         host_view(seen)
     assert other.tolist() == [0.0] * 4
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forks_have_what_shares_pages_with_the_memory_and_not_the_memory() -> None:
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 6 * page)
+    # Begins and ends inside a page: three whole ones lie between.
+    seen = torch.frombuffer(memory, dtype=torch.uint8)[100 : 4 * page + 100]
+    pages = [seen.data_ptr() - 100 + at * page for at in range(6)]
+    seen.fill_(1)
+    keep_out_of_forks(seen)
+    expected = [False, True, True, True, False, False]
+    assert ["dc" in (flags_at(at) or []) for at in pages] == expected
+    child = os.fork()
+    if child == 0:
+        os._exit(int([flags_at(at) is None for at in pages] != expected))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert seen.sum() == 4 * page
+    del seen
+    gc.collect()
+    assert not any("dc" in (flags_at(at) or []) for at in pages)
+
+
+def test_less_than_a_page_stays_in_forks() -> None:
+    seen = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)[1:]
+    keep_out_of_forks(seen)
+    keep_out_of_forks(torch.empty(0))
+    assert "dc" not in (flags_at(seen.data_ptr()) or [])
+
+
+def test_memory_that_is_not_mapped_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Elsewhere, "address", mmap.PAGESIZE)
+    with pytest.raises(OSError, match=r"expected 4096 bytes at 0x1000 in this process, got"):
+        keep_out_of_forks(torch.ones(mmap.PAGESIZE // 4).as_subclass(Elsewhere))
