@@ -29,6 +29,7 @@ from hotrec.cost_model.look_ahead import FETCHES, MOVEMENTS
 from hotrec.data.batch import Batch
 from hotrec.embedding.cached_rows import RowMover
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
+from hotrec.embedding.flat import cut_bags
 from hotrec.embedding.fused import fused_params, leave_out_of_forks
 from hotrec.embedding.hot_reduce import HotReducer
 from hotrec.embedding.hot_rows import HotReplicas
@@ -140,11 +141,14 @@ def _order_rows(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
 
     def run(rows: KeyedJaggedTensor) -> None:
         bucketized, _ = bucketize_kjt_before_all2all(
-            rows, num_buckets=num_ranks, block_sizes=blocks, output_permute=True
+            cut_bags(rows) if rows.values().is_cuda else rows,
+            num_buckets=num_ranks,
+            block_sizes=blocks,
+            output_permute=True,
         )
         torch.ops.fbgemm.permute_2D_sparse_data(
             by_key,
-            bucketized.lengths().view(-1, 1),
+            bucketized.lengths().view(by_key.numel(), -1).sum(1, keepdim=True),
             bucketized.values(),
             None,
             rows.values().numel(),
@@ -439,7 +443,9 @@ def _lookup(
         module.flush()
         module.reset_cache_states()
 
-    return partial(_look_up, module), forget
+    if is_pooled:
+        return partial(_look_up, module), forget
+    return lambda ids: _look_up(module, cut_bags(ids)), forget
 
 
 def _look_up(module: Any, features: KeyedJaggedTensor) -> torch.Tensor:

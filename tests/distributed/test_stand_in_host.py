@@ -12,7 +12,11 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-CHECKS = ["slots_need_no_uvm_to_cpu", "mapped_tables_are_out_of_forks"]
+CHECKS = [
+    "slots_need_no_uvm_to_cpu",
+    "mapped_tables_are_out_of_forks",
+    "calibration_cuts_long_bags",
+]
 
 
 @pytest.fixture(scope="module")

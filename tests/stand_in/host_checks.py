@@ -6,17 +6,26 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from hotrec.calibrate.probes import _host_rows
+from hotrec.calibrate.probes import _host_rows, all_probes
+from hotrec.calibrate.workload import CalibrationWorkload, group_alone
+from hotrec.config.groups import SgdConfig
+from hotrec.embedding.flat import MOST_BAG_IDS
 from hotrec.embedding.table_memory import fused_modules
+from hotrec.runtime.ranks import Ranks
+from tests.distributed.test_calibrate import tiny_subject
 from tests.helpers.checks import run_checks
 from tests.helpers.mappings import flags_at
 from tests.stand_in.checks import device
+from tests.stand_in.log import recording
 from tests.stand_in.model import Run, Training
+from tests.stand_in.steps import figures
 
 
 def run_all(names: list[str]) -> dict[str, str | None]:
@@ -72,3 +81,25 @@ def mapped_tables_are_out_of_forks() -> None:
                         assert "dc" in (flags_at(page) or []), (tier, name)
         assert (num_pages > 0) == (tier != "device"), tier
         training.close()
+
+
+def calibration_cuts_long_bags() -> None:
+    """As in training, no kernel gets more than 256 ids of an unpooled table in one bag."""
+    subject = replace(
+        tiny_subject(SgdConfig(learning_rate=0.1)),
+        table_rows=[20_000, 3, 9_000],
+        batch_size=4096,
+        cap_bytes=1 << 22,
+    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ranks = Ranks(rank, world_size, rank, world_size, device())
+    longest: dict[str, int] = {}
+    for probe in all_probes(CalibrationWorkload(subject, ranks, group_alone(ranks))):
+        work = probe.make(*max(probe.sizes))
+        prepared = work.prepare()
+        with recording() as log:
+            work.run(prepared)
+        longest[probe.name] = max(figures(log.entries).longest.values(), default=0)
+    assert max(longest.values()) <= MOST_BAG_IDS, longest
+    unpooled = ("order_row", "read_device", "read_host", "read_hit", "read_miss", "update_device")
+    assert min(longest[name] for name in unpooled) > MOST_BAG_IDS // 4, longest
