@@ -165,6 +165,11 @@ class TrainerConfig:
     metrics_port: int = key(
         "port on which rank 0's host serves /metrics for Prometheus; 0: none", 0, ge=0, le=65535
     )
+    memory_stacks: bool = key(
+        "record which lines of Python allocate GPU memory, for the snapshot that is left when it "
+        "runs out; costs time in every step",
+        False,
+    )
     check_every_steps: int = key("steps between checks for infinite losses and signals", 10, ge=1)
     check_replicas_every_steps: int = key(
         "steps between checks that all ranks hold the same hot rows; 0: never", 1000, ge=0
