@@ -43,6 +43,11 @@ LEAVE_S = 3.0
 # Loading"). CUDA reads this when it starts, so it is set before anything here asks for a device.
 if os.environ.get("WORLD_SIZE", "1") != "1":
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+# Hardware queues in which streams put their work, 1 to 32, by default 8 (CUDA programming guide,
+# "CUDA Environment Variables"). Streams that share one wait for each other, and look-ahead with
+# rows behind slots has ten: copies would wait behind kernels. Who sets 1, so that kernels start in
+# the order of their launch (Megatron), keeps it.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 @dataclass(frozen=True)
