@@ -49,7 +49,7 @@ CHECKPOINT = (
 SCORED_AT_ONCE = "number of samples that are scored at once"
 NUM_WORKERS = (
     "number of loader processes per rank; 0: read in the rank itself; null: 0 on a CPU whose cores "
-    "the ranks fill, else 1"
+    "the ranks fill, else 1; on a GPU as many as a rank has cores beside two of its own, 1 to 8"
 )
 WINDOW = (
     "number of further batches whose rows look_ahead knows, to choose which rows stay in the slots "
