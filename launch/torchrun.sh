@@ -26,6 +26,8 @@
 # Of the environment, ranks on GPUs heed besides what torch and NCCL read:
 #   CUDA_MODULE_LOADING   several ranks load all kernels when CUDA starts (EAGER), so that none waits
 #                         for another in the middle of an exchange; LAZY gives the memory back
+#   CUDA_DEVICE_MAX_CONNECTIONS
+#                         hardware queues for streams; default 32
 #   TORCH_FR_BUFFER_SIZE  collectives that the flight recorder keeps; default 2000, 0 for none. When
 #                         a rank is lost the others write them to the run's flight_recorder/
 # Each keeps to the processors of its GPU's NUMA node, among those that the launcher allows.

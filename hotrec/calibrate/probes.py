@@ -28,7 +28,8 @@ from hotrec.cost_model.look_ahead import FETCHES, MOVEMENTS
 from hotrec.data.batch import Batch
 from hotrec.embedding.cached_rows import RowMover, to_device
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
-from hotrec.embedding.fused import fused_params
+from hotrec.embedding.flat import cut_bags
+from hotrec.embedding.fused import fused_params, leave_out_of_forks
 from hotrec.embedding.hot_reduce import HotReducer
 from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.optimizers import HotOptimizer, make_dense, make_replicated_tables
@@ -38,6 +39,7 @@ from hotrec.models.shape import architecture_of, work_of
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture
 from hotrec.routing.features import RoutedGroup
+from hotrec.runtime.mapped_memory import host_view, keep_out_of_forks
 from hotrec.runtime.memory import check_mappable, read_memory
 from hotrec.runtime.wire import Wire
 from hotrec.types import HotExchange, OptimizerKind, RowFetch
@@ -138,11 +140,14 @@ def _order_rows(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
 
     def run(rows: KeyedJaggedTensor) -> None:
         bucketized, _ = bucketize_kjt_before_all2all(
-            rows, num_buckets=num_ranks, block_sizes=blocks, output_permute=True
+            cut_bags(rows) if rows.values().is_cuda else rows,
+            num_buckets=num_ranks,
+            block_sizes=blocks,
+            output_permute=True,
         )
         torch.ops.fbgemm.permute_2D_sparse_data(
             by_key,
-            bucketized.lengths().view(-1, 1),
+            bucketized.lengths().view(by_key.numel(), -1).sum(1, keepdim=True),
             bucketized.values(),
             None,
             rows.values().numel(),
@@ -428,6 +433,7 @@ def _lookup(
     )
     for weight in module.split_embedding_weights():
         weight.uniform_(-0.01, 0.01)
+    leave_out_of_forks(module)
     if device.type == "cpu" and not is_pooled:
         rate = torch.optim.SGD([torch.zeros(1)], lr=spec.learning_rate)
         return ColdRowsOnCpu(module, rate, spec), lambda: None
@@ -436,7 +442,9 @@ def _lookup(
         module.flush()
         module.reset_cache_states()
 
-    return partial(_look_up, module), forget
+    if is_pooled:
+        return partial(_look_up, module), forget
+    return lambda ids: _look_up(module, cut_bags(ids)), forget
 
 
 def _look_up(module: Any, features: KeyedJaggedTensor) -> torch.Tensor:
@@ -486,7 +494,10 @@ def _host_rows(
         memory = torch.ops.fbgemm.new_unified_tensor(like, shape, is_host_mapped=True)
     # Written, or all pages would be one.
     seen = torch.ones(shape, device=device, out=memory)
-    return torch.ops.fbgemm.uvm_to_cpu(seen) if seen.is_cuda else seen, seen
+    if not seen.is_cuda:
+        return seen, seen
+    keep_out_of_forks(seen)
+    return host_view(seen), seen
 
 
 def _slot_bytes(workload: CalibrationWorkload) -> int:

@@ -25,6 +25,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         timeout_s=trainer.timeout_s,
         watchdog_s=trainer.watchdog_s,
         advice=lambda: _restart_advice(run_dir),
+        memory_stacks=trainer.memory_stacks,
     ) as ranks:
         result = run_training(config, run_dir, ranks)
     figures = {"command": "train", "run_dir": run_dir, **result.summary}

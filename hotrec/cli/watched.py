@@ -21,6 +21,7 @@ def watched_ranks(
     timeout_s: float,
     watchdog_s: float = 120.0,
     advice: Callable[[], str] = lambda: "Start the same command again.",
+    memory_stacks: bool = False,
 ) -> Iterator[Ranks]:
     """Join the process group and watch its ranks.
 
@@ -30,6 +31,7 @@ def watched_ranks(
         timeout_s: Limit of a collective.
         watchdog_s: Limit without progress in a step or an evaluation.
         advice: Returns the last sentence of the message about a lost rank.
+        memory_stacks: Whether a snapshot of GPU memory says which lines allocated it.
 
     Raises:
         CommandFailed: If a rank was lost, after that has been printed; with the watchdog's code.
@@ -49,7 +51,7 @@ def watched_ranks(
                     flight_recorder=directory,
                     once=print_once,
                 ),
-                memory_snapshot(run_dir, ranks),
+                memory_snapshot(run_dir, ranks, has_stacks=memory_stacks),
             ):
                 yield ranks
         except LostRank as lost:

@@ -49,7 +49,7 @@ CHECKPOINT = (
 SCORED_AT_ONCE = "number of samples that are scored at once"
 NUM_WORKERS = (
     "number of loader processes per rank; 0: read in the rank itself; null: 0 on a CPU whose cores "
-    "the ranks fill, else 1"
+    "the ranks fill, else 1; on a GPU as many as a rank has cores beside two of its own, 1 to 8"
 )
 WINDOW = (
     "number of further batches whose rows look_ahead knows, to choose which rows stay in the slots "
@@ -164,6 +164,11 @@ class TrainerConfig:
     log_every_steps: int = key("steps between lines of metrics.jsonl", 100, ge=1)
     metrics_port: int = key(
         "port on which rank 0's host serves /metrics for Prometheus; 0: none", 0, ge=0, le=65535
+    )
+    memory_stacks: bool = key(
+        "record which lines of Python allocate GPU memory, for the snapshot that is left when it "
+        "runs out; costs time in every step",
+        False,
     )
     check_every_steps: int = key("steps between checks for infinite losses and signals", 10, ge=1)
     check_replicas_every_steps: int = key(

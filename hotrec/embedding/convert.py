@@ -12,6 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.initialize import copy_weights
 from hotrec.embedding.optimizers import hot_replicas
+from hotrec.embedding.table_memory import leave_tables_out_of_forks
 from hotrec.runtime.codecs import ddp_modules
 from hotrec.types import Partition, Placement
 
@@ -95,6 +96,7 @@ def shard(
         init_data_parallel=data_parallel,
     )
     _keep_buckets(sharded)
+    leave_tables_out_of_forks(sharded)
     for replica in hot_replicas(sharded).values() if broadcast_hot else ():
         replica.broadcast()
     return sharded

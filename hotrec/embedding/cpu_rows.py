@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.snapshot import keep
 from hotrec.embedding.update_rules import OptimizerSpec, sum_by_row, update_rows
+from hotrec.runtime.mapped_memory import host_view
 from hotrec.runtime.stages import mark
 
 
@@ -44,7 +45,7 @@ def _flat_view(
             )
         first += part.numel() * part.element_size()
     assert flat is not None
-    here = torch.ops.fbgemm.uvm_to_cpu(flat) if what.endswith("uvm") else flat
+    here = host_view(flat) if what.endswith("uvm") else flat
     width = parts[0].shape[1:]
     return here.detach().view(-1, *width), flat.detach().view(-1, *width)
 

@@ -16,6 +16,7 @@ from torchrec import optim
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.runtime.mapped_memory import keep_out_of_forks
 from hotrec.types import OptimizerKind
 
 _FBGEMM_OPTIMIZER = {
@@ -128,3 +129,10 @@ def undo_update_count(lookup: nn.Module) -> None:
         for counter in update_counters(kernel.emb_module):
             if int(counter) > 0:
                 counter.sub_(1)
+
+
+def leave_out_of_forks(module: nn.Module) -> None:
+    """Keep rows and states of a fused module in mapped host memory out of loader workers."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if name.endswith("_uvm"):
+            keep_out_of_forks(tensor)

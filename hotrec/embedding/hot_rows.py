@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.hot_reduce import HotReducer
 from hotrec.runtime.comm_thread import CommunicationThread, HostInts
-from hotrec.runtime.ranks import Group
+from hotrec.runtime.ranks import Group, finish_others
 from hotrec.runtime.stages import mark
 from hotrec.runtime.traffic import counted_by_sender
 from hotrec.runtime.wire import Wire
@@ -277,6 +277,7 @@ class HotReplicas:
         """Raise RuntimeError on every rank if a replica differs."""
         mine = self.checksum().view(1)
         sums = torch.empty(self._world_size, dtype=mine.dtype, device=mine.device)
+        finish_others()
         dist.all_gather_into_tensor(sums, mine, group=self._group)
         if (sums != sums[0]).any():
             raise RuntimeError(

@@ -16,6 +16,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from hotrec.embedding.cached_rows import CachedRows
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
+from hotrec.embedding.fused import leave_out_of_forks
 from hotrec.embedding.snapshot import Snapshot
 from hotrec.embedding.tables import sharded_collections
 
@@ -125,6 +126,12 @@ def fused_modules(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodege
     """FBGEMM's fused modules of a sharded model."""
     modules = (kernel.emb_module for kernel in _kernels(model))
     return [m for m in modules if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
+
+
+def leave_tables_out_of_forks(model: nn.Module) -> None:
+    """Keep a sharded model's tables in mapped host memory out of loader workers."""
+    for module in fused_modules(model):
+        leave_out_of_forks(module)
 
 
 def cached_rows(model: nn.Module) -> list[CachedRows]:

@@ -28,6 +28,7 @@ from hotrec.embedding.optimizers import (
     replicated_tables,
 )
 from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.table_memory import leave_tables_out_of_forks
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planning.constraints import placement_constraints
 from hotrec.planning.machine import Machine
@@ -276,6 +277,7 @@ def _plain(
     sharded = DistributedModelParallel(
         model, device=device, plan=plan, init_data_parallel=has_layers
     )
+    leave_tables_out_of_forks(sharded)
     if not has_layers:
         _without_ddp(sharded, device)
     optimizers: list[KeyedOptimizer] = [sharded.fused_optimizer]

@@ -11,13 +11,21 @@ from typing import Any
 import torch
 
 GIB = 1 << 30
+# The host's memory in GiB, for hosts whose memory grows as it is used and starts small.
+HOST_GIB = "HOTREC_HOST_GIB"
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
 
 
 def read_memory(
     meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> tuple[int, int]:
-    """The total and free bytes of memory of the host, or of this process's control group."""
+    """The total and free bytes of memory of the host, or of this process's control group.
+
+    Where ``HOTREC_HOST_GIB`` is set, that much is the total, and free what is not in use of it.
+
+    Raises:
+        ValueError: if it is not a number above 0.
+    """
     kib = {
         key: int(value.split()[0])
         for key, _, value in (line.partition(":") for line in meminfo.read_text().splitlines())
@@ -33,7 +41,24 @@ def read_memory(
         if limit != "max" and int(limit) < total and used_file.exists():
             total = int(limit)
             free = min(free, total - int(used_file.read_text()))
+    if stated := os.environ.get(HOST_GIB):
+        used = total - free
+        total = _stated_bytes(stated)
+        free = max(0, total - used)
     return total, free
+
+
+def _stated_bytes(text: str) -> int:
+    try:
+        num_bytes = int(float(text) * GIB)
+    except (ValueError, OverflowError):
+        num_bytes = 0
+    if num_bytes <= 0:
+        raise ValueError(
+            f"environment {HOST_GIB}: expected the host's memory in GiB, a number above 0, got "
+            f"{text!r}. Set it, or unset it for what the system says."
+        )
+    return num_bytes
 
 
 def check_mappable(what: str, num_bytes: int, free_bytes: int) -> None:
@@ -48,7 +73,7 @@ def check_mappable(what: str, num_bytes: int, free_bytes: int) -> None:
         raise ValueError(
             f"{what}: expected at most {free_bytes} bytes, the host's free memory, to pin and map "
             f"for its devices, got {num_bytes}. Keep fewer rows in host tiers, use more hosts, or "
-            "free memory on this one."
+            f"free memory on this one; {HOST_GIB} states the memory of a host where it grows."
         )
 
 

@@ -1,6 +1,7 @@
 """What a run leaves in its directory when it dies: the last collectives, and who held GPU memory.
 
-Both are recorded all the time in bounded buffers of torch's own and written when it matters.
+Collectives are recorded all the time in a bounded buffer of torch's own. Memory is looked at when
+it runs out; who allocated it is recorded on demand.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ logger = logging.getLogger(__name__)
 FLIGHT_RECORDER = "flight_recorder"
 _PREFIX = "rank_"
 # Allocations and frees in a snapshot. Python stacks are kept of what is allocated, not of what is
-# freed: every run is recorded, so it has to be cheap.
+# freed.
 _NUM_ALLOCATIONS = 100_000
+_WITHOUT_STACKS = " (with trainer.memory_stacks=true also the lines that allocated it)"
 # After that the driver hangs while it is asked how far each collective has come.
 _DUMP_LIMIT_S = 20.0
 
@@ -73,8 +75,11 @@ def write_flight_recorder(directory: Path, rank: int) -> None:
 
 
 @contextmanager
-def memory_snapshot(run_dir: Path, ranks: Ranks) -> Iterator[None]:
+def memory_snapshot(run_dir: Path, ranks: Ranks, *, has_stacks: bool = False) -> Iterator[None]:
     """Where CUDA runs out of memory in the block, write a snapshot of its allocations.
+
+    ``has_stacks`` adds the lines that allocated them. Each allocation then walks the Python stack
+    with the interpreter's lock, on any thread, so that the steps are not those of other runs.
 
     Raises:
         torch.OutOfMemoryError: torch's own, with the name of the file.
@@ -82,9 +87,10 @@ def memory_snapshot(run_dir: Path, ranks: Ranks) -> Iterator[None]:
     if ranks.device.type != "cuda":
         yield
         return
-    torch.cuda.memory._record_memory_history(
-        context="state", stacks="python", max_entries=_NUM_ALLOCATIONS
-    )
+    if has_stacks:
+        torch.cuda.memory._record_memory_history(
+            context="state", stacks="python", max_entries=_NUM_ALLOCATIONS
+        )
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -96,7 +102,8 @@ def memory_snapshot(run_dir: Path, ranks: Ranks) -> Iterator[None]:
             raise error from None
         raise torch.OutOfMemoryError(
             f"memory of {ranks.device}: expected room, got none; {path} shows what holds it, at "
-            f"pytorch.org/memory_viz. {error}"
+            f"pytorch.org/memory_viz{'' if has_stacks else _WITHOUT_STACKS}. {error}"
         ) from error
     finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
+        if has_stacks:
+            torch.cuda.memory._record_memory_history(enabled=None)

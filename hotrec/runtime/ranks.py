@@ -47,6 +47,11 @@ if os.environ.get("WORLD_SIZE", "1") != "1" and (
     not dist.is_initialized() or "nccl" in dist.get_backend_config()
 ):
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+# Hardware queues in which streams put their work, 1 to 32, by default 8 (CUDA programming guide,
+# "CUDA Environment Variables"). Streams that share one wait for each other, and look-ahead with
+# rows behind slots has ten: copies would wait behind kernels. Who sets 1, so that kernels start in
+# the order of their launch (Megatron), keeps it.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 @dataclass(frozen=True)
@@ -346,6 +351,34 @@ def _leave(held: list[dist.ProcessGroup | None], after: Callable[[], None] | Non
     leaving.join(LEAVE_S)
 
 
+# What the main thread waits for before collectives of the default group.
+_FINISHED_FIRST: list[Callable[[], None]] = []
+
+
+@contextmanager
+def finished_first(drain: Callable[[], None]) -> Iterator[None]:
+    """Have ``drain`` called before collectives of the default group, inside the block.
+
+    For a thread that calls collectives of another group over NCCL, which wants those of all groups
+    of a device in one order, the same on every rank.
+    """
+    _FINISHED_FIRST.append(drain)
+    try:
+        yield
+    finally:
+        _FINISHED_FIRST.remove(drain)
+
+
+def finish_others() -> None:
+    """Wait for those of ``finished_first``; before a collective of the main thread.
+
+    Raises:
+        Exception: what one of their tasks raised.
+    """
+    for drain in _FINISHED_FIRST:
+        drain()
+
+
 def world_size() -> int:
     """Ranks of the process group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
@@ -360,6 +393,7 @@ def all_gather_object(value: T) -> list[T]:
     """The value of every rank, in rank order."""
     if world_size() == 1:
         return [value]
+    finish_others()
     values: list[T | None] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values  # type: ignore[return-value]
@@ -369,6 +403,7 @@ def broadcast_object(value: T) -> T:
     """Rank 0's value, on every rank."""
     if world_size() == 1:
         return value
+    finish_others()
     holder = [value]
     dist.broadcast_object_list(holder, src=0)
     return holder[0]
@@ -377,6 +412,7 @@ def broadcast_object(value: T) -> T:
 def barrier() -> None:
     """Wait for all ranks."""
     if world_size() > 1:
+        finish_others()
         dist.barrier()
 
 

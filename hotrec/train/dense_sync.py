@@ -23,17 +23,26 @@ from hotrec.runtime.stages import mark
 from hotrec.runtime.wire import Wire
 from hotrec.types import WireType
 
+# A group, and the thread that calls its collectives.
+Line = tuple[Group, CommunicationThread]
 _Future = dist.Work | CommunicationFuture[None]
 
 
 class Sender:
-    """Runs all-reduces in a group of its own, in the order of their start."""
+    """Runs all-reduces in the order of their start, in a group of its own or in line with others.
 
-    def __init__(self, wire_type: WireType) -> None:
+    ``line`` is the group and the thread of others, who call ``start`` in the same order among their
+    own tasks on every rank; they close both.
+    """
+
+    def __init__(self, wire_type: WireType, line: Line | None = None) -> None:
         self.world_size = world_size()
-        self._group = Group("dense gradients")
+        self.is_in_line = line is not None
+        self._group, self._thread = line or (
+            Group("dense gradients"),
+            CommunicationThread(torch.device("cpu"), "dense gradients"),
+        )
         self._wire, self._exact_wire = Wire(self._group, wire_type), Wire(self._group)
-        self._thread = CommunicationThread(torch.device("cpu"), "dense gradients")
 
     def start(self, message: torch.Tensor, num_values: int) -> _Future | None:
         """Start to sum ``message`` over the ranks, in place.
@@ -44,6 +53,9 @@ class Sender:
         Returns:
             A future to wait for; None if the current stream already orders the sum.
         """
+        if self.is_in_line:
+            self._thread.will_use(message)
+            return self._thread.submit(lambda: self._add_up(message, num_values))
         if self._wire.type_of(message) is WireType.fp32:
             return self._exact_wire.start_all_reduce(message)
         if backend_of(self._group.group, message.device) == "nccl":
@@ -53,11 +65,16 @@ class Sender:
         return self._thread.submit(lambda: self._add_up(message, num_values))
 
     def _add_up(self, message: torch.Tensor, num_values: int) -> None:
+        if self._wire.type_of(message) is WireType.fp32:
+            self._exact_wire.all_reduce(message)
+            return
         self._wire.all_reduce(message[:num_values])
         self._exact_wire.all_reduce(message[num_values:])
 
     def close(self) -> None:
-        """Let the thread end after its queued messages, and leave the group."""
+        """Let its own thread end after its queued messages, and leave its own group."""
+        if self.is_in_line:
+            return
         self._thread.close()
         self._group.close(after=self._thread.join)
 
@@ -399,6 +416,8 @@ class DenseSync:
         wire_type: The type in which float32 gradients are sent; sums are made in float32.
         max_norm: Clips the joint norm of all mean gradients to this value; None disables clipping.
             With it the first update of a step waits for the gradients of all buckets.
+        line: Whose collectives the messages go in line with, see ``Sender``; then they are all sent
+            by ``finish_backward``. None for a group of their own.
 
     Raises:
         ValueError: if the optimizer's parameters are not the model's dense ones, a layer keeps
@@ -411,6 +430,7 @@ class DenseSync:
         optimizer: torch.optim.Optimizer,
         wire_type: WireType = WireType.fp32,
         max_norm: float | None = None,
+        line: Line | None = None,
     ) -> None:
         named = dense_parameters(model)
         _check_optimizer(named, optimizer)
@@ -419,7 +439,7 @@ class DenseSync:
         self._max_norm = max_norm
         self._names = {parameter: name for name, parameter in named.items()}
         share_first(model)
-        self._sender = Sender(wire_type)
+        self._sender = Sender(wire_type, line)
         parts, compiled = _parts(model), _inside_compiled(model)
         modules = [module for _, module in _dense_modules(model)]
         layers = [layer for layer in deferrable_layers(modules) if layer not in compiled]
@@ -481,6 +501,8 @@ class DenseSync:
                 "checkpointing) or make two of them inside one dense.backward()."
             )
         bucket.arrived.add(parameter)
+        if self._sender.is_in_line:
+            return  # the place in the line must not depend on when this rank has its gradients
         for upcoming in self._direct[self._num_started :]:
             if len(upcoming.arrived) < len(upcoming.parameters):
                 break

@@ -365,7 +365,9 @@ class LookAheadPipeline(Pipeline):
         self._rows = look_ahead.make_rows()
         self._feature_names = self._rows.feature_names
         try:
-            self._dense = DenseSync(model, parts["dense"], look_ahead.wire_type, grad_clip_norm)
+            self._dense = DenseSync(
+                model, parts["dense"], look_ahead.wire_type, grad_clip_norm, self._rows.line
+            )
         except BaseException:
             self._rows.close()
             raise
@@ -429,6 +431,7 @@ class LookAheadPipeline(Pipeline):
         outputs = [self._compute(batch, part) for part in parts]
         self._rows.end_backward()
         self._dense.finish_backward()
+        self._rows.send_late()
         self._rows.wait_for_hot_gradients()
         with named_range("optimizer"):
             if self._hot is not None:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hotrec.data.batch import Batch
+from hotrec.runtime.ranks import finish_others
 from hotrec.runtime.traffic import COLLECTIVES, BatchFacts, count_sent_bytes, lower_bound_bytes
 from hotrec.train.run_log import SegmentBatches
 
@@ -172,6 +173,7 @@ def check_up(
     own = torch.tensor([one for of_kind in figures.values() for one in of_kind], dtype=torch.double)
     values = torch.cat([own_losses, own.to(own_losses.device)])
     if world_size > 1:
+        finish_others()
         dist.all_reduce(values)
     totals = iter(values.tolist())
     for step, total in zip(losses, totals, strict=False):

@@ -25,6 +25,8 @@ from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.sorting import sort_keys
 from hotrec.runtime.comm_thread import HostInts, ints_on
 
+MOST_ROWS = 1 << 31  # positions are int32, from 0
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -50,6 +52,7 @@ class RowOwners:
 
     Raises:
         RuntimeError: if the shards do not hold every row of every table once.
+        ValueError: if a rank has more rows than an int32 can number; on every rank.
     """
 
     def __init__(
@@ -79,6 +82,14 @@ class RowOwners:
                 f"or an overlap at row {wrong[0]} of the tables laid one after the other. Use the "
                 "pinned torchrec (see `hotrec doctor`)."
             )
+        for rank, of_rank in enumerate(shards):
+            num_here = max((shard.position + shard.num_rows for shard in of_rank), default=0)
+            if num_here > MOST_ROWS:
+                raise ValueError(
+                    f"cold rows of rank {rank}: expected at most {MOST_ROWS} of tables of one "
+                    f"dimension, whose numbers are sent as int32, got {num_here}. Use more ranks, "
+                    "or pipeline=sparse_dist."
+                )
         if self._world_size == 1:  # which holds whole tables: keys are positions
             begins = {shard.table: shard.position for shard in shards[0]}
         self._begins_T = torch.tensor([begins[table] for table in tables], device=device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +24,13 @@ from hotrec.embedding.tables import sharded_collections
 from hotrec.routing.features import RoutedFeatures
 from hotrec.routing.split import samples_reading, select_samples
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread, record_use
-from hotrec.runtime.ranks import Group, all_gather_object
+from hotrec.runtime.ranks import (
+    Group,
+    all_gather_object,
+    backend_of,
+    finish_others,
+    finished_first,
+)
 from hotrec.runtime.stages import mark, named_range
 from hotrec.runtime.watchdog import COMMUNICATION, enter, leave
 from hotrec.runtime.wire import Wire
@@ -48,7 +55,11 @@ class RowsAhead:
     Until ``close``, the collections' forward reads prefetched rows, and their gradients are sent
     after backward; neither calls a collective, except for tables exchanged pooled. For each step,
     call ``prefetch`` with new batches, ``start_step``, ``wait_for_rows`` before the forward pass of
-    each part, ``end_backward`` and ``wait_for_hot_gradients``.
+    each part, ``end_backward``, ``send_late`` and ``wait_for_hot_gradients``.
+
+    NCCL wants the collectives of all groups of a device in one order, the same on every rank. There
+    the dense layers' go in ``line`` with the rows', between the urgent gradients and the late ones,
+    and this thread is done before the main thread calls one of its own.
 
     Between steps the model may be called with any features in evaluation mode, by all ranks, and
     its state may be read: both wait for what is in flight.
@@ -93,6 +104,12 @@ class RowsAhead:
         self._group = Group("rows ahead")
         wire = Wire(self._group, wire_type)
         self._thread = CommunicationThread(device, "communication")
+        is_nccl = wire.world_size > 1 and backend_of(self._group.group, device) == "nccl"
+        self.line = (self._group, self._thread) if is_nccl else None
+        self._has_pooled = any(collection.pooled is not None for collection in self._collections)
+        self._order = ExitStack()
+        if is_nccl:
+            self._order.enter_context(finished_first(self._thread.drain))
         self.window = window if any(group.is_cached for group in self._groups) else 0
         self._cold = ColdExchange(self._groups, wire, depth, device, self.window)
         self._replicas: list[HotReplicas] = [g.replica for g in self._groups if g.replica]
@@ -112,6 +129,7 @@ class RowsAhead:
         self._leaves: list[torch.Tensor] = []
         self._num_arrived = 0
         self._hot_future: CommunicationFuture[list[SparseGradient]] | None = None
+        self._late: Callable[[], None] | None = None
         self._hooks = []
         for collection in self._collections:
             collection.forward = self._make_forward(collection)
@@ -297,6 +315,7 @@ class RowsAhead:
                 mark("pool")
             from_torchrec = None
             if collection.pooled is not None:
+                finish_others()
                 from_torchrec = collection.pooled.look_up(routed.pooled)
                 mark("rows_exchange")
             return collection.layout.assemble(pooled, from_torchrec)
@@ -306,6 +325,8 @@ class RowsAhead:
     def _note_gradient(self, leaf: torch.Tensor) -> None:
         """Count the groups with a gradient and send all gradients once they are complete."""
         self._num_arrived += 1
+        if self.line is not None and self._has_pooled:
+            return  # the rest of backward calls collectives on this thread
         if self._part is not None and self._part.is_last and self._num_arrived == len(self._leaves):
             mark("pool")
             self._send_gradients()
@@ -335,15 +356,21 @@ class RowsAhead:
         else:
             self._set_reduced(zip(batch.hot_slots, self._hot_parts(batch, grads), strict=True))
         following = self._requested[0] if self._requested else None
-        late = partial(self._cold.send_late, batch, gradients)
+        self._late = partial(self._cold.send_late, batch, gradients)
         if self._cold.is_alone:
-            self._thread.submit(late)
+            self.send_late()
         if following is not None:
             following.all_rows = self._thread.submit(
                 lambda: self._cold.exchange_urgent(batch, gradients, following)
             )
         # After the urgent ones, since no rank waits for these before the next step.
-        if not self._cold.is_alone:
+        if self.line is None:
+            self.send_late()
+
+    def send_late(self) -> None:
+        """Send what no rank waits for before the next step, if it has not been sent."""
+        late, self._late = self._late, None
+        if late is not None:
             self._thread.submit(late)
 
     def _request_in_thread(self, batch: PrefetchedBatch) -> None:
@@ -399,6 +426,7 @@ class RowsAhead:
             hook.remove()
         for collection in self._collections:
             collection.__dict__.pop("forward", None)
+        self._order.close()
         self._thread.close()
         for group in self._groups:
             group.owned.close()

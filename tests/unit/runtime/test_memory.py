@@ -70,3 +70,27 @@ def test_memory_is_the_control_groups_where_it_is_smaller(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
     assert read_memory(meminfo, tmp_path / "cgroup") == expected
+
+
+@pytest.mark.parametrize("limit", ["max", "40960"])
+def test_memory_is_what_the_environment_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  100 kB\nMemAvailable:   60 kB\n")
+    (tmp_path / "memory.max").write_text(limit)
+    (tmp_path / "memory.current").write_text("4096")
+    found = read_memory(meminfo, tmp_path)
+    monkeypatch.setenv("HOTREC_HOST_GIB", "1.5")
+    total, free = read_memory(meminfo, tmp_path)
+    assert total == 3 << 29
+    assert total - free == found[0] - found[1]  # what is in use
+    check_mappable("plan host tiers", 1 << 30, free)
+    monkeypatch.setenv("HOTREC_HOST_GIB", "1e-6")  # less than is in use
+    assert read_memory(meminfo, tmp_path) == (1073, 0)
+    for text in ("80GB", "0", "-1", "nan", "inf"):
+        monkeypatch.setenv("HOTREC_HOST_GIB", text)
+        with pytest.raises(ValueError, match=rf"^environment HOTREC_HOST_GIB: .* got '{text}'"):
+            read_memory(meminfo, tmp_path)
+    monkeypatch.setenv("HOTREC_HOST_GIB", "")
+    assert read_memory(meminfo, tmp_path) == found

@@ -95,8 +95,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return asked
 
 
-def run_out(run_dir: Path) -> None:
-    with memory_snapshot(run_dir, GPU):
+def run_out(run_dir: Path, **settings: bool) -> None:
+    with memory_snapshot(run_dir, GPU, **settings):
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
 
@@ -109,6 +109,16 @@ def test_out_of_memory_says_where_its_snapshot_is(
     assert str(caught.value).startswith(f"memory of cuda:1: expected room, got none; {path} shows")
     assert str(caught.value).endswith(OUT_OF_MEMORY)
     assert path.read_text() == "a snapshot"
+    # Nothing is recorded before that: a run has the steps that a benchmark measures.
+    assert memory == [("dump",)]
+    assert "with trainer.memory_stacks=true also the lines" in str(caught.value)
+
+
+def test_who_allocates_memory_is_recorded_on_demand(
+    tmp_path: Path, memory: list[tuple[Any, ...]]
+) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match=r"at pytorch.org/memory_viz\. CUDA out of"):
+        run_out(tmp_path, has_stacks=True)
     # Bounded: a long run must not fill the host's memory.
     assert memory == [("all", "state", "python", 100_000), ("dump",), (None,)]
 
@@ -118,8 +128,7 @@ def test_other_errors_and_other_devices_leave_no_snapshot(
 ) -> None:
     with suppress(KeyError), memory_snapshot(tmp_path, GPU):
         raise KeyError("another")
-    assert ("dump",) not in memory
-    memory.clear()
+    assert memory == []
     with memory_snapshot(tmp_path, Ranks(0, 1, 0, 1, torch.device("cpu"))):
         pass
     assert memory == []

@@ -193,6 +193,17 @@ def test_kernels_are_loaded_before_ranks_wait_for_one_another(
     assert os.environ.get("CUDA_MODULE_LOADING") == loading
 
 
+@pytest.mark.parametrize("theirs", [None, "1", "16"])
+def test_streams_have_queues_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, theirs: str | None
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", theirs or "")  # to be restored
+    if theirs is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    runpy.run_path(hotrec.runtime.ranks.__file__)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == (theirs or "32")
+
+
 def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "two")
     with (

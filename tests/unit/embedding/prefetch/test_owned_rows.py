@@ -65,3 +65,17 @@ def test_one_rank_owns_all_rows_in_their_order() -> None:
 def test_rows_without_one_owner_are_refused(shards: list[list[Shard]]) -> None:
     with pytest.raises(RuntimeError, match="expected each of 14 rows on one rank"):
         RowOwners(["a", "b"], NUM_ROWS, shards, CPU)
+
+
+def test_more_rows_of_a_rank_than_an_int32_numbers_are_refused() -> None:
+    rows = torch.tensor([(1 << 31) - 1])
+    num_rows, beside = {"a": (1 << 31) - 10, "b": 10}, [Shard("b", 0, 10, (1 << 31) - 10)]
+    shards = [[Shard("a", 0, num_rows["a"], 0), *beside], []]
+    requested = RowOwners(["a", "b"], num_rows, shards, CPU).find(
+        KeyedJaggedTensor(["a", "b"], rows - num_rows["a"], lengths=torch.tensor([0, 1])), 0
+    )
+    assert requested.positions_U.tolist() == [(1 << 31) - 1]
+    num_rows["a"] += 1
+    shards = [[], [Shard("a", 0, num_rows["a"], 0), Shard("b", 0, 10, num_rows["a"])]]
+    with pytest.raises(ValueError, match=r"^cold rows of rank 1: .* 2147483648 .* got 2147483649"):
+        RowOwners(["a", "b"], num_rows, shards, CPU)
