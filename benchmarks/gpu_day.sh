@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Proof and figures from one GPU in 25 minutes: six stages, each with a JSON document and a page.
+# Proof and figures from one GPU in 25 minutes: eight stages, each with a JSON document and a page.
 #
-#   benchmarks/gpu_day.sh [--stages 1,3] [--out DIR] [--again] [--code TEXT] [--rehearse]
+#   benchmarks/gpu_day.sh [--stages 0,2] [--out DIR] [--archive FILE] [--from ARCHIVE] [--rehearse]
 #
 # hotrec need not be installed: packages brought as wheels come from PYTHONPATH, and hotrec from
 # this checkout. benchmarks/README.md says how to bring them, and what comes out.

@@ -1,8 +1,8 @@
 """Runs the stages one after the other, each in a process of its own and within its time.
 
-A stage that fails, or that takes too long, stops no other; the exit code is 1 at the end. What a
-finished stage left is kept: start the same line again after a mend, and the stages that failed are
-made again, without the parts of them that succeeded.
+A stage that fails, or that takes too long, stops no other; the exit code is 1 at the end. All that
+there is goes into one archive after every stage, and ``--from`` goes on where an archive ends: what
+a finished stage left is kept, and one that failed is made again without its parts that succeeded.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,9 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_day.record import FAILED, OK, Document, read_document, render, write_document
+from benchmarks.gpu_day.record import (
+    BROKEN,
+    FAILED,
+    OK,
+    Document,
+    read_document,
+    render,
+    write_document,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+STAND_IN = Path(__file__).with_name("on_stand_in")
 TAIL_LINES = 25
 
 
@@ -32,37 +42,46 @@ class Stage:
     number: int
     name: str
     title: str
-    limit_s: float = 540.0
+    limit_s: float = 240.0
 
     @property
     def stem(self) -> str:
         return f"{self.number}_{self.name}"
 
 
+# What would make later stages worthless comes first, then what can only be had here, and last what
+# explains.
 STAGES = (
-    Stage(1, "kernels", "Stage 1: one step per optimizer and tier, and tests/gpu"),
-    Stage(2, "profiles", "Stage 2: where the time of a step goes, and who waits for the GPU"),
+    Stage(0, "facts", "Stage 0: the machine, pinned memory, and one default step of each", 120),
+    Stage(1, "correctness", "Stage 1: steps against their references, and tests/gpu"),
+    Stage(2, "tiers", "Stage 2: GPU memory, host memory, FBGEMM's cache of it, and slots"),
     Stage(3, "machinery", "Stage 3: what hot and cold rows cost where nothing can be gained"),
-    Stage(4, "tiers", "Stage 4: GPU memory, host memory, FBGEMM's cache of it, and slots"),
-    Stage(5, "prediction", "Stage 5: predicted against measured"),
-    Stage(6, "parity", "Stage 6: parity of two and three ranks on one GPU"),
+    Stage(4, "prediction", "Stage 4: predicted against measured"),
+    Stage(5, "ranks", "Stage 5: parity of two and three ranks on one GPU", 180),
+    Stage(6, "curve", "Stage 6: losses on the GPU and on the CPU", 100),
+    Stage(7, "profiles", "Stage 7: where a step's time goes, and who waits for the GPU", 100),
 )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_day.sh", description=__doc__.splitlines()[0])
-    parser.add_argument("--stages", default="1,2,3,4,5,6", help="which, such as 1,3")
+    numbers = ",".join(str(stage.number) for stage in STAGES)
+    parser.add_argument("--stages", default=numbers, help="which, such as 0,2")
     parser.add_argument("--out", type=Path, default=None, help="where documents and pages go")
+    parser.add_argument("--archive", type=Path, default=None, help="of them; by default OUT.tar.gz")
+    parser.add_argument(
+        "--from", type=Path, default=None, dest="begun", help="an archive to go on from"
+    )
     parser.add_argument("--again", action="store_true", help="also what is finished")
     parser.add_argument("--code", default=None, help="the commit, where there is no git")
-    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on CPU")
-    parser.add_argument("--limit-s", type=float, default=None, help="of a stage, instead of 540")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, without a GPU")
+    parser.add_argument("--limit-s", type=float, default=None, help="of every stage")
     options = parser.parse_args(arguments)
     known = {str(stage.number): stage for stage in STAGES}
     wanted = options.stages.split(",")
     unknown = [word for word in wanted if word not in known]
     if unknown:
-        parser.error(f"--stages: expected some of {','.join(known)}, got {','.join(unknown)}")
+        parser.error(f"--stages: expected some of {numbers}, got {','.join(unknown)}")
     options.stages = [known[word] for word in sorted(set(wanted))]
     if options.out is None:
         options.out = (
@@ -71,7 +90,36 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             else REPOSITORY / "benchmarks" / "results" / "gpu_day"
         )
     options.out = options.out.resolve()
+    if options.archive is None:
+        options.archive = options.out.with_name(f"{options.out.name}.tar.gz")
     return options
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Put all files of a directory into an archive, in one go."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    partial = archive.with_name(f".{archive.name}")
+    with tarfile.open(partial, "w:gz") as packed:
+        for path in sorted(folder.iterdir()):
+            if path.is_file() and not path.name.startswith("."):
+                packed.add(path, path.name)
+    partial.replace(archive)
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Put what an archive holds into a directory that holds nothing of the kind.
+
+    Raises:
+        ValueError: if there is no such archive, or the directory has documents.
+    """
+    found = [path.name for path in folder.glob("*.json")]
+    if found or not archive.is_file():
+        raise ValueError(
+            f"--from {archive}: expected a file, and {folder} without documents, got "
+            f"{', '.join(found) or 'no such file'}. Give an archive and another --out."
+        )
+    with tarfile.open(archive) as packed:
+        packed.extractall(folder, filter="data")
 
 
 def check_out(options: argparse.Namespace) -> None:
@@ -106,19 +154,13 @@ def run_stage(stage: Stage, options: argparse.Namespace) -> Document:
     log_path = options.out / f"{stage.stem}.log"
     limit_s = options.limit_s or stage.limit_s
     start_s = time.monotonic()
+    exit_code: int | None = BROKEN
     with log_path.open("w") as log:
-        process = subprocess.Popen(
-            words, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            exit_code: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            exit_code = None
-        finally:
-            # Whatever it started goes with it, also when this script is interrupted.
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        while exit_code == BROKEN:
+            left_s = start_s + limit_s - time.monotonic()
+            exit_code = _run(words, log, left_s, options.rehearse)
+            # What broke the device was recorded; a new process makes the other parts.
+            words += ["--keep-failed"] * ("--keep-failed" not in words)
     document = read_document(path) or _no_document(options)
     tail = ""
     if exit_code != 0 or document["status"] != OK:
@@ -136,6 +178,27 @@ def run_stage(stage: Stage, options: argparse.Namespace) -> Document:
     return document
 
 
+def _run(words: list[str], log: Any, limit_s: float, is_rehearsal: bool) -> int | None:
+    """The exit code of a stage's process; None if its time was over."""
+    environment = dict(os.environ)
+    if is_rehearsal:
+        environment["PYTHONPATH"] = f"{STAND_IN}:{os.environ.get('PYTHONPATH', REPOSITORY)}"
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    process = subprocess.Popen(
+        words, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        return process.wait(max(limit_s, 0.0))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        # Whatever it started goes with it, also when this script is interrupted.
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
 def _no_document(options: argparse.Namespace) -> Document:
     facts: dict[str, Any] = {"is_rehearsal": options.rehearse, "code": options.code}
     return {
@@ -148,14 +211,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     try:
+        if options.begun is not None:
+            unpack(options.begun, options.out)
         check_out(options)
     except ValueError as error:
         print(f"gpu_day: {error}", file=sys.stderr)
         return 1
     # So that a stage under way is ended with this script, as by Ctrl-C.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    documents = {stage: run_stage(stage, options) for stage in options.stages}
-    print(f"\npages: {options.out}")
+    documents = {}
+    for stage in options.stages:
+        documents[stage] = run_stage(stage, options)
+        pack(options.out, options.archive)
+    print(f"\npages: {options.out}, all of it: {options.archive}")
     for stage, document in documents.items():
         said = document["verdict"] if document["status"] == OK else document.get("error", "")
         print(f"{stage.stem:<13}  {document['status']:<7}  {document['elapsed_s']:5.0f} s  {said}")

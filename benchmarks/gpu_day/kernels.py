@@ -1,43 +1,43 @@
-"""Stage 1: one step per optimizer and tier, which finds a missing kernel; then ``tests/gpu``.
-
-FBGEMM's tables are compared with the update rules in plain torch, hotrec's steps with each other.
-Ids repeat from once to thousands of times: FBGEMM has a kernel for short runs of equal ids, one for
-long ones, and one that splits very long ones.
-"""
+"""One step of FBGEMM's tables, and of whole models, in every memory and with every optimizer."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_day.record import FAILED, Parts, Summary, Table
-from benchmarks.gpu_day.stage import DASH, Day, bench_config, free_memory, main
-from benchmarks.gpu_day.tbe import DEVICE, UVM, UVM_CACHE, Tables, optimizers_of, tiers_of
+from benchmarks.gpu_day.stage import bench_config, free_memory
+from benchmarks.gpu_day.tbe import DEVICE, LOCATIONS, MAPPED_SLOTS, SLOTS, UVM, UVM_CACHE, Tables
 from hotrec.bench.cases import Case, build_runner
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
-from hotrec.embedding.update_rules import OptimizerSpec, sum_by_row, update_rows
+from hotrec.embedding.update_rules import sum_by_row, update_rows
 from hotrec.planning.policies import choose_fraction
-from hotrec.runtime.ranks import Ranks, process_group
-from hotrec.types import ColdTier, OptimizerKind, PipelineKind, TorchrecPlan
+from hotrec.runtime.ranks import Ranks
+from hotrec.types import ColdTier, OptimizerKind, PipelineKind, RowFetch, TorchrecPlan
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 COLD_TIERS = {
     DEVICE: ColdTier.fused,
     UVM: ColdTier.fused_uvm,
     UVM_CACHE: ColdTier.fused_uvm_caching,
+    SLOTS: ColdTier.cached,
+    MAPPED_SLOTS: ColdTier.cached,
 }
-STEPS, NUM_STEPS = ("hot_cold", "look_ahead", "torchrec", "torchrec_prefetch"), 3
+NUM_STEPS = 3
+# Few enough that rows leave them, and enough for the batches in flight.
+SLOTS_FRAC = 0.2
 TOLERANCE = 1e-5
-TESTS, STAGED = "tests/gpu", "tests/gpu/test_staged_parity.py"  # the latter in stage 6
-TESTS_LIMIT_S = 400
-TEST_LINE = re.compile(r"^(tests/\S+) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)", re.MULTILINE)
+# What whole steps are made by, and where their rows may be: only look-ahead fills slots, and only
+# a cache can be filled ahead.
+STEPS: dict[str, tuple[str, ...]] = {
+    "hot_cold": tuple(LOCATIONS),
+    "look_ahead": tuple(COLD_TIERS),
+    "torchrec": tuple(LOCATIONS),
+    "torchrec_prefetch": (UVM_CACHE,),
+}
+# Optimizer, what makes the steps, and where the rows are.
+Step = tuple[OptimizerKind, str, str]
 
 
 def check_tables(tables: Tables, device: torch.device) -> dict[str, Any]:
@@ -97,155 +97,48 @@ def make_case(name: str, tier: str, counts: Mapping[str, Any]) -> Case:
         is_ahead = name == "torchrec_prefetch"
         pipeline = PipelineKind.prefetch if is_ahead else PipelineKind.sparse_dist
         return Case(name, placement, None, pipeline)
+    fetch = RowFetch.mapped if tier == MAPPED_SLOTS else RowFetch.staged
     return Case(
         name,
-        FractionPlacement(cold_tier=cold, routing=Routing.device),
+        FractionPlacement(
+            cold_tier=cold, routing=Routing.device, row_fetch=fetch, cache_load_frac=SLOTS_FRAC
+        ),
         choose_fraction(counts, hot_frac=0.02),
         PipelineKind.look_ahead if name == "look_ahead" else PipelineKind.sparse_dist,
     )
 
 
-def check_step(kind: OptimizerKind, name: str, tier: str, ranks: Ranks) -> dict[str, Any]:
+def check_step(
+    kind: OptimizerKind, name: str, tier: str, ranks: Ranks, num_steps: int = NUM_STEPS
+) -> dict[str, Any]:
     """Steps of a whole model; their losses."""
-    config = bench_config(
-        "bench=smoke", f"optimizer={kind.value}", f"bench.device={ranks.device.type}"
-    )
+    config = bench_config("bench=smoke", f"optimizer={kind.value}")
     samples = ZipfTables(config.bench.table_rows, exponent=1.05, num_dense=4, seed=0)
     batches = samples.batches(
-        NUM_STEPS + 4, batch_size=config.bench.batch_size, rank=0, world_size=1
+        num_steps + 4, batch_size=config.bench.batch_size, rank=0, world_size=1
     )
     case = make_case(name, tier, samples.count(10000))
     runner = build_runner(config, case, samples.schema, batches, ranks, samples)
-    for _ in range(NUM_STEPS - 1):
+    for _ in range(num_steps - 1):
         runner.step()
     runner.drain()
     runner.pipeline.close()
-    return {"losses": [float(loss) for loss in runner.losses]}
+    losses = [float(loss) for loss in runner.losses]
+    del runner
+    free_memory()
+    return {"losses": losses}
 
 
-def run_tests(
-    *words: str, may_skip: bool = False, limit_s: float = TESTS_LIMIT_S
-) -> dict[str, Any]:
-    """Run tests in a process of their own; what each came to.
-
-    Args:
-        words: for pytest.
-        may_skip: all is well also where every test is skipped, as on a machine without a GPU.
-        limit_s: then the tests are ended.
-
-    Raises:
-        RuntimeError: if pytest ended without a single result.
-    """
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *words]
-    try:
-        done = subprocess.run(
-            command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            timeout=limit_s,
-        )  # fmt: skip
-        output, exit_code = done.stdout, done.returncode
-    except subprocess.TimeoutExpired as late:
-        # As bytes, also where text was asked for.
-        output = late.stdout.decode(errors="replace") if late.stdout else ""
-        exit_code = -1
-    print(output)
-    results = {name: result.lower() for name, result in TEST_LINE.findall(output)}
-    if not results:
-        last = " / ".join(output.splitlines()[-5:])
-        raise RuntimeError(f"pytest {' '.join(words)}: expected results of tests, got {last}")
-    is_ok = exit_code == 0 and (may_skip or "passed" in results.values())
-    return {"tests": results, "is_ok": is_ok, "is_late": exit_code == -1}
+def all_steps(kinds: Iterable[OptimizerKind]) -> Iterator[Step]:
+    """Every kind of step, wherever its rows may be."""
+    for kind in kinds:
+        for name, tiers in STEPS.items():
+            for tier in tiers:
+                yield kind, name, tier
 
 
-def tests_table(part: Mapping[str, Any]) -> Table:
-    """The tests by file, and each that did not pass."""
-    by_file: dict[str, dict[str, int]] = {}
-    for name, result in part["tests"].items():
-        counts = by_file.setdefault(name.partition("::")[0], {})
-        counts[result] = counts.get(result, 0) + 1
-    results = sorted({result for counts in by_file.values() for result in counts})
-    wrong = [name for name, result in part["tests"].items() if result in ("failed", "error")]
-    note = "Not passed: " + ", ".join(f"`{name}`" for name in wrong) if wrong else ""
-    if part["is_late"]:
-        note += " The tests were ended at their limit of time; what had ended until then is here."
-    return Table(
-        "Tests",
-        ["file", *results],
-        [[file, *[str(counts.get(r, 0)) for r in results]] for file, counts in by_file.items()],
-        note.strip(),
-    )
-
-
-def tests_verdict(part: Mapping[str, Any]) -> str:
-    """Such as ``24 of 59 tests passed, 35 skipped``."""
-    results = list(part["tests"].values())
-    others = [f"{results.count(r)} {r}" for r in sorted(set(results)) if r != "passed"]
-    return ", ".join([f"{results.count('passed')} of {len(results)} tests passed", *others])
-
-
-def losses_apart(parts: Parts) -> list[str]:
-    """The steps whose losses are not those of the same optimizer in device memory."""
-    losses = {name: part["losses"] for name, part in parts.items() if "losses" in part}
-    apart = []
-    for name, found in losses.items():
-        expected = losses.get(f"step {name.split()[1]} {STEPS[0]} {DEVICE}", found)
-        if max(abs(a - b) for a, b in zip(found, expected, strict=True)) > TOLERANCE:
-            apart.append(name)
-    return apart
-
-
-def summarize(parts: Parts) -> Summary:
-    checked = {name: part for name, part in parts.items() if name != TESTS}
-    columns: dict[str, dict[str, str]] = {}
-    apart = losses_apart(parts)
-    for name, part in checked.items():
-        kind, optimizer, rest = name.split(" ", 2)
-        said = f"failed: {part['error']}" if part["status"] == FAILED else "ok"
-        said = "loss differs" if name in apart else said
-        columns.setdefault(f"{kind} {rest}", {})[optimizer] = said
-    optimizers = sorted({name.split()[1] for name in checked})
-    rows = [[row, *[of.get(o, DASH) for o in optimizers]] for row, of in columns.items()]
-    tables = [Table("One step", ["what", *optimizers], rows)] if rows else []
-    num_failed = sum(part["status"] == FAILED for part in checked.values()) + len(apart)
-    verdict = (
-        f"{len(checked) - num_failed} of {len(checked)} combinations of optimizer, tier and kernel "
-        "make a step that equals the reference"
-    )
-    tests = parts.get(TESTS, {})
-    is_ok = not apart
-    if "tests" in tests:
-        tables.append(tests_table(tests))
-        verdict += f"; {TESTS}: {tests_verdict(tests)}"
-        is_ok = is_ok and tests["is_ok"]
-    return Summary(f"{verdict}.", tables, is_ok)
-
-
-def run(day: Day) -> None:
-    device = day.device
-    dim, num_rows = day.pick(128, 8), day.pick(5000, 50)
-    for kind in optimizers_of(device):
-        spec = OptimizerSpec(kind, learning_rate=0.05, eps=1e-3)
-        for tier in tiers_of(device):
-            for is_pooled in (False, True):
-                tables = Tables(3, num_rows, dim, spec, tier, is_pooled=is_pooled)
-                form = "pooled" if is_pooled else "rows"
-                day.record.part(
-                    f"fbgemm {kind.value} {form} {tier}", lambda t=tables: check_tables(t, device)
-                )
-    with process_group(device=device.type) as ranks:
-        for kind in optimizers_of(device):
-            for name in STEPS:
-                for tier in tiers_of(device):
-                    if name == "torchrec_prefetch" and tier != UVM_CACHE:
-                        continue  # only a cache can be filled ahead
-                    day.record.part(
-                        f"step {kind.value} {name} {tier}",
-                        lambda k=kind, n=name, t=tier: check_step(k, n, t, ranks),
-                    )
-    free_memory(device)
-    day.record.part(
-        TESTS, lambda: run_tests(TESTS, f"--ignore={STAGED}", may_skip=day.is_rehearsal)
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main(run, summarize))
+def default_steps(kinds: Iterable[OptimizerKind]) -> Iterator[Step]:
+    """One kind of step for each memory, slots and mapped slots among them."""
+    for kind in kinds:
+        for tier, cold in COLD_TIERS.items():
+            yield kind, "look_ahead" if cold is ColdTier.cached else "hot_cold", tier

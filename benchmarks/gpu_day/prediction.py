@@ -1,4 +1,4 @@
-"""Stage 5: calibrate, plan, train and report on one GPU: predicted against measured.
+"""Stage 4: calibrate, plan, train and report on one GPU: predicted against measured.
 
 The program's own commands, as a user would start them, on synthetic data. A prediction of memory is
 one of the tables and their state, and is compared with what they take; beside it stands what the
@@ -7,24 +7,23 @@ device had in use at most because of the run, by everything that has to fit.
 
 from __future__ import annotations
 
+import atexit
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_day.record import OK, Parts, Summary, Table
-from benchmarks.gpu_day.stage import Day, main
+from benchmarks.gpu_day.record import OK, NotHereError, Parts, Summary, Table
+from benchmarks.gpu_day.stage import DASH, Day, main
 from hotrec.report.units import show_bytes, show_error, show_seconds
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 POLL_S = 0.05
 # A prediction this close to what was measured is good.
 STEP_TARGET, MEMORY_TARGET = 0.15, 0.10
@@ -34,35 +33,50 @@ REAL = (
     # Four times the rows: 5 GB, so that tables and not libraries fill the memory.
     "data.synthetic.num_rows=[5840,2332,3504560,3504564,1220,96,50068,2532,12,372580,22732,3504564,"
     "12776,108,59968,3504564,40,22608,8692,16,3504564,72,60,1144724,420,570288]",
-    "data.synthetic.num_train=1000000", "data.synthetic.num_valid=20000",
+    "data.synthetic.num_train=600000", "data.synthetic.num_valid=20000",
     "data.synthetic.num_test=20000", "data.synthetic.num_periods=1",
     "data.synthetic.drift_frac=0.0", "trainer.batch_size=8192",
 )  # fmt: skip
-REAL_TRAIN = ("trainer.num_epochs=2", "trainer.max_steps=220", "trainer.num_workers=8")
+REAL_TRAIN = ("trainer.num_epochs=3", "trainer.max_steps=160", "trainer.num_workers=8")
 REHEARSED = ("experiment=synthetic_smoke",)
 REHEARSED_TRAIN = ("trainer.num_epochs=4", "trainer.max_steps=64")
-QUICK = ("calibrate.max_bytes=65536", "calibrate.repeats=3", "calibrate.cap_mib=4")
+QUICK = (
+    "calibrate.max_bytes=65536", "calibrate.repeats=3", "calibrate.cap_mib=4",
+    "calibrate.budget_s=6",
+)  # fmt: skip
 IN_MEMORY = ("placement=all_cold", "placement.cold_tier=fused")
+COMPILED = "all cold, compiled"
 RUNS: dict[str, tuple[str, ...]] = {
     "TorchRec's planner": ("placement=torchrec", "pipeline=sparse_dist"),
     "all cold": (*IN_MEMORY, "pipeline=sparse_dist"),
     "all cold, look_ahead": (*IN_MEMORY, "pipeline=look_ahead"),
-    "cheapest with hot and cold rows": (
-        "placement=cost", "placement.may_decline=false", "pipeline=sparse_dist",
+    "slots 10%": (
+        "placement=all_cold", "placement.cold_tier=cached", "placement.cache_load_frac=0.1",
+        "pipeline=look_ahead",
     ),
-    "all cold, UVM": (
-        "placement=all_cold", "placement.cold_tier=fused_uvm", "pipeline=sparse_dist",
-    ),
-    "TorchRec's planner, UVM cache 10%, prefetch": (
-        "placement=torchrec", "placement.tier=fused_uvm_caching", "placement.cache_load_frac=0.1",
-        "pipeline=prefetch",
-    ),
-    "all cold, UVM cache 10%": (
-        "placement=all_cold", "placement.cold_tier=fused_uvm_caching",
-        "placement.cache_load_frac=0.1", "pipeline=sparse_dist",
-    ),
+    # What no other stage runs.
+    "all cold, bf16": (*IN_MEMORY, "pipeline=sparse_dist", "trainer.precision=bf16"),
+    COMPILED: (*IN_MEMORY, "pipeline=sparse_dist", "trainer.compile=true"),
 }  # fmt: skip
-REHEARSED_RUNS = ("all cold", "TorchRec's planner")
+# Of the few rows of a rehearsal more, for the batches in flight.
+REHEARSED_SLOTS = ("placement.cache_load_frac=0.5",)
+
+
+def _command(words: Sequence[str], folder: Path, run_dir: str, said: Path, printed: Path) -> None:
+    """A command, in a process forked for it."""
+    # Loaders fork their workers, as in a command that a shell started.
+    multiprocessing.set_start_method(None, force=True)
+    os.chdir(folder)
+    os.environ["HOTREC_RUN_DIR"] = run_dir
+    for path, descriptor in ((printed, 1), (said, 2)):
+        with path.open("w") as file:
+            os.dup2(file.fileno(), descriptor)
+    sys.argv = ["hotrec", *words]
+    from hotrec.cli import main as run
+
+    code = run(words)
+    atexit._run_exitfuncs()  # which a forked process would leave out
+    sys.exit(code)
 
 
 class Program:
@@ -77,53 +91,50 @@ class Program:
         self._folder, self._device = folder, device
 
     def __call__(self, *words: str, run_dir: str | None = None) -> dict[str, Any]:
-        """Run a command.
+        """Run a command, in a process that has loaded the libraries but not started CUDA.
 
         Returns:
-            What it prints, with "peak_bytes", the memory it had in use at most.
+            What it prints, with "peak_bytes", the device's memory it had in use at most.
 
         Raises:
             RuntimeError: if it fails, with the last lines of what it said.
         """
-        environment = {name: v for name, v in os.environ.items() if name != "HOTREC_RUN_DIR"}
-        environment["HOTREC_RUN_DIR"] = run_dir or f"runs/{words[0]}"
-        with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as printed:
-            before = self._used_bytes(None)
-            process = subprocess.Popen(
-                [sys.executable, "-m", "hotrec", *words], cwd=self._folder, env=environment,
-                stdout=printed, stderr=said,
-            )  # fmt: skip
-            peak = before
-            while process.poll() is None:
-                peak = max(peak, self._used_bytes(process.pid))
-                time.sleep(POLL_S)
-            said.seek(0)
-            printed.seek(0)
-            text, lines = said.read(), printed.read().splitlines()
+        said, printed = self._folder / "said.txt", self._folder / "printed.txt"
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["hotrec.cli.app", "hotrec.runs.train"])
+        process = context.Process(
+            target=_command,
+            args=(words, self._folder, run_dir or f"runs/{words[0]}", said, printed),
+        )
+        peak = before = self._used_bytes()
+        process.start()
+        while process.exitcode is None:
+            peak = max(peak, self._used_bytes())
+            process.join(POLL_S)
+        text, lines = said.read_text(errors="replace"), printed.read_text().splitlines()
         print(f"$ hotrec {' '.join(words)}\n{text}", flush=True)
-        if process.returncode != 0 or not lines:
+        if process.exitcode != 0 or not lines:
             last = " / ".join(text.splitlines()[-3:])
-            raise RuntimeError(f"hotrec {words[0]}: exit code {process.returncode}: {last}")
+            raise RuntimeError(f"hotrec {words[0]}: exit code {process.exitcode}: {last}")
         figures: dict[str, Any] = json.loads(lines[-1])
         return {**figures, "peak_bytes": peak - before}
 
-    def _used_bytes(self, process_id: int | None) -> int:
-        """Of the device, by everybody; on CPU, of the process."""
-        if self._device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self._device)
-            return total - free
-        try:
-            status = Path(f"/proc/{process_id}/status").read_text()
-        except OSError:
-            return 0
-        return sum(int(line.split()[1]) << 10 for line in status.splitlines() if "VmRSS" in line)
+    def _used_bytes(self) -> int:
+        """Of the device, by everybody."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
 
 
-def train(program: Program, name: str, words: list[str], folder: Path) -> dict[str, Any]:
-    """Train as RUNS says; what was predicted and what was measured."""
+def train(program: Program, name: str, words: Sequence[str]) -> dict[str, Any]:
+    """Train; what was predicted and what was measured.
+
+    Raises:
+        NotHereError: on the stand-in, for which nothing can be compiled.
+    """
+    if name == COMPILED and torch.cuda.cudart() is None:
+        raise NotHereError("trainer.compile: the stand-in runs no compiled kernels")
     run_dir = f"runs/{''.join(letter if letter.isalnum() else '_' for letter in name)}"
-    figures = program("train", *words, *RUNS[name], run_dir=run_dir)
-    return {"run_dir": run_dir, **figures}
+    return {"run_dir": run_dir, **program("train", *words, run_dir=run_dir)}
 
 
 def errors(part: Mapping[str, Any]) -> tuple[float | None, float | None]:
@@ -135,9 +146,8 @@ def errors(part: Mapping[str, Any]) -> tuple[float | None, float | None]:
 
 
 def _table_bytes(part: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """Predicted and measured bytes of the tables in the device's memory; on CPU, in the host's."""
-    place = "device" if part["measured_device_bytes"] else "host"
-    return part[f"predicted_{place}_bytes"], part[f"measured_{place}_bytes"]
+    """Predicted and measured bytes of the tables in the device's memory."""
+    return part["predicted_device_bytes"], part["measured_device_bytes"]
 
 
 def summarize(parts: Parts) -> Summary:
@@ -157,7 +167,7 @@ def summarize(parts: Parts) -> Summary:
                 *_cells(part["predicted_step_s"], part["measured_step_s"], step, show_seconds),
                 f"{100 * part['data_wait_frac']:.0f}%",
                 *_cells(*_table_bytes(part), memory, show_bytes),
-                show_bytes(part["peak_bytes"]),
+                show_bytes(part["peak_bytes"]) if part["peak_bytes"] else DASH,
             ]
         )
     header = [
@@ -166,7 +176,7 @@ def summarize(parts: Parts) -> Summary:
     ]  # fmt: skip
     note = (
         "Step: the median from step 50 on, as `hotrec train` compares it. Tables: the device's "
-        "memory (on CPU the host's) of the tables and their state. In use at most: by all of the "
+        "memory of the tables and their state. In use at most: by all of the "
         "run, CUDA's context, NCCL and activations included."
     )
     tables = [Table("Predicted and measured", header, rows, note)]
@@ -200,21 +210,25 @@ def _stage_table(name: str, part: Mapping[str, Any]) -> Table:
 def run(day: Day) -> None:
     # Each command needs what the one before has written, so nothing is kept from before.
     day.record.parts.clear()
-    device = day.device.type
-    words = [*day.pick(REAL, REHEARSED), f"trainer.device={device}"]
+    words = [*day.pick(REAL, REHEARSED), "trainer.device=cuda"]
     training = [*words, *day.pick(REAL_TRAIN, REHEARSED_TRAIN), "trainer.eval_splits=[]"]
     folder = Path(tempfile.mkdtemp(prefix="gpu_day_"))
     program = Program(folder, day.device)
+    planning = (*words, "placement=cost", "plan.world_size=1", "plan.device=cuda")
+    commands = {
+        "prepare": words,
+        "profile": words,
+        "calibrate": (*words, *day.pick((), QUICK)),
+        "plan": planning,
+    }
     try:
-        day.record.part("prepare", lambda: program("prepare", *words))
-        day.record.part("profile", lambda: program("profile", *words))
-        calibration = [*words, *day.pick((), QUICK)]
-        day.record.part("calibrate", lambda: program("calibrate", *calibration))
-        planning = [*words, "placement=cost", "plan.world_size=1", f"plan.device={device}"]
-        day.record.part("plan", lambda: program("plan", *planning))
-        for name in day.pick(tuple(RUNS), REHEARSED_RUNS):
-            day.record.part(f"{TRAIN}{name}", lambda n=name: train(program, n, training, folder))
-        done = [part["run_dir"] for name, part in day.record.parts.items() if "run_dir" in part]
+        for name, of_command in commands.items():
+            day.record.part(name, lambda n=name, w=of_command: program(n, *w))
+        for name, own in RUNS.items():
+            more = REHEARSED_SLOTS if day.is_rehearsal and "slots" in name else ()
+            whole = (*training, *own, *more)
+            day.record.part(f"{TRAIN}{name}", lambda n=name, w=whole: train(program, n, w))
+        done = [part["run_dir"] for part in day.record.parts.values() if "run_dir" in part]
         day.record.part("report", lambda: program("report", f"runs=[{','.join(done)}]"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

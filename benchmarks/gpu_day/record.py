@@ -6,6 +6,7 @@ No torch in here: the process that starts the stages and renders their pages nev
 from __future__ import annotations
 
 import json
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -15,16 +16,23 @@ from typing import Any
 
 from hotrec.report.render import markdown_table
 
-REHEARSAL = "**Rehearsal on CPU: no figure counts.**"
-OK, FAILED, RUNNING, DOES_NOT_FIT = "ok", "failed", "running", "does not fit"
+REHEARSAL = "**Rehearsal on a stand-in for a CUDA device: no figure counts.**"
+OK, FAILED, RUNNING = "ok", "failed", "running"
+DOES_NOT_FIT, NOT_HERE = "does not fit", "not here"
 # Parts that a stage started again need not repeat.
-SETTLED = (OK, DOES_NOT_FIT)
+SETTLED = (OK, DOES_NOT_FIT, NOT_HERE)
+# Exit code of a stage whose device does nothing any more, as after an illegal address.
+BROKEN = 75
 Document = dict[str, Any]
 Parts = Mapping[str, Mapping[str, Any]]
 
 
 class DoesNotFitError(Exception):
     """A case needs more memory than there is; the text says how much of how much."""
+
+
+class NotHereError(Exception):
+    """The stand-in lacks what a part needs; on a GPU the part has failed."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,8 @@ class Record:
         facts: what must be the same for parts that are there already to be kept.
         machine: for the page.
         summarize: parts -> tables and verdict, called after every part.
+        is_broken: whether the device of this process does nothing any more.
+        keeps_failed: parts that failed before are not made again either.
     """
 
     def __init__(
@@ -68,19 +78,23 @@ class Record:
         facts: Mapping[str, Any],
         machine: Mapping[str, Any],
         summarize: Callable[[Parts], Summary],
+        is_broken: Callable[[], bool] = lambda: False,
+        *,
+        keeps_failed: bool = False,
     ) -> None:
-        self._path, self._summarize = path, summarize
+        self._path, self._summarize, self._is_broken = path, summarize, is_broken
         self._start_s = time.perf_counter()
         found = read_document(path)
         # As JSON reads it back: tuples become lists.
         facts = json.loads(json.dumps(facts))
         is_same = found is not None and found["facts"] == facts
         parts = dict(found["parts"]) if found is not None and is_same else {}
+        kept = (*SETTLED, FAILED) if keeps_failed else SETTLED
         self.document: Document = {
             "facts": facts,
             "machine": dict(machine),
             "status": RUNNING,
-            "parts": {name: part for name, part in parts.items() if part["status"] in SETTLED},
+            "parts": {name: part for name, part in parts.items() if part["status"] in kept},
         }
         self._write()
 
@@ -89,7 +103,10 @@ class Record:
         return self.document["parts"]
 
     def part(self, name: str, measure: Callable[[], Mapping[str, Any]]) -> None:
-        """Measure a part, unless it is there already; what it raises is recorded."""
+        """Measure a part, unless it is there already; what it raises is recorded.
+
+        Ends the process if the part has broken the device, for another to go on with the next part.
+        """
         if name in self.parts:
             print(f"{name}: kept from before")
             return
@@ -98,6 +115,9 @@ class Record:
             part = {"status": OK, **measure()}
         except DoesNotFitError as reason:
             part = {"status": DOES_NOT_FIT, "error": str(reason)}
+        except NotHereError as reason:
+            status = NOT_HERE if self.document["facts"]["is_rehearsal"] else FAILED
+            part = {"status": status, "error": str(reason)}
         except Exception as error:  # every kind: the other parts are to be measured all the same
             traceback.print_exc()
             part = {"status": FAILED, "error": f"{type(error).__name__}: {error}".strip()}
@@ -105,6 +125,8 @@ class Record:
         self.parts[name] = part
         print(f"{name}: {part['status']}" + (f": {part['error']}" if "error" in part else ""))
         self._write()
+        if part["status"] == FAILED and self._is_broken():
+            sys.exit(BROKEN)
 
     def finish(self) -> bool:
         """Whether every part and the whole are well."""
@@ -160,7 +182,7 @@ def render(title: str, document: Mapping[str, Any], log_tail: str = "") -> str:
         if "error" in part
     ]
     if wrong:
-        parts += ["## What failed or does not fit", "\n".join(wrong)]
+        parts += ["## What failed, does not fit or is not here", "\n".join(wrong)]
     if log_tail:
         parts += ["## End of the log", f"```\n{log_tail}\n```"]
     packages = ", ".join(f"{name} {found}" for name, found in machine.get("packages", {}).items())

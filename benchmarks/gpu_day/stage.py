@@ -22,7 +22,9 @@ from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import BenchRootConfig
 from hotrec.report.units import show_seconds
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 DASH = "-"
+NO_DEVICE = 77
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Day:
     record: Record
     device: torch.device
     is_rehearsal: bool
+    document: Path
 
     def pick(self, real: Any, rehearsed: Any) -> Any:
         """A size: the real one, or the rehearsal's."""
@@ -43,36 +46,49 @@ def main(
     summarize: Callable[[Parts], Summary],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """The command line of a stage: ``DOCUMENT [--rehearse] [--code TEXT]``; its exit code."""
+    """The command line of a stage: ``DOCUMENT [--rehearse] [--code TEXT] [--keep-failed]``.
+
+    Returns:
+        Its exit code.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("document", type=Path)
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--code", default=None)
+    parser.add_argument("--keep-failed", action="store_true")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", module="torch|torchrec|fbgemm_gpu")
-    if not options.rehearse and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         print(
             f"gpu_day: expected a CUDA device, got none visible to torch {torch.__version__}. "
             "Run it on a machine with a GPU, or with --rehearse.",
             file=sys.stderr,
         )
-        return 77
-    device = torch.device("cpu" if options.rehearse else "cuda")
-    if device.type == "cuda":
-        device = torch.device("cuda", 0)
-        torch.cuda.set_device(device)
+        return NO_DEVICE
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
     machine = machine_facts()
     facts = {
         "is_rehearsal": options.rehearse,
         "code": options.code or machine["code"],
-        "device": device.type,
         "gpu": machine["gpu"],
         "packages": machine["packages"],
     }
     machine["date"] = time.strftime("%Y-%m-%d")
-    record = Record(options.document, facts, machine, summarize)
-    run(Day(record, device, options.rehearse))
+    record = Record(
+        options.document, facts, machine, summarize, is_broken, keeps_failed=options.keep_failed
+    )
+    run(Day(record, device, options.rehearse, options.document))
     return 0 if record.finish() else 1
+
+
+def is_broken() -> bool:
+    """Whether CUDA refuses everything in this process, because of an error before."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float]:
@@ -94,39 +110,27 @@ class Laps:
     """Time between marks, on the device's line of time and on the host's.
 
     Device: events on the current stream, gaps between kernels included. Host: how long the calls
-    took to return. On CPU the two are one.
+    took to return. Threads may share one.
     """
 
-    device: torch.device
-    _starts: list[tuple[Any, float]] = field(default_factory=list)
     _laps: dict[str, list[tuple[Any, Any, float]]] = field(default_factory=dict)
-
-    def _now(self) -> tuple[Any, float]:
-        at_s = time.perf_counter()
-        if self.device.type != "cuda":
-            return at_s, at_s
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event, at_s
 
     @contextmanager
     def lap(self, name: str) -> Iterator[None]:
         """The block belongs to ``name``; blocks may stand in blocks."""
-        start, start_s = self._now()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start_s = time.perf_counter()
+        start.record()
         yield
-        end, end_s = self._now()
-        self._laps.setdefault(name, []).append((start, end, end_s - start_s))
+        end.record()
+        self._laps.setdefault(name, []).append((start, end, time.perf_counter() - start_s))
 
     def quantiles(self) -> dict[str, dict[str, dict[str, float]]]:
         """By name, "device" and "host"; waits for the device."""
-        is_cuda = self.device.type == "cuda"
-        if is_cuda:
-            torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize()
         return {
             name: {
-                "device": quantiles(
-                    [s.elapsed_time(e) / 1000 if is_cuda else e - s for s, e, _ in laps]
-                ),
+                "device": quantiles([start.elapsed_time(end) / 1000 for start, end, _ in laps]),
                 "host": quantiles([host_s for _, _, host_s in laps]),
             }
             for name, laps in self._laps.items()
@@ -139,9 +143,8 @@ def bench_config(*words: str) -> BenchRootConfig:
     return config
 
 
-def free_memory(device: torch.device) -> None:
+def free_memory() -> None:
     """Give back what a part has left in the allocator."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()

@@ -37,17 +37,6 @@ LOCATIONS = {
 CACHE_WAYS = 32
 
 
-def tiers_of(device: torch.device) -> tuple[str, ...]:
-    """The memories that a device has."""
-    return tuple(LOCATIONS) if device.type == "cuda" else (DEVICE,)
-
-
-def optimizers_of(device: torch.device) -> list[OptimizerKind]:
-    """The optimizers that FBGEMM has for a device."""
-    kinds = list(OptimizerKind)
-    return [k for k in kinds if device.type == "cuda" or k is not OptimizerKind.adam]
-
-
 @dataclass(frozen=True)
 class Tables:
     """Tables of one size with a fused optimizer.
@@ -69,27 +58,31 @@ class Tables:
     is_prefetching: bool = False
     is_pooled: bool = False
 
-    def build(self, device: torch.device) -> SplitTableBatchedEmbeddingBagsCodegen:
-        """The module, its weights small random numbers."""
-        is_cuda = device.type == "cuda"
-        in_memory = LOCATIONS[UVM if self.has_slots else self.tier]
-        location = in_memory if is_cuda else EmbeddingLocation.HOST
-        compute = ComputeDevice.CUDA if is_cuda else ComputeDevice.CPU
-        params: dict[str, Any] = fused_params(self.optimizer)
-        if is_cuda:
-            # Managed memory beyond what is free can hang a device: host memory is mapped instead.
-            params |= {"uvm_host_mapped": True, "prefetch_pipeline": self.is_prefetching}
+    def build(
+        self, device: torch.device, *, is_random: bool = True
+    ) -> SplitTableBatchedEmbeddingBagsCodegen:
+        """The module; its weights are small random numbers, else zeros.
+
+        Its cache does not count; who sets ``gather_uvm_cache_stats`` on it, has it count from then.
+        """
+        location = LOCATIONS[UVM if self.has_slots else self.tier]
+        params: dict[str, Any] = {
+            **fused_params(self.optimizer),
+            "prefetch_pipeline": self.is_prefetching,
+        }
         module = SplitTableBatchedEmbeddingBagsCodegen(
-            [(self.num_rows, self.dim, location, compute)] * self.num_tables,
+            [(self.num_rows, self.dim, location, ComputeDevice.CUDA)] * self.num_tables,
             cache_algorithm=CacheAlgorithm.LRU,
             cache_load_factor=self.cache_frac,
             pooling_mode=PoolingMode.SUM if self.is_pooled else PoolingMode.NONE,
             device=device,
             **params,
         )
-        # All of them at once; zeros would compress in caches and hide mistakes.
-        for name in ("weights_dev", "weights_host", "weights_uvm"):
-            getattr(module, name).data.uniform_(-0.01, 0.01)
+        # It has the counters, but they cost time.
+        module.gather_uvm_cache_stats = False
+        if is_random:
+            for name in ("weights_dev", "weights_uvm"):
+                getattr(module, name).data.uniform_(-0.01, 0.01)
         return module
 
     @property
@@ -126,19 +119,24 @@ class Tables:
         return on_device + work, on_host
 
 
+def map_host_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Bytes of host memory, zeros, that the device maps; made as FBGEMM makes its tables."""
+    like = torch.empty(1, dtype=torch.uint8, device=device)
+    memory = torch.ops.fbgemm.new_unified_tensor(like, [num_bytes], is_host_mapped=True)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device, out=memory)
+
+
 class HostPool:
     """Host-mapped memory, allocated once, that module after module places its UVM tensors in.
 
-    To pin 70 GB takes a minute; a table of nine modules would spend its time on nothing else.
+    To pin 70 GB takes a minute; modules that each did so would spend their time on nothing else.
 
     Args:
         num_bytes: what the largest module needs.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self._bytes: torch.Tensor = torch.ops.fbgemm.new_unified_tensor(
-            torch.empty(1, dtype=torch.uint8, device=device), [num_bytes], is_host_mapped=True
-        )
+        self._bytes = map_host_memory(num_bytes, device)
         self._used = 0
 
     def _take(
@@ -180,13 +178,16 @@ class ZipfIds:
         self._factor = next(
             f for f in range(int(num_rows * 0.618) | 1, num_rows + 2) if math.gcd(f, num_rows) == 1
         )
-        self._generator = torch.Generator(device).manual_seed(seed)
+        # The host's: the draws do not depend on the device.
+        self._generator = torch.Generator().manual_seed(seed)
 
     def draw(self, num_tables: int, per_table: int) -> torch.Tensor:
         """Int64 (num_tables * per_table,), table after table; popular rows differ by table."""
         shape = (num_tables, per_table)
         device = self._cumulative.device
-        chance = torch.rand(shape, dtype=torch.float64, device=device, generator=self._generator)
-        ranks = torch.searchsorted(self._cumulative, chance).clamp_(max=self._num_rows - 1)
+        chance = torch.rand(shape, dtype=torch.float64, generator=self._generator)
+        ranks = torch.searchsorted(self._cumulative, chance.to(device)).clamp_(
+            max=self._num_rows - 1
+        )
         shift = torch.arange(num_tables, device=device)[:, None] * 7919
         return ((ranks * self._factor + shift) % self._num_rows).reshape(-1)

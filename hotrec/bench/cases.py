@@ -282,6 +282,9 @@ def build_runner(
             dataclasses.replace(batch, sparse=route(batch.sparse))
             for batch, route in zip(batches, repeat(sharded.transform))
         ]
+    if ranks.device.type == "cuda":
+        # As a loader hands them over, of which routing has made new tensors.
+        fed = [batch.pin_memory() for batch in fed]
     runner = Runner(case, sharded, pipeline, StageClock(ranks.device), iter(fed), batches)
     runner.step()
     runner.drain()

@@ -501,8 +501,8 @@ class StepTarget:
             )
         ]
         found += [_Run(self.case(HOT_COLD, coverage), coverage) for coverage in COVERAGES]
-        # On CUDA steps with look-ahead have not been run yet.
-        if self.workload.ranks.device.type == "cpu" and self.workload.ranks.world_size > 1:
+        # On one rank it has nothing to exchange ahead, but on a device rows to fetch.
+        if self.workload.ranks.device.type == "cuda" or self.workload.ranks.world_size > 1:
             found += [_Run(self.case(AHEAD, coverage), coverage) for coverage in AHEAD_COVERAGES]
         return found
 

@@ -1,4 +1,4 @@
-"""The GPU day, rehearsed: every stage with tiny sizes on CPU, by the line that a user types."""
+"""The GPU day, rehearsed on the stand-in for a device, by the line that a user types."""
 
 from __future__ import annotations
 
@@ -15,17 +15,40 @@ import pytest
 from benchmarks.gpu_day.__main__ import STAGES
 from benchmarks.gpu_day.record import REHEARSAL
 from tests.e2e.conftest import REPOSITORY, environment
+from tests.stand_in.build import why_not
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
 # Parts that show that a stage has measured what it is for.
 PARTS = {
-    1: {"fbgemm sgd rows device memory", "step rowwise_adagrad look_ahead device memory"},
-    2: {"alone, B=64", "all cold, look_ahead, B=64", "TorchRec's planner, B=64"},
-    3: {"DLRM, B=32", "MLPerf DCNv2, B=32"},
-    4: {"sgd: device memory", "rowwise_adagrad: device memory"},
-    5: {"calibrate", "plan", "train all cold", "train TorchRec's planner", "report"},
-    6: {"tests/distributed/test_staged.py"},
-}
+    0: {"pointers", "copies", "rows", "step adam slots", "step sgd mapped slots"},
+    1: {
+        "fbgemm sgd rows device memory", "fbgemm adam pooled UVM cache",
+        "step adam look_ahead mapped slots", "step adam torchrec_prefetch UVM cache",
+        "tests/gpu/test_routing.py",
+    },
+    2: {
+        "sgd: device memory", "sgd: UVM", "sgd: UVM cache 10%, prefetch",
+        "sgd: slots 10%, unique on the device", "rowwise_adagrad: mapped slots 10%",
+        "adam: slots 10%",
+    },
+    3: {"DLRM", "MLPerf DCNv2"},
+    4: {
+        "calibrate", "plan", "train TorchRec's planner", "train all cold",
+        "train all cold, look_ahead", "train slots 10%", "report",
+    },
+    5: {"2 ranks"},
+    6: {"GPU", "CPU", "picture"},
+    7: {"all cold, sparse_dist", "all cold, look_ahead", "TorchRec's planner"},
+}  # fmt: skip
+# What the stand-in cannot do, and what the memory that a case is given does not allow.
+NOT_HERE = {
+    0: {"gpu", "register", "fork"}, 4: {"train all cold, compiled"}
+}  # fmt: skip
+DOES_NOT_FIT = {2: {"adam: slots 1.5%"}}
 
 
 def gpu_day(*words: str) -> subprocess.CompletedProcess[str]:
@@ -42,44 +65,57 @@ def documents(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def test_every_stage_is_rehearsed(tmp_path: Path) -> None:
-    done = gpu_day("--rehearse", "--out", str(tmp_path))
+    out = tmp_path / "out"
+    # On a busy machine a stage takes longer than on the day.
+    done = gpu_day("--rehearse", "--out", str(out), "--limit-s", "900")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = documents(tmp_path)
+    found = documents(out)
     for stage in STAGES:
         document = found[stage.number]
         assert document["status"] == "ok", document
-        assert PARTS[stage.number] <= set(document["parts"])
-        assert {part["status"] for part in document["parts"].values()} == {"ok"}
-        assert document["machine"]["packages"]["torch"]
-        page = (tmp_path / f"{stage.stem}.md").read_text()
+        assert document["facts"]["gpu"] == "stand-in"
+        parts = {name: part["status"] for name, part in document["parts"].items()}
+        for status, expected in (("not here", NOT_HERE), ("does not fit", DOES_NOT_FIT)):
+            some = {name for name, how in parts.items() if how == status}
+            assert some - {"gpu"} == expected.get(stage.number, set()) - {"gpu"}, document
+        assert PARTS[stage.number] <= {name for name, how in parts.items() if how == "ok"}
+        page = (out / f"{stage.stem}.md").read_text()
         assert page.startswith(f"# {stage.title}\n\n{REHEARSAL}\n\n{document['verdict']}\n")
         assert f"code {document['facts']['code']}" in page
         assert f"{stage.stem:<13}  ok" in done.stdout
-    step = found[4]["parts"]["sgd: device memory"]["fresh"]["step"]
-    for clock in ("device", "host"):
-        assert 0 < step[clock]["p10_s"] <= step[clock]["p50_s"] <= step[clock]["p90_s"]
-    tests = found[1]["parts"]["tests/gpu"]["tests"]
-    assert any(name.startswith("tests/gpu/test_large_steps.py") for name in tests)
-    for name, part in found[5]["parts"].items():
-        if name.startswith("train "):
+    case = found[2]["parts"]["sgd: slots 10%"]
+    for name in ("step", "reserve", "gather", "copy_to_device", "put_in_slots", "update"):
+        for clock in ("device", "host"):
+            lap = case["fresh"][name][clock]
+            assert 0 <= lap["p10_s"] <= lap["p50_s"] <= lap["p90_s"]
+    assert set(found[1]["parts"]["tests/gpu/test_routing.py"]["tests"].values()) == {"passed"}
+    for name, part in found[4]["parts"].items():
+        if name.startswith("train ") and part["status"] == "ok":
             assert part["predicted_step_s"] > 0
             assert part["measured_step_s"] > 0
-            assert part["predicted_host_bytes"] > 0
-            assert part["measured_host_bytes"] > 0
-            assert part["peak_bytes"] > 0
-    # Nothing is made again that is there.
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
-    again = gpu_day("--rehearse", "--out", str(tmp_path))
-    assert again.returncode == 0
-    assert again.stderr.count("kept") == len(STAGES)
-    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
+            assert part["predicted_device_bytes"] > 0
+            assert part["measured_device_bytes"] > 0
+    losses = found[6]["parts"]["GPU"]["losses"]
+    assert len(losses) == 20
+    assert (out / "6_curve.png").read_bytes().startswith(b"\x89PNG")
+    check_that_an_archive_is_enough(out, tmp_path / "again")
+
+
+def check_that_an_archive_is_enough(out: Path, again: Path) -> None:
+    """Nothing is made again that is there."""
+    archive = out.with_name("out.tar.gz")
+    done = gpu_day("--rehearse", "--from", str(archive), "--out", str(again))
+    assert done.returncode == 0
+    assert done.stderr.count("kept") == len(STAGES)
+    for path in out.iterdir():
+        assert (again / path.name).read_bytes() == path.read_bytes()
 
 
 def test_a_stage_that_takes_too_long_stops_no_other(tmp_path: Path) -> None:
-    words = ["--rehearse", "--out", str(tmp_path), "--stages", "2,4", "--limit-s", "0.2"]
+    words = ["--rehearse", "--out", str(tmp_path), "--stages", "2,7", "--limit-s", "0.2"]
     done = gpu_day(*words, "--code", "abc123")
     assert done.returncode == 1
-    for stem in ("2_profiles", "4_tiers"):
+    for stem in ("2_tiers", "7_profiles"):
         document = json.loads((tmp_path / f"{stem}.json").read_text())
         assert document["status"] == "failed"
         assert document["error"] == "ended after its limit of 0.2 s"
@@ -89,17 +125,17 @@ def test_a_stage_that_takes_too_long_stops_no_other(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
-    done = gpu_day("--out", str(tmp_path), "--stages", "4", "--limit-s", "60")
+    done = gpu_day("--out", str(tmp_path), "--stages", "2", "--limit-s", "60")
     if done.returncode == 0:
         pytest.skip("there is a GPU")
     assert done.returncode == 1
-    page = (tmp_path / "4_tiers.md").read_text()
+    page = (tmp_path / "2_tiers.md").read_text()
     assert "expected a CUDA device, got none visible to torch" in page
     assert REHEARSAL not in page
 
 
 def test_a_stage_ends_with_the_script(tmp_path: Path) -> None:
-    words = ["--rehearse", "--out", str(tmp_path), "--stages", "4"]
+    words = ["--rehearse", "--out", str(tmp_path), "--stages", "2"]
     script = subprocess.Popen(
         [REPOSITORY / "benchmarks" / "gpu_day.sh", *words],
         env=environment(PYTHON=sys.executable), stderr=subprocess.DEVNULL,
@@ -123,6 +159,6 @@ def stages_under_way(folder: Path) -> list[str]:
             command = path.read_text().replace("\0", " ")
         except OSError:  # it has just ended
             continue
-        if f"{folder}/4_tiers.json" in command:
+        if f"{folder}/2_tiers.json" in command:
             found.append(command)
     return found
