@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from hotrec.embedding.flat import put_rows
+from hotrec.runtime.mapped_memory import ask_for_huge_pages
 from hotrec.types import PopularRows
 
 # Batches after which a lookup counts half.
@@ -114,16 +115,14 @@ class SlotMap:
         self.num_slots, self._num_rows = num_slots, num_rows
         self._popular = popular[np.argsort(-popular["prob"], kind="stable")]
         # As one number for moving both.
-        self._pairs = torch.empty(num_places, dtype=torch.int64, device=device)
-        halves = self._pairs.view(torch.int32).view(-1, 2)
-        self._places, self._reads = halves[:, 0], halves[:, 1]
+        self._pairs = ask_for_huge_pages(torch.empty(num_places, dtype=torch.int64, device=device))
+        self._places, self._reads = _halves(self._pairs)
         self._counts = self._places.view(torch.float32)
         self._row_of_slot = torch.empty(num_slots, dtype=torch.int64, device=device)
         # The last batch that reads a slot, after that of none.
         self._last_use = torch.empty(num_slots + 1, dtype=torch.int32, device=device)
-        self._one = torch.ones(1, device=device)
-        self._bits = torch.tensor([_bit(number) for number in range(MOST_KNOWN)])
-        self._bits = self._bits.to(device, torch.int32)
+        # Of each batch, in the second number.
+        self._bits = torch.tensor([_bit(number) << 32 for number in range(MOST_KNOWN)]).to(device)
         self.num_read = self.num_misses = self.num_evictions = 0
         self.clear()
 
@@ -158,7 +157,8 @@ class SlotMap:
         rows = rows[: self.num_slots]
         self._num_filled, self._hand = rows.numel(), 0
         slots = _spread(rows.numel(), device)
-        self._give(rows, slots, -1)
+        counted = self._pairs.index_select(0, rows)
+        put_rows(self._pairs, self._give(rows, slots, -1), counted)
         return fetches(rows, slots)
 
     def foresee(self, rows: torch.Tensor, number: int) -> None:
@@ -170,16 +170,15 @@ class SlotMap:
         """Know the rows of as many announced batches as there are bits for."""
         while self._announced and self._announced[0][1] <= self._last_reserved + MOST_KNOWN:
             rows, number = self._announced.popleft()
-            places = self._places.index_select(0, rows)
-            self._mark_read(torch.where(places < 0, rows, places), number, 1)
+            at = number % MOST_KNOWN
+            bits = self._bits[at : at + 1].expand(rows.numel())
+            self._pairs.index_add_(0, self._find(rows)[1], bits)  # not set in any of these
             self._last_known = number
 
-    def _mark_read(self, places: torch.Tensor, number: int, sign: int) -> None:
-        """Set the bits of a batch, which are not set, or clear them."""
-        at = number % MOST_KNOWN
-        self._reads.index_add_(
-            0, places, self._bits[at : at + 1].expand(places.numel()), alpha=sign
-        )
+    def _find(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of rows int64 (U,) the slots' places, negative for none, and where their numbers are."""
+        places = _halves(self._pairs.index_select(0, rows))[0]
+        return places, torch.maximum(places, rows)  # a slot's place is beyond those of rows
 
     def reserve(self, rows: torch.Tensor, number: int) -> tuple[torch.Tensor, Moves]:
         """Give a batch slots for its rows, int64 (U,), distinct, until ``release(number)``.
@@ -192,53 +191,57 @@ class SlotMap:
         Raises:
             TooFewSlotsError: if the batches in flight hold too many slots.
         """
-        places = self._places.index_select(0, rows)
+        places, found = self._find(rows)
+        pairs = self._pairs.index_select(0, found)
         # Before others are given up; the first is for rows without a slot.
-        used = places.clamp(min=self._num_rows - 1).sub_(self._num_rows - 1).long()
-        self._last_use.index_fill_(0, used, number)
+        before = self._num_rows - 1
+        self._last_use.index_fill_(0, found.clamp(min=before).sub_(before), number)
         missing = _positions(places < 0)
-        moves = self._take(rows.index_select(0, missing), rows.numel(), number)
-        places = places.long().index_copy_(0, missing, moves.in_slots + self._num_rows)
-        self._counts.index_add_(0, places, self._one.expand(rows.numel()), alpha=-self._weight)
+        moves, given = self._take(rows.index_select(0, missing), rows.numel(), number)
+        found.index_copy_(0, missing, given)
+        _halves(pairs)[0].view(torch.float32).sub_(self._weight)
         if number <= self._last_known:
-            self._mark_read(places, number, -1)
+            pairs -= _bit(number) << 32
+        put_rows(self._pairs, found, pairs)
         self._held.append((number, rows.numel()))
         self._num_held += rows.numel()
         self._last_reserved = number
         self._learn()
         self._count(rows.numel(), moves)
-        return places - self._num_rows, moves
+        return found - self._num_rows, moves
 
-    def _take(self, rows: torch.Tensor, num_read: int, number: int) -> Moves:
-        """Slots for rows that have none, of those that a batch reads: first those of no row."""
-        first, num = self._num_filled, rows.numel()
-        self._num_filled = min(first + num, self.num_slots)
-        slots = torch.arange(first, self._num_filled, device=rows.device)
-        if slots.numel() == num:
-            self._give(rows, slots, number)
-            return fetches(rows, slots)
-        if slots.numel():
-            self._give(rows[: slots.numel()], slots, number)
-        old_slots, worth = self._choose(num - slots.numel(), num_read, number)
-        old = self._row_of_slot.index_select(0, old_slots)
-        is_changed = self._last_use[1:].index_select(0, old_slots) > self._unchanged
-        put_rows(self._pairs, old, self._pairs.index_select(0, old_slots + self._num_rows))
-        self._give(rows[slots.numel() :], old_slots, number)
-        slots = torch.cat([slots, old_slots]) if slots.numel() else old_slots
+    def _take(self, rows: torch.Tensor, num_read: int, number: int) -> tuple[Moves, torch.Tensor]:
+        """Give rows slots, of those that a batch reads, first those of no row; their places."""
+        num_empty = min(rows.numel(), self.num_slots - self._num_filled)
+        empty, places = rows[:0], rows[:0]
+        if num_empty:
+            first, self._num_filled = self._num_filled, self._num_filled + num_empty
+            empty = torch.arange(first, first + num_empty, device=rows.device)
+            places = self._give(rows[:num_empty], empty, number)
+        if num_empty == rows.numel():
+            return fetches(rows, empty), places
+        slots, worth = self._choose(rows.numel() - num_empty, num_read, number)
+        old = self._row_of_slot.index_select(0, slots)
+        is_changed = self._last_use[1:].index_select(0, slots) > self._unchanged
+        pairs = self._pairs[self._num_rows :].index_select(0, slots)
+        put_rows(self._pairs, old, pairs)
+        given = self._give(rows[num_empty:], slots, number)
+        taken = torch.cat([empty, slots]) if num_empty else slots
         known = max(number, self._last_known)
-        return Moves(old, old_slots, is_changed, worth, rows, slots, number, known)
+        moves = Moves(old, slots, is_changed, worth, rows, taken, number, known)
+        return moves, torch.cat([places, given]) if num_empty else given
 
-    def _give(self, rows: torch.Tensor, slots: torch.Tensor, number: int) -> None:
-        """Give rows slots, for a batch."""
+    def _give(self, rows: torch.Tensor, slots: torch.Tensor, number: int) -> torch.Tensor:
+        """Give rows slots for a batch, but not yet their numbers; the slots' places."""
         places = slots + self._num_rows
-        put_rows(self._pairs, places, self._pairs.index_select(0, rows))
         put_rows(self._pairs, rows, places)  # and no bits
         put_rows(self._row_of_slot, slots, rows)
         self._last_use[1:].index_fill_(0, slots, number)
+        return places
 
     def _choose(self, num: int, num_read: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots of rows to be given up, of no batch in flight, int64 (num,), and their worth."""
-        most_held = self._num_held + num_read
+        most_held = self._num_held + num_read - num
         size = min(self.num_slots, EXAMINED * num + most_held)
         begin = min(self._hand, self.num_slots - size)
         worth = self._minus_worth(begin, begin + size, number)
@@ -297,6 +300,12 @@ def _bit(number: int) -> int:
     return 1 << (MOST_KNOWN - 1 - number % MOST_KNOWN)
 
 
+def _halves(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two int32 of each int64, in the same memory."""
+    halves = pairs.view(torch.int32).view(-1, 2)
+    return halves[:, 0], halves[:, 1]
+
+
 def _spread(num: int, device: torch.device) -> torch.Tensor:
     """0..num - 1 in an order in which neighbours are far apart.
 
@@ -324,6 +333,6 @@ def _largest(values: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor
     here = values.numpy()
     cut = here.size - num
     least = np.partition(here, cut)[cut : cut + 1].copy()
-    above = np.flatnonzero(here > least)
-    equal = np.flatnonzero(here == least)[: num - above.size]
-    return torch.from_numpy(np.concatenate([above, equal])), torch.from_numpy(least)
+    found = np.flatnonzero(here >= least)
+    surplus = np.flatnonzero(here[found] == least)[num - found.size :] if found.size > num else ()
+    return torch.from_numpy(np.delete(found, surplus)), torch.from_numpy(least)
