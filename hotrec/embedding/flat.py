@@ -55,14 +55,20 @@ def table_begins(num_rows: list[int]) -> torch.Tensor:
     return rows_T.cumsum(0) - rows_T
 
 
+# Values from which several cores write them in less time than one with numpy.
+MANY_VALUES = 1 << 18
+
+
 def put_rows(target_RD: torch.Tensor, rows_U: torch.Tensor | None, values_UD: torch.Tensor) -> None:
     """target[rows] = values, in place, for distinct rows, or None for all in order.
 
-    On CPU numpy takes less than half the time of ``index_copy_`` (``benchmarks/cpu_rows.py``).
+    On one core numpy takes half to nine tenths of the time of ``index_copy_``, which several cores
+    share (``benchmarks/cpu_rows.py``).
     """
+    is_shared = torch.get_num_threads() > 1 and values_UD.numel() >= MANY_VALUES
     if rows_U is None:
         target_RD.copy_(values_UD)
-    elif target_RD.is_cuda:
+    elif target_RD.is_cuda or is_shared:
         target_RD.index_copy_(0, rows_U, values_UD)
     else:
         target_RD.numpy()[rows_U.numpy()] = values_UD.numpy()

@@ -165,8 +165,10 @@ class OnHost:
 
     def tensor(self) -> torch.Tensor:
         """The tensor on the host; waits for the copy."""
-        if self._is_here is not None:
-            self._is_here.synchronize()
+        is_here = self._is_here
+        if is_here is not None:
+            is_here.synchronize()
+            self._is_here = None  # other threads need not wait again
         return self._values
 
 

@@ -91,7 +91,8 @@ BOUNDS = {
     "look_ahead-two-dims": Bound(
         {"pipeline": "look_ahead", "dims": 2, "depth": 2, "micro_batches": True}, 12, 24
     ),
-    "look_ahead-slots": Bound({"pipeline": "look_ahead", "tier": "cached", "depth": 2}, 2, 9),
+    # Of these up to four are of threads that move rows, and one is of slots that hardly suffice.
+    "look_ahead-slots": Bound({"pipeline": "look_ahead", "tier": "cached", "depth": 2}, 2, 12),
     "sparse_dist-long": Bound({"pipeline": "sparse_dist", **LONG}, 2, 6),
     "look_ahead-long": Bound({"pipeline": "look_ahead", "routing": "device", **LONG}, 2, 12),
 }
@@ -151,7 +152,7 @@ def test_no_kernel_gets_a_long_segment(trained: dict[str, list[Trained]], name: 
 LAUNCHES = {
     "look_ahead": (175, 0),
     "look_ahead, all_cold": (160, 0),
-    "look_ahead, slots": (200, 1),
+    "look_ahead, slots": (200, 2),  # one is of the thread that gathers rows
     "look_ahead, mapped": (210, 1),
     "look_ahead, device": (275, 2),
 }
