@@ -69,6 +69,7 @@ class _MovesOnHost:
         is_changed = self._part(2).bool()
         if is_changed.all():
             return self._moves.out_slots
+        record_use(self._moves.out_slots)
         at = to_device(is_changed.nonzero()[:, 0], self._moves.out_slots.device)
         return self._moves.out_slots.index_select(0, at)
 
