@@ -343,6 +343,7 @@ class CachedRows:
             self._wait_for_writes()
             # The slots' memory is not taken a second time: two of these are on their way at once.
             first = self._first
+            record_use(first.in_rows, first.in_slots)  # made by whoever restarted
             for rows, slots in _parts(first.in_rows, first.in_slots):
                 self._move(fetches(rows, slots), number)
                 if len(self._moved) > 1:
