@@ -32,8 +32,10 @@ MOST_WEIGHT = 1e20
 FORESEEN_WORTH = 1e24
 # More than that of any row that known batches read.
 IN_FLIGHT = 1e37
-# Slots that the hand passes for each that is needed, beside those of batches in flight.
+# Slots that the hand passes, beside those of batches in flight: for each that is needed, and for
+# each row of the batch where few are needed. With fewer, more rows miss (docs/gpus.md).
 EXAMINED = 6
+EXAMINED_OF_READ = 3
 # Batches that may be known and not yet have slots: each has a bit of a row's int32, but the sign.
 MOST_KNOWN = 31
 _ALL_BITS = (1 << MOST_KNOWN) - 1
@@ -242,7 +244,8 @@ class SlotMap:
     def _choose(self, num: int, num_read: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots of rows to be given up, of no batch in flight, int64 (num,), and their worth."""
         most_held = self._num_held + num_read - num
-        size = min(self.num_slots, EXAMINED * num + most_held)
+        passed = max(EXAMINED * num, EXAMINED_OF_READ * num_read)
+        size = min(self.num_slots, passed + most_held)
         begin = min(self._hand, self.num_slots - size)
         worth = self._minus_worth(begin, begin + size, number)
         if size < num + most_held:  # these are all slots
