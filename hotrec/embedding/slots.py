@@ -28,8 +28,9 @@ from hotrec.types import PopularRows
 HALF_LIFE = 512
 # New lookups weigh more instead of old ones less, up to this weight.
 MOST_WEIGHT = 1e20
-# More than the decayed lookups of any row, at most MOST_WEIGHT / (1 - 2^(-1 / HALF_LIFE)).
-FORESEEN_WORTH = 1e24
+# More than the decayed lookups of any row, at most MOST_WEIGHT / (1 - 2^(-1 / HALF_LIFE)). A power
+# of two, so that a sum of bits times this is never rounded to less than its highest bit.
+FORESEEN_WORTH = 2.0**80
 # More than that of any row that known batches read.
 IN_FLIGHT = 1e37
 # Slots that the hand passes, beside those of batches in flight: for each that is needed, and for
@@ -123,8 +124,6 @@ class SlotMap:
         self._row_of_slot = torch.empty(num_slots, dtype=torch.int64, device=device)
         # The last batch that reads a slot, after that of none.
         self._last_use = torch.empty(num_slots + 1, dtype=torch.int32, device=device)
-        # Of each batch, in the second number.
-        self._bits = torch.tensor([_bit(number) << 32 for number in range(MOST_KNOWN)]).to(device)
         self.num_read = self.num_misses = self.num_evictions = 0
         self.clear()
 
@@ -134,8 +133,8 @@ class SlotMap:
 
     @property
     def has_batches(self) -> bool:
-        """Whether batches hold slots."""
-        return bool(self._held)
+        """Whether batches hold slots, or are known and will."""
+        return bool(self._held or self._announced) or self._last_known > self._last_reserved
 
     def clear(self) -> Moves:
         """Forget slots, lookups and numbers; the rows to fetch, with which the slots begin."""
@@ -172,9 +171,10 @@ class SlotMap:
         """Know the rows of as many announced batches as there are bits for."""
         while self._announced and self._announced[0][1] <= self._last_reserved + MOST_KNOWN:
             rows, number = self._announced.popleft()
-            at = number % MOST_KNOWN
-            bits = self._bits[at : at + 1].expand(rows.numel())
-            self._pairs.index_add_(0, self._find(rows)[1], bits)  # not set in any of these
+            found = self._find(rows)[1]
+            pairs = self._pairs.index_select(0, found)
+            pairs |= _bit(number)
+            put_rows(self._pairs, found, pairs)
             self._last_known = number
 
     def _find(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,9 +201,8 @@ class SlotMap:
         missing = _positions(places < 0)
         moves, given = self._take(rows.index_select(0, missing), rows.numel(), number)
         found.index_copy_(0, missing, given)
+        pairs &= ~_bit(number)
         _halves(pairs)[0].view(torch.float32).sub_(self._weight)
-        if number <= self._last_known:
-            pairs -= _bit(number) << 32
         put_rows(self._pairs, found, pairs)
         self._held.append((number, rows.numel()))
         self._num_held += rows.numel()
@@ -299,8 +298,8 @@ class SlotMap:
 
 
 def _bit(number: int) -> int:
-    """The bit of a batch; that of the next one is lower, but where they begin anew."""
-    return 1 << (MOST_KNOWN - 1 - number % MOST_KNOWN)
+    """The bit of a batch in a pair; that of the next one is lower, but where they begin anew."""
+    return 1 << (32 + MOST_KNOWN - 1 - number % MOST_KNOWN)
 
 
 def _halves(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

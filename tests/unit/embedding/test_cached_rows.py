@@ -276,6 +276,23 @@ def test_more_batches_than_have_bits_are_known_in_turn() -> None:
     assert not slots._reads.any()
 
 
+@pytest.mark.parametrize("number", [5, 30, 31, 77])
+def test_the_next_read_of_rows_that_leave_is_never_said_too_late(number: int) -> None:
+    """Whatever other batches read the row after it, and however the bits are turned."""
+    for ahead in range(1, 31):
+        for others in ((), range(ahead + 1, 31), (30,)):
+            slots = SlotMap(10, 1, np.empty(0, POPULAR_ROW), torch.device("cpu"))
+            slots.reserve(torch.tensor([3]), number - 1)
+            for read in sorted({ahead, *others}):
+                slots.foresee(torch.tensor([3]), number + read)
+            slots.release(number - 1, is_changed=True)
+            moves = slots.reserve(torch.tensor([4]), number)[1]
+            assert moves.out_rows.tolist() == [3]
+            found = moves.next_read(float(moves.out_worth))
+            # Where all of more than 24 batches read it, float32 may round up to one earlier.
+            assert number + ahead - (len(others) > 22) <= found <= number + ahead
+
+
 def test_as_many_rows_and_slots_as_int32_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="expected fewer than 2147483648 rows and slots"):
         SlotMap((1 << 31) - 1, 1, np.empty(0, POPULAR_ROW), torch.device("cpu"))
