@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torchrec.models.dlrm import InteractionArch
@@ -92,7 +91,7 @@ def measure_step(
     optimizer = KeyedOptimizerWrapper(
         dense_parameters(model), lambda params: torch.optim.SGD(params, lr=LEARNING_RATE)
     )
-    late = DenseSync(model, optimizer, dist.group.WORLD) if is_late else None
+    late = DenseSync(model, optimizer) if is_late else None
     dense = torch.randn(options.batch_size, NUM_DENSE)
     rows = torch.randn(options.batch_size, options.num_features, options.dim)
     labels = torch.rand(options.batch_size).round()

@@ -91,7 +91,7 @@ CASES = (
     *((OptimizerKind.adam, place) for place in PLACES[:6]),
     *((kind, FEW_SLOTS) for kind in (OptimizerKind.sgd, OptimizerKind.adam)),
 )
-# Batches whose rows are known ahead, as `pipeline.window` has it by default.
+# Batches that are announced ahead, as `pipeline.window` has it by default.
 WINDOW = 32
 # Untimed steps in which FBGEMM counts.
 NUM_COUNTED = 3
@@ -99,7 +99,7 @@ NUM_COUNTED = 3
 SPARE_DEVICE_BYTES, SPARE_HOST_BYTES = 3e9, 8e9
 # The parts in which rows are moved, on threads of their own, and whether the device makes them.
 MOVES = {"gather": False, "copy_to_device": True, "put_in_slots": True, "put_back": False}
-PARTS = {"foresee": False, "reserve": False, "read": True, "sum gradients": True, "update": True}
+PARTS = {"foresee": True, "reserve": True, "read": True, "sum gradients": True, "update": True}
 
 
 @dataclass(frozen=True)
@@ -352,6 +352,7 @@ class _SlotStep:
             tables.optimizer,
             device,
             mapped_rows(module, tables.optimizer, is_wanted=tables.tier == MAPPED_SLOTS),
+            is_distinct=True,
         )
         self._grad = torch.randn(num_ids, tables.dim, device=device) * 1e-3
         self._found: dict[int, Distinct] = {}
@@ -403,7 +404,7 @@ class _SlotStep:
                             self._grad, batch.ids_K, batch.starts_U, None, batch.longest
                         )
                     with laps.lap("update"):
-                        self._rows.update(slots, grad_UD, self._rate, number + 1)
+                        self._rows.update(slots, grad_UD, self._rate, number + 1, is_distinct=True)
                     self._rows.release(number, is_changed=True)
 
     def _reserve(self) -> None:
