@@ -152,6 +152,22 @@ def test_flush_writes_updates_and_keeps_rows_in_their_slots() -> None:
     assert rows.slots.num_misses == 3
 
 
+def test_flush_takes_no_more_memory_than_a_part_of_the_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slots may fill the device, and each of them was once read at a time."""
+    monkeypatch.setattr(cached_rows_module, "MOST_AT_ONCE", 2)
+    rows, host = make_rows()
+    train(rows, 0, 1, 2, 3, 5, 8)
+    sizes, read_slots = [], rows._mover.read_slots
+    monkeypatch.setattr(
+        rows._mover, "read_slots", lambda slots: sizes.append(slots.numel()) or read_slots(slots)
+    )
+    rows.flush()
+    assert sizes == [2, 2, 1]
+    assert host.weights[:9, 0].tolist() == [0, 0, 1, 2, 4, 4, 6, 7, 7]
+
+
 def test_rows_that_were_written_in_host_memory_are_read_after_a_restart() -> None:
     rows, host = make_rows(popular=((0, 0.5),))
     rows.reserve(torch.tensor([0, 5]), 7)

@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from hotrec.runtime.mapped_memory import host_view, keep_out_of_forks
+from hotrec.runtime.mapped_memory import ask_for_huge_pages, host_view, keep_out_of_forks
 from tests.helpers.mappings import flags_at
 
 
@@ -83,3 +83,15 @@ def test_memory_that_is_not_mapped_is_an_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Elsewhere, "address", mmap.PAGESIZE)
     with pytest.raises(OSError, match=r"expected 4096 bytes at 0x1000 in this process, got"):
         keep_out_of_forks(torch.ones(mmap.PAGESIZE // 4).as_subclass(Elsewhere))
+
+
+@pytest.mark.skipif(
+    not os.path.exists("/sys/kernel/mm/transparent_hugepage"), reason="a kernel without huge pages"
+)
+def test_huge_pages_are_asked_for() -> None:
+    values = torch.empty(8 << 20, dtype=torch.uint8)
+    inside = values.data_ptr() + (4 << 20)
+    assert "hg" not in (flags_at(inside) or [])
+    assert ask_for_huge_pages(values) is values
+    assert "hg" in (flags_at(inside) or [])
+    assert ask_for_huge_pages(torch.empty(3)).shape == (3,)
