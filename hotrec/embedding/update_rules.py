@@ -110,8 +110,7 @@ def update_rows(
         case OptimizerKind.rowwise_adagrad:
             sum_U = states["momentum1"].index_select(0, rows_U)
             # The norm reads the gradient once; squaring first would write and read a copy.
-            norm_U = torch.linalg.vector_norm(grad_UD, dim=1)
-            sum_U.addcmul_(norm_U, norm_U, value=1 / grad_UD.shape[1])
+            sum_U += torch.linalg.vector_norm(grad_UD, dim=1).square_().div_(grad_UD.shape[1])
             states["momentum1"].index_copy_(0, rows_U, sum_U)
             direction_UD = grad_UD.div_(sum_U.sqrt_().add_(spec.eps)[:, None])
         case OptimizerKind.adam:
