@@ -84,7 +84,7 @@ def keep_out_of_forks(seen: torch.Tensor) -> None:
 def ask_for_huge_pages(values: torch.Tensor) -> torch.Tensor:
     """Let Linux give huge pages, where it has them, to a tensor that nothing was written to yet.
 
-    Numbers that are read all over gigabytes are found in less time (``benchmarks/slot_map.py``).
+    Numbers that are read all over gigabytes are found in less time.
     """
     begin, num_bytes = _whole_pages(values)
     if values.device.type == "cpu" and num_bytes > 0:
