@@ -52,9 +52,9 @@ from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.planning.constraints import placement_constraints
-from hotrec.planning.machine import Machine
-from hotrec.planning.torchrec_plan import make_plan
+from hotrec.assemble.constraints import placement_constraints
+from hotrec.planner.machine import Machine
+from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.runtime.ranks import Ranks, all_gather_object, barrier, process_group
 from hotrec.train.checkpoint import (
     Checkpoints,

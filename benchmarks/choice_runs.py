@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from hotrec.cli.store import build_config, compose_config
-from hotrec.planning.unsharded import chosen_device
+from hotrec.assemble.job import chosen_device
 from hotrec.runs.train import run_training
 from hotrec.runtime.ranks import barrier, process_group
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 
-from hotrec.planning.trial import CONFIDENCE, START_SPREAD, Trial
+from hotrec.planner.trial import CONFIDENCE, START_SPREAD, Trial
 from hotrec.report.render import markdown_table
 
 

@@ -14,7 +14,6 @@ from hotrec.config.groups import (
     ACCESSES,
     ASSIGN,
     CACHE_LOAD,
-    DEFAULT_LOAD_FRAC,
     ModelConfig,
     OptimizerConfig,
     OrderAssign,
@@ -23,7 +22,7 @@ from hotrec.config.groups import (
     ProfilerConfig,
     TimeOrder,
 )
-from hotrec.types import ColdTier, HotExchange, PipelineKind, Precision, WireType
+from hotrec.types import DEFAULT_LOAD_FRAC, ColdTier, HotExchange, PipelineKind, Precision, WireType
 
 Device = StrEnum("Device", "auto cpu cuda")
 ProfileMode = StrEnum("ProfileMode", "exact sample")
@@ -77,19 +76,6 @@ class PipelineConfig:
     window: int = key(WINDOW, 32, ge=0, le=32)
     micro_batches: bool = key(MICRO_BATCHES, False)
     wire: WireType = key(WIRE, WireType.fp32)
-
-    @property
-    def batches_in_slots(self) -> int:
-        """Batches that hold slots at once: the one that is computed, and those to come.
-
-        One more than are requested is known where there is a window, and its rows are fetched.
-        """
-        return self.depth + 1 + (self.window > 0)
-
-    @property
-    def batches_foreseen(self) -> int:
-        """Batches after those that hold slots whose rows are known: the others of the window."""
-        return max(self.window - 1, 0)
 
 
 @dataclass

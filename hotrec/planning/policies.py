@@ -43,7 +43,7 @@ from hotrec.cost_model.histogram import (
 )
 from hotrec.cost_model.memory import NUM_REPLICA_GRADIENTS
 from hotrec.cost_model.profile import Profile
-from hotrec.planning.machine import Machine
+from hotrec.planner.machine import Machine
 from hotrec.types import POPULAR_ROW, HugectrLink, Partition, PopularRows, Rows
 
 MIB = 1 << 20

@@ -18,7 +18,7 @@ from typing import Any
 
 from hotrec.artifact import MANIFEST
 from hotrec.config.groups import PlacementKind
-from hotrec.planning.names import plan_name
+from hotrec.planner.names import plan_name
 from hotrec.report.units import (
     show_bytes,
     show_count,

@@ -23,7 +23,7 @@ from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
-from hotrec.planning.constraints import placement_constraints
+from hotrec.assemble.constraints import placement_constraints
 from hotrec.routing.router import Router
 from hotrec.train.pipelines import LookAhead, make_pipeline
 from hotrec.types import (

@@ -30,13 +30,13 @@ from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture
-from hotrec.planning.constraints import (
+from hotrec.assemble.constraints import (
     hot_cold_constraints,
     placement_constraints,
     torchrec_constraints,
 )
-from hotrec.planning.machine import Machine
-from hotrec.planning.torchrec_plan import make_plan
+from hotrec.planner.machine import Machine
+from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.runtime.codecs import compress_dense, wire_codecs
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import (

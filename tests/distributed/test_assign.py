@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hotrec.artifact import scratch_directory
-from hotrec.build import (
+from hotrec.assemble.order import (
     Sharded,
     build_sharded,
     by_owner,
@@ -28,7 +28,7 @@ from hotrec.data.locality import NOBODY
 from hotrec.embedding.prefetch.owned_rows import OwnedRows
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import gather_tables
-from hotrec.planning.machine import Machine
+from hotrec.planner.machine import Machine
 from hotrec.runtime.ranks import all_gather_object
 from hotrec.train.checkpoint import Checkpoints, find_latest
 from hotrec.train.loop import TrainResult, train

@@ -31,7 +31,7 @@ from hotrec.models.plain import Attention
 from hotrec.models.shape import architecture_of
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture, make_checked_layers
-from hotrec.planning.constraints import hot_cold_constraints, torchrec_constraints
+from hotrec.assemble.constraints import hot_cold_constraints, torchrec_constraints
 from hotrec.train.dense_sync import dense_parameters
 from hotrec.train.pipelines import LookAhead, make_pipeline
 from hotrec.types import OptimizerKind, Partition, TorchrecPlan

@@ -36,7 +36,7 @@ from hotrec.embedding.optimizers import HotOptimizer, make_optimizer
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
-from hotrec.planning.constraints import hot_cold_constraints, torchrec_constraints
+from hotrec.assemble.constraints import hot_cold_constraints, torchrec_constraints
 from hotrec.runtime import stages
 from hotrec.runtime.stages import EXPOSED_STAGES, StageClock, exposed_s, named_range
 from hotrec.train.loop import train

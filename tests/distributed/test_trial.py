@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hotrec.planning.trial import Trial
+from hotrec.planner.trial import Trial
 from hotrec.runs.trial import (
     BUILD_S,
     LEAST_ROUNDS,

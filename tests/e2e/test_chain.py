@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotrec.planning.partition import read_placement
+from hotrec.planner.partition import read_placement
 from hotrec.train.watch import STOPPED_EXIT_CODE
 from tests.e2e.conftest import SMOKE, Workspace, environment, hotrec, hotrec_here
 

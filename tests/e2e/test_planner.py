@@ -11,8 +11,8 @@ import pytest
 
 from hotrec.artifact import commit_artifact, scratch_directory
 from hotrec.cost_model.store import read_costs
-from hotrec.planning.names import candidate_name
-from hotrec.planning.partition import read_placement
+from hotrec.planner.names import candidate_name
+from hotrec.planner.partition import read_placement
 from tests.e2e.conftest import SMOKE, Workspace, hotrec, hotrec_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -31,9 +31,9 @@ from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
-from hotrec.planning.constraints import placement_constraints
-from hotrec.planning.machine import Machine
-from hotrec.planning.torchrec_plan import make_plan
+from hotrec.assemble.constraints import placement_constraints
+from hotrec.planner.machine import Machine
+from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.pipelines import LookAhead, make_pipeline
 from hotrec.types import HotExchange, OptimizerKind, Partition, Placement, Tier

@@ -23,7 +23,7 @@ from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import BenchCase, BenchRootConfig, HotRowsRule
 from hotrec.data.batch import Batch
 from hotrec.data.locality import ByOwner, Shard
-from hotrec.planning.predict import torchrec_name
+from hotrec.planner.predict import torchrec_name
 from hotrec.runtime.ranks import Ranks, process_group
 from hotrec.runtime.traffic import COLLECTIVES
 from hotrec.types import STAGES, ColdTier, HotExchange, OptimizerKind

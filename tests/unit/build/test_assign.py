@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from torchrec.distributed.types import ShardingPlan
 
-from hotrec.build import check_assign, choose_assign, owned_tables
+from hotrec.assemble.order import check_assign, choose_assign, owned_tables
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
 from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from hotrec.artifact import ArtifactError
-from hotrec.build import count_epoch_steps, find_all_hot, make_alternation, make_train_loader
+from hotrec.assemble.order import count_epoch_steps, find_all_hot, make_alternation, make_train_loader
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
 from hotrec.data.chunks import Dataset
-from hotrec.planning.partition import write_partition
-from hotrec.planning.training_plan import TrainingPlan
+from hotrec.planner.partition import write_partition
+from hotrec.assemble.planning import TrainingPlan
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Partition, Placement
 from tests.unit.data.logs import samples_of, write_dataset

@@ -24,7 +24,7 @@ from hotrec.calibrate.steps import (
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import NARROWEST_INTERVAL, Costs
 from hotrec.cost_model.forms import StepPrediction
-from hotrec.planning.predict import Predicted
+from hotrec.planner.predict import Predicted
 from hotrec.types import STAGES
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overhead_s=0.0)

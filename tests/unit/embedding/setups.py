@@ -14,9 +14,9 @@ from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.planning.constraints import placement_constraints
-from hotrec.planning.machine import Machine
-from hotrec.planning.torchrec_plan import make_plan
+from hotrec.assemble.constraints import placement_constraints
+from hotrec.planner.machine import Machine
+from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.types import OptimizerKind, Partition, Placement
 
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN

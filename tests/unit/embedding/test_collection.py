@@ -18,7 +18,7 @@ from hotrec.embedding.initialize import initial_rows, initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.tables import gather_tables, sharded_collections
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.planning.constraints import placement_constraints
+from hotrec.assemble.constraints import placement_constraints
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import (
     Exchange,

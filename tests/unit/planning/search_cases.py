@@ -12,7 +12,7 @@ from hotrec.cost_model.forms import QUANTITIES, Workload
 from hotrec.cost_model.memory import cached_row_bytes, replica_row_bytes, shard_row_bytes
 from hotrec.cost_model.quantities import hot_cold_quantities
 from hotrec.cost_model.step import make_step_model
-from hotrec.planning.search import TIERS, Limits
+from hotrec.planner.search import TIERS, Limits
 from hotrec.types import Exchange, Sharding, TablePlacement, Tier
 
 GROUPS = ("cold_groups", "hot_groups", "pooled_groups", "replicated_groups")

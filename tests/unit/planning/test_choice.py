@@ -14,9 +14,9 @@ import pytest
 
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.forms import PipelineSpec, StepPrediction
-from hotrec.planning.optimum import MOST_TRIED, Decision, explain, in_doubt
-from hotrec.planning.predict import Predicted
-from hotrec.planning.trial import (
+from hotrec.planner.propose import MOST_TRIED, Decision, explain, in_doubt
+from hotrec.planner.predict import Predicted
+from hotrec.planner.trial import (
     START_SPREAD,
     Trial,
     ratio_interval,

@@ -12,7 +12,7 @@ from torchrec.distributed.types import (
     ShardMetadata,
 )
 
-from hotrec.planning.lookups import destinations
+from hotrec.assemble.lookups import destinations
 from hotrec.types import Partition
 
 COUNTS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hotrec.planning.names import plan_name
+from hotrec.planner.names import plan_name
 
 
 @pytest.mark.parametrize(

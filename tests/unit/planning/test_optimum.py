@@ -17,17 +17,17 @@ from hotrec.cost_model.costs import CostsError, Line, Link, World
 from hotrec.cost_model.demand import TableDemand
 from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineSpec, Workload
 from hotrec.cost_model.quantities import TableSharding
-from hotrec.planning.document import prediction_document
-from hotrec.planning.machine import Machine
-from hotrec.planning.optimum import (
+from hotrec.planner.document import prediction_document
+from hotrec.planner.machine import Machine
+from hotrec.planner.propose import (
     HOT_SHARES,
     Decision,
     fastest_placement,
     hottest_share,
     predict_sensitivity,
 )
-from hotrec.planning.predict import Predicted, own_name, predict_placement, predict_shardings
-from hotrec.planning.scenario import Loader, Scenario
+from hotrec.planner.predict import Predicted, own_name, predict_placement, predict_shardings
+from hotrec.planner.situation import Loader, Scenario
 from hotrec.report.plan import plan_report_text
 from hotrec.types import Exchange, PipelineKind
 from tests.unit.cost_model.samples import make_demand

@@ -3,7 +3,7 @@ import pytest
 
 from hotrec.artifact import ArtifactError, commit_artifact, scratch_directory
 from hotrec.cost_model.profile import Profile, Sampling
-from hotrec.planning.partition import read_placement, summarize_partition, write_partition
+from hotrec.planner.partition import read_placement, summarize_partition, write_partition
 from hotrec.types import (
     POPULAR_ROW,
     Exchange,

@@ -24,7 +24,7 @@ from hotrec.config.groups import (
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.demand import prob_drawn
 from hotrec.cost_model.profile import Profile, Sampling
-from hotrec.planning.machine import Machine
+from hotrec.planner.machine import Machine
 from hotrec.planning.policies import (
     Tables,
     choose_all_cold,

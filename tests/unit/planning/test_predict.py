@@ -22,10 +22,10 @@ from hotrec.config.roots import Config, PipelineConfig, TrainerConfig
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Line, World
 from hotrec.cost_model.forms import PipelineSpec, Workload
-from hotrec.planning.document import _expected as expected_of
-from hotrec.planning.machine import Machine
-from hotrec.planning.optimum import decide
-from hotrec.planning.predict import (
+from hotrec.planner.document import _expected as expected_of
+from hotrec.planner.machine import Machine
+from hotrec.planner.propose import decide
+from hotrec.planner.predict import (
     check_slots,
     is_another,
     is_own,
@@ -36,9 +36,9 @@ from hotrec.planning.predict import (
     torchrec_name,
     with_faster_fetch,
 )
-from hotrec.planning.replay import Replayed
-from hotrec.planning.scenario import Scenario, candidate_pipelines, choose_pipeline
-from hotrec.planning.unsharded import as_placement, build_unsharded
+from hotrec.assemble.replay import Replayed
+from hotrec.planner.situation import Scenario, candidate_pipelines, choose_pipeline
+from hotrec.assemble.job import as_placement, build_unsharded
 from hotrec.types import ColdTier, Partition, PipelineKind, Placement, RowFetch, Tier, TorchrecPlan
 from tests.unit.cost_model.samples import make_demand
 

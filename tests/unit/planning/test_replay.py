@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hotrec.bench.samples import ZipfTables
-from hotrec.planning.replay import (
+from hotrec.assemble.replay import (
     BELADY_WINDOW,
     LOOK_AHEAD,
     POLICIES,

@@ -30,15 +30,15 @@ from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.fused import fused_params
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.planning.constraints import (
+from hotrec.assemble.constraints import (
     cold_tier_for,
     hot_cold_constraints,
     offload_stats,
     placement_constraints,
     torchrec_constraints,
 )
-from hotrec.planning.machine import Machine
-from hotrec.planning.torchrec_plan import (
+from hotrec.planner.machine import Machine
+from hotrec.assemble.torchrec_plan import (
     TrainedStorageEstimator,
     host_tier_bytes,
     make_plan,
@@ -46,7 +46,7 @@ from hotrec.planning.torchrec_plan import (
     plan_text,
     state_floats,
 )
-from hotrec.planning.unsharded import make_machine
+from hotrec.assemble.job import make_machine
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import (
     ColdTier,

@@ -17,17 +17,17 @@ from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.look_ahead import MOVEMENTS
 from hotrec.cost_model.profile import write_profile
 from hotrec.data.chunks import Dataset
-from hotrec.planning.machine import Machine
-from hotrec.planning.predict import SlotsError
-from hotrec.planning.scenario import Loader
-from hotrec.planning.training_plan import (
+from hotrec.planner.machine import Machine
+from hotrec.planner.predict import SlotsError
+from hotrec.planner.situation import Loader
+from hotrec.assemble.planning import (
     LOAD_FRACS,
     Proposal,
     TrainingPlan,
     propose,
     read_training_plan,
 )
-from hotrec.planning.trial import Trial
+from hotrec.planner.trial import Trial
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
 from hotrec.types import PipelineKind, Table
 from tests.unit.data.logs import ONE_HOT_SCHEMA, write_dataset

@@ -21,8 +21,8 @@ from hotrec.config.roots import Config, PathsConfig, PlannerConfig, TrainerConfi
 from hotrec.cost_model.blocks import Block
 from hotrec.cost_model.profile import write_profile
 from hotrec.data.chunks import Dataset
-from hotrec.planning.training_plan import propose
-from hotrec.planning.unsharded import make_machine
+from hotrec.assemble.planning import propose
+from hotrec.assemble.job import make_machine
 import hotrec.bench.benchmark, hotrec.calibrate.measure, hotrec.runs.train
 from tests.unit.data.logs import ONE_HOT_SCHEMA, write_dataset
 

@@ -16,7 +16,9 @@ from hotrec.artifact import (
     read_artifact,
     scratch_directory,
 )
+from hotrec.cost_model.histogram import CountHistogram, order_all_rows, top_rows
 from hotrec.cost_model.profile import Profile
+from hotrec.planner.plan import SplitTables
 from hotrec.types import (
     Exchange,
     Partition,
@@ -155,3 +157,29 @@ def read_placement(path: Path) -> tuple[Placement, Artifact]:
         is_hot_dense = bool(content["placement"]["is_hot_dense"])
         popular_rows = _read_rows(artifact, POPULAR_ROWS)
         return Placement(partition, tables, is_hot_dense, popular_rows), artifact
+
+
+def most_accessed(
+    split: SplitTables,
+    counts: Mapping[str, Rows],
+    histograms: Mapping[str, CountHistogram],
+    policy: str,
+) -> Placement:
+    """Returns the placement of a split whose hot rows are the most accessed ones of each table.
+
+    Where there are not enough, they are rows that were never seen too.
+
+    Args:
+        split: The number of hot rows, and the place of the others.
+        counts: The profile's int64 (R,) counts by table.
+        histograms: Their histograms.
+        policy: Name of what chose them, for reports.
+    """
+    hot_rows = {
+        table: top_rows(rows, num_hot, histograms[table])
+        if (num_hot := split.num_hot[table]) <= histograms[table].num_distinct
+        else order_all_rows(rows)[:num_hot]
+        for table, rows in counts.items()
+    }
+    partition = Partition({table: int(c.size) for table, c in counts.items()}, hot_rows, policy)
+    return Placement(partition, dict(split.tables), split.is_hot_dense)

@@ -26,7 +26,6 @@ from hotrec.cost_model.demand import Floats, TableDemand
 from hotrec.cost_model.forms import (
     BYTES_PER_FLOAT,
     BYTES_PER_ID,
-    PipelineSpec,
     StepPrediction,
     Workload,
 )
@@ -38,7 +37,7 @@ from hotrec.cost_model.memory import (
 )
 from hotrec.cost_model.quantities import BYTES_PER_LENGTH, host_state_bytes, hot_cold_quantities
 from hotrec.cost_model.step import StepModel, make_step_model
-from hotrec.types import Exchange, Sharding, TablePlacement, Tier
+from hotrec.types import Exchange, PipelineSpec, Sharding, TablePlacement, Tier, WireType
 
 Mask = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
@@ -104,7 +103,7 @@ def search_placement(
     *,
     hot_range: Mapping[str, tuple[int, int]] | None = None,
     at: Mapping[str, float] | None = None,
-    wire: str = "fp32",
+    wire: WireType = WireType.fp32,
 ) -> Choice:
     """Searches for the fastest placement of these tables in TorchRec's pipeline.
 

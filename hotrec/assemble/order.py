@@ -1,25 +1,19 @@
-"""Build the sharded model, pipeline and loaders from a configuration and a plan."""
+"""The order of training samples: days, all-hot blocks, assignment to owners, and their loaders."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import (
-    CacheStatistics,
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
     ShardingPlan,
 )
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.optim.keyed import CombinedOptimizer
 
+from hotrec.assemble.planning import SettledPlan
 from hotrec.config.groups import AllHotOrder, HotColdConfig, OrderAssign, TimeOrder
 from hotrec.config.roots import Config
 from hotrec.data.all_hot import (
@@ -29,217 +23,18 @@ from hotrec.data.all_hot import (
     read_all_hot,
     write_all_hot,
 )
-from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
 from hotrec.data.days import check_time_order, days_of
 from hotrec.data.loader import make_loader, num_steps, step_sequence
 from hotrec.data.locality import Assign, ByOwner, Shard
-from hotrec.embedding.collection import HotColdEmbeddingBagCollection
-from hotrec.embedding.convert import shard
-from hotrec.embedding.initialize import initialize_embeddings
-from hotrec.embedding.optimizers import make_optimizer
-from hotrec.embedding.prefetch.row_ahead import RowsAhead
-from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.models.dense import check_compiler, use_precision
-from hotrec.planning.machine import Machine
-from hotrec.planning.scenario import choose_pipeline
-from hotrec.planning.torchrec_plan import host_tier_bytes
-from hotrec.planning.training_plan import TrainingPlan
-from hotrec.planning.unsharded import build_unsharded, hot_exchange_of, optimizer_specs
-from hotrec.routing.features import RoutedFeatures
-from hotrec.runtime.codecs import compress_dense
 from hotrec.runtime.cores import num_workers
-from hotrec.runtime.memory import check_mappable, read_memory
-from hotrec.runtime.ranks import Ranks, all_gather_object, same_verdict
-from hotrec.runtime.traffic import BatchFacts, count_distinct_rows
+from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.train.alternate import AlternatingLoader, Alternation
-from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
-from hotrec.types import Exchange, HotExchange, PipelineKind, Placement, Schema, Sharding, Tier
+from hotrec.types import Exchange, Placement, Schema, Sharding
 
 logger = logging.getLogger(__name__)
 
 SPLIT, ALL_HOT = "train", "all_hot"
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """The sharded model of a rank with its optimizer, and the inputs of its pipeline.
-
-    Args:
-        model: Sharded model.
-        optimizer: Optimizer of all parameters.
-        plan: TorchRec's sharding plan.
-        transform: Router for the loader's workers; None if ids are routed on the device.
-        inspect_batch: Counts the rows that a batch reads, for the traffic bound.
-        pipeline_kind: Kind of pipeline that the model is sharded for.
-        look_ahead: Settings of the pipeline look_ahead; None for other pipelines.
-        grad_clip_norm: Largest norm of the dense layers' gradients; None for no clipping.
-        has_slots: Whether rows of the host are in slots that look-ahead fills.
-    """
-
-    model: DistributedModelParallel
-    optimizer: CombinedOptimizer
-    plan: ShardingPlan
-    transform: Callable[[Any], Any] | None
-    inspect_batch: Callable[[Batch], BatchFacts]
-    pipeline_kind: str
-    look_ahead: LookAhead | None
-    grad_clip_norm: float | None
-    has_slots: bool = False
-
-    def make_pipeline(self, device: torch.device) -> Pipeline:
-        """The model's pipeline; a collective."""
-        return make_pipeline(
-            self.pipeline_kind,
-            self.model,
-            self.optimizer,
-            device,
-            self.look_ahead,
-            self.grad_clip_norm,
-        )
-
-
-def build_sharded(
-    config: Config,
-    schema: Schema,
-    placed: Placement | None,
-    machine: Machine,
-    device: torch.device,
-    cache_stats: Mapping[str, CacheStatistics] | None = None,
-) -> Sharded:
-    """Build, plan and shard the model on every rank of the process group; collective.
-
-    Raises:
-        ValueError: If the device does not support the precision, or cannot train the placement.
-        RuntimeError: If a rank has no compiler for the dense layers; raised on every rank.
-    """
-    same_verdict(lambda: use_precision(config.trainer.precision, device))
-    if config.trainer.compile:
-        same_verdict(lambda: check_compiler(device))
-    unsharded = build_unsharded(
-        config,
-        schema,
-        placed,
-        machine,
-        dense_device=device,
-        cache_stats=cache_stats,
-    )
-    plan = unsharded.plan(machine)
-    embedding, dense = optimizer_specs(config.optimizer)
-    if device.type == "cuda":
-        check_host_memory(plan, machine, embedding)
-    kind = choose_pipeline(config, machine)
-    is_ahead = kind is PipelineKind.look_ahead
-    tiers = {table.tier for table in placed.tables.values()} if placed is not None else set()
-    if Tier.CACHED in tiers and not is_ahead:
-        raise ValueError(
-            f"pipeline.kind: expected look_ahead for a placement in tier cached, got {kind.name}. "
-            "Set pipeline=look_ahead."
-        )
-    model = shard(
-        unsharded.task,
-        plan,
-        unsharded.sharders,
-        device,
-        data_parallel=not is_ahead,
-        broadcast_hot=False,
-    )
-    wire_type = config.pipeline.wire
-    if not is_ahead:
-        compress_dense(model, wire_type)
-    initialize_embeddings(model, config.trainer.seed)  # by row, so replicas are equal
-    optimizer = make_optimizer(model, embedding, dense)
-    placement, embeddings = config.placement, unsharded.embeddings
-    transform = None
-    if isinstance(embeddings, HotColdEmbeddingBagCollection):
-        assert isinstance(placement, HotColdConfig)
-        if placement.routes_in_loader:
-            transform = embeddings.router
-    look_ahead = None
-    if is_ahead:
-        assert placed is not None
-        hot_exchange = hot_exchange_of(placement, placed)
-        look_ahead = make_look_ahead(config, model, device, hot_exchange)
-    return Sharded(
-        model,
-        optimizer,
-        plan,
-        transform,
-        _inspector(embeddings),
-        kind.name,
-        look_ahead,
-        config.trainer.grad_clip_norm,
-        Tier.CACHED in tiers,
-    )
-
-
-def check_host_memory(plan: ShardingPlan, machine: Machine, rule: OptimizerSpec) -> None:
-    """Refuse host tiers that no host can map for its devices; collective.
-
-    Raises:
-        ValueError: If they exceed the free memory.
-    """
-    mapped = host_tier_bytes(plan, machine.local_world_size, rule.state_bytes_per_row)
-    # The smallest free memory of all hosts, so that all ranks reach the same verdict.
-    check_mappable("plan host tiers", mapped, min(all_gather_object(read_memory()[1])))
-
-
-def _inspector(
-    embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection,
-) -> Callable[[Batch], BatchFacts]:
-    if isinstance(embeddings, HotColdEmbeddingBagCollection):
-        router = embeddings.router
-
-        def inspect_routed(batch: Batch) -> BatchFacts:
-            sparse: Any = batch.sparse
-            routed = sparse if isinstance(sparse, RoutedFeatures) else router(sparse.to("cpu"))
-            return BatchFacts(
-                num_distinct=router.count_distinct(routed),
-                num_lookups=routed.num_lookups,
-                num_hot_lookups=routed.num_hot_lookups(),
-            )
-
-        return inspect_routed
-    tables = {
-        feature: (table.name, table.embedding_dim)
-        for table in embeddings.embedding_bag_configs()
-        for feature in table.feature_names
-    }
-
-    def inspect_unrouted(batch: Batch) -> BatchFacts:
-        num_distinct = count_distinct_rows(batch.sparse, tables)
-        return BatchFacts(num_distinct, int(batch.sparse.values().numel()), 0)
-
-    return inspect_unrouted
-
-
-def make_look_ahead(
-    config: Config,
-    model: nn.Module,
-    device: torch.device,
-    hot_exchange: HotExchange,
-) -> LookAhead:
-    """Settings of the pipeline look_ahead for a model that was sharded for it.
-
-    Args:
-        config: Configuration of the run.
-        model: Sharded model.
-        device: Device of this rank.
-        hot_exchange: How gradients of hot rows are reduced.
-    """
-    wire_type = config.pipeline.wire
-
-    def make_rows() -> RowsAhead:
-        return RowsAhead(
-            model,
-            device,
-            depth=config.pipeline.depth,
-            window=config.pipeline.window,
-            wire_type=wire_type,
-            hot_exchange=hot_exchange,
-        )
-
-    return LookAhead(make_rows, config.pipeline.micro_batches, wire_type)
 
 
 def owned_tables(placement: Placement) -> list[str]:
@@ -367,7 +162,7 @@ def _shards(table: str, plan: ShardingPlan) -> list[Shard]:
 def find_all_hot(
     config: Config,
     dataset: Dataset,
-    training_plan: TrainingPlan,
+    settled: SettledPlan,
     run_dir: Path,
     staged: Path,
     *,
@@ -378,7 +173,7 @@ def find_all_hot(
     Args:
         config: Configuration of the run.
         dataset: Dataset of the run.
-        training_plan: Plan of the run.
+        settled: Plan of the run.
         run_dir: Directory of the run, with the samples that it saved before.
         staged: Directory to save the samples in.
         is_resumed: Whether the run resumes its own checkpoint and must use its saved samples.
@@ -389,7 +184,7 @@ def find_all_hot(
     """
     if not isinstance(config.order, AllHotOrder):
         return None
-    partition, artifact = training_plan.partition, training_plan.artifact
+    partition, artifact = settled.partition, settled.artifact
     if partition is None or artifact is None or partition.total_hot == 0:
         found = "TorchRec's own plan" if partition is None else f"{partition.policy}: 0 hot rows"
         raise ValueError(

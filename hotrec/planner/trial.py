@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -122,20 +122,19 @@ class Trial:
         """The step of a candidate: the geometric mean of its blocks, whose ratios are compared."""
         return math.exp(float(np.log(self.block_s[name]).mean()))
 
-    @property
-    def why(self) -> str:
-        """The verdict for the user."""
+    def why(self, titles: Mapping[str, str]) -> str:
+        """The verdict for the user, who knows the candidates by these titles."""
         others = sorted((n for n in self.block_s if n != self.chosen), key=self.step_s)
         when = "an earlier run's trial" if self.is_recorded else "a trial"
         text = (
-            f"{self.chosen} took {1e3 * self.step_s(self.chosen):.3g} ms a step, the least of "
-            f"{len(self.block_s)} plans in {when} of {self.seconds:.0f} s on this machine"
+            f"{titles[self.chosen]} took {1e3 * self.step_s(self.chosen):.3g} ms a step, the least "
+            f"of {len(self.block_s)} plans in {when} of {self.seconds:.0f} s on this machine"
         )
         if not self.took_turns:
             text += ", in which they did not take turns: no claim of speed"
         for name in others:
             verdict = f" ({self._verdict(name)})" if self.took_turns else ""
-            text += f"; {name} {1e3 * self.step_s(name):.3g} ms{verdict}"
+            text += f"; {titles[name]} {1e3 * self.step_s(name):.3g} ms{verdict}"
         return f"{text}."
 
     def _verdict(self, name: str) -> str:
@@ -146,14 +145,14 @@ class Trial:
         judged = "perhaps as fast, within the noise" if low <= 1 <= high else "slower"
         return f"{low - 1:+z.0%} to {high - 1:+z.0%}: {judged}"
 
-    def document(self) -> dict[str, Any]:
-        """The trial for the prediction document."""
+    def document(self, labels: Mapping[str, str]) -> dict[str, Any]:
+        """The trial for the prediction document, where candidates have these labels."""
         return {
             "seconds": self.seconds,
             "is_recorded": self.is_recorded,
             "took_turns": self.took_turns,
             "plans": {
-                name: {
+                labels[name]: {
                     "step_s": self.step_s(name),
                     "block_s": list(blocks),
                     "slower": list(self._ratio(name, self.chosen)),
@@ -169,8 +168,13 @@ def trial_file(folder: Path, situation: Mapping[str, Any]) -> Path:
     return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
-def read_trial(file: Path, candidates: Collection[str]) -> Trial | None:
-    """The recorded trial of these candidates; None without one, or with a warning if damaged."""
+def read_trial(file: Path, candidates: Mapping[str, str]) -> Trial | None:
+    """The recorded trial of these candidates; None without one, or with a warning if damaged.
+
+    Args:
+        file: The record.
+        candidates: Labels of the candidates by digest. Earlier versions recorded labels.
+    """
     try:
         document = json.loads(read_record(file))
         blocks = {str(n): [float(s) for s in of] for n, of in document["block_s"].items()}
@@ -180,7 +184,7 @@ def read_trial(file: Path, candidates: Collection[str]) -> Trial | None:
             raise ValueError(f"block_s {blocks}")
         if not blocks.keys() <= set(candidates):
             raise ValueError(f"candidates {sorted(blocks)}, not of {sorted(candidates)}")
-        trial.why  # noqa: B018 (whatever is wrong in it shows here)
+        trial.document(candidates)  # whatever is wrong in it shows here
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

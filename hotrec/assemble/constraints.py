@@ -17,9 +17,14 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from hotrec.cost_model.demand import Floats
+from hotrec.cost_model.caches import lru_miss_ratios
+from hotrec.cost_model.demand import Floats, expected_distinct
+from hotrec.planner.situation import Situation
 from hotrec.routing.features import hot_name
 from hotrec.types import (
+    DEFAULT_LOAD_FRAC,
+    KERNEL_OF_TIER,
+    TIER_OF_KERNEL,
     ColdTier,
     Exchange,
     Partition,
@@ -32,13 +37,7 @@ from hotrec.types import (
 # Of the histogram. A bin is read at its upper end, so this bounds how much the curve loses: what it
 # falls within R / 4096 rows. TorchRec copies the statistics with every option it considers.
 MAX_BINS = 4096
-TIER_OF_KERNEL = {
-    ColdTier.fused: Tier.DEVICE,
-    ColdTier.fused_uvm: Tier.HOST,
-    ColdTier.fused_uvm_caching: Tier.HOST_CACHED,
-    ColdTier.cached: Tier.CACHED,
-}
-KERNEL_OF_TIER = {tier: kernel for kernel, tier in TIER_OF_KERNEL.items()}
+NUM_CURVE_SIZES = 64
 # FBGEMM's modules hold the rows behind our slots, in host memory.
 KERNEL_BEHIND_SLOTS = {"cpu": ColdTier.fused, "cuda": ColdTier.fused_uvm}
 
@@ -180,7 +179,7 @@ def hot_cold_constraints(
     partition: Partition,
     *,
     cold_tier: ColdTier = ColdTier.fused,
-    cache_load_factor: float = 0.2,
+    cache_load_factor: float = DEFAULT_LOAD_FRAC,
 ) -> dict[str, ParameterConstraints]:
     """Constraints that make hot tables data-parallel and cold tables row-wise on one tier.
 
@@ -229,3 +228,19 @@ def torchrec_constraints(
         )
         for table in tables
     }
+
+
+def cache_statistics(situation: Situation, placement: Placement) -> dict[str, CacheStatistics]:
+    """Returns statistics of a placement's device caches, by table, for TorchRec's planner."""
+    found: dict[str, CacheStatistics] = {}
+    for demand in situation.demands:
+        if placement.tables[demand.name].tier is not Tier.HOST_CACHED:
+            continue
+        num_hot = placement.partition.num_hot(demand.name)
+        sizes = np.unique(np.geomspace(1, demand.num_rows, NUM_CURVE_SIZES).astype(np.int64))
+        misses = lru_miss_ratios(demand, sizes, num_hot)
+        _, cold, _ = expected_distinct(demand, num_hot)
+        found[demand.name] = offload_stats(
+            sizes.astype(np.float64), misses, cold * situation.world.num_ranks, demand.num_rows
+        )
+    return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torchrec.distributed.types import ShardingPlan
 
-from hotrec.planning.torchrec_plan import plan_document, rank_of_shard
+from hotrec.assemble.torchrec_plan import plan_document, rank_of_shard
 from hotrec.types import Partition, Rows
 
 

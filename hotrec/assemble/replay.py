@@ -30,13 +30,12 @@ from itertools import islice
 import numpy as np
 import torch
 
-from hotrec.config.groups import TimeOrder
-from hotrec.config.roots import Config
 from hotrec.cost_model.profile import Profile
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
 from hotrec.embedding.slots import SlotMap, TooFewSlotsError
-from hotrec.types import Partition, PopularRows, Rows
+from hotrec.planner.request import Replayed
+from hotrec.types import Partition, PipelineSpec, PopularRows, Rows
 
 LOOK_AHEAD, BELADY_WINDOW = "look_ahead", "belady_window"
 # A stream has at most so many ids of its sampled rows, and a sample at least so many slots: with
@@ -121,12 +120,30 @@ def number_popular(
     return of_all[of_all["row"] >= 0]
 
 
+@dataclass(frozen=True)
+class TrainingOrder:
+    """How training reads global batches.
+
+    Args:
+        dataset: Directory of the dataset.
+        batch_size: Samples of a global batch.
+        seed: Seed of the order.
+        num_epochs: Passes over the training split.
+        is_shuffled: Whether samples are shuffled; else they come in the log's order.
+    """
+
+    dataset: str
+    batch_size: int
+    seed: int
+    num_epochs: int
+    is_shuffled: bool
+
+
 def read_stream(
-    config: Config,
+    order: TrainingOrder,
     dataset: Dataset,
     counts: Mapping[str, Rows],
     *,
-    world_size: int,
     num_batches: int,
     numbers: Rows | None = None,
     every: int = 1,
@@ -134,7 +151,10 @@ def read_stream(
     """The first global batches of training, in its order.
 
     Args:
+        order: How training reads them.
+        dataset: Its dataset.
         counts: Lookups of the rows of each table in the profile.
+        num_batches: The number of batches.
         numbers: Numbers of the rows to replay, see ``sample_rows``; None for all.
         every: One row of so many has a number.
     """
@@ -142,14 +162,14 @@ def read_stream(
     begin_of = dict(zip(counts, begins.tolist(), strict=False))
     table_of = {feature.name: feature.table for feature in dataset.schema.features}
     loader = make_loader(
-        config.paths.dataset,
+        order.dataset,
         "train",
-        batch_size=config.trainer.batch_size * world_size,
+        batch_size=order.batch_size,
         rank=0,
         world_size=1,
-        seed=config.trainer.seed,
-        epochs=config.trainer.num_epochs,
-        shuffle=not isinstance(config.order, TimeOrder),
+        seed=order.seed,
+        epochs=order.num_epochs,
+        shuffle=order.is_shuffled,
     )
     batches = []
     for batch in islice(loader, num_batches):
@@ -199,50 +219,53 @@ class SlotReplay:
     says are hot take no slots.
 
     Args:
-        config: The configuration.
         counts: Lookups of the rows of each table in the profile.
         numbers: Numbers of the sampled rows that may be in slots, int64 (R,); -1 of all others.
         stream: What the batches read of these rows.
+        pipeline: Look-ahead, which fills the slots.
+        skip_frac: Share of the batches, the first ones, that are not counted.
     """
 
-    config: Config
     counts: Mapping[str, Rows]
     numbers: Rows
     stream: Stream
+    pipeline: PipelineSpec
+    skip_frac: float
 
     @classmethod
     def read(
         cls,
-        config: Config,
+        order: TrainingOrder,
         dataset: Dataset,
         profile: Profile,
         partition: Partition,
-        world_size: int,
+        pipeline: PipelineSpec,
         *,
-        least_load_frac: float,
+        num_batches: int,
+        skip_frac: float,
+        min_load_frac: float,
     ) -> SlotReplay:
-        """Read a sample of the rows that is large enough for the fewest slots to be replayed."""
+        """Reads a sample of the rows that is large enough for the fewest slots to be replayed."""
         counts = profile.counts
         of_all = np.concatenate(list(counts.values()))
-        num_ids = of_all.sum() / profile.num_samples * config.trainer.batch_size * world_size
-        num_batches = max(2, min(config.cache.num_batches, int(MOST_READ / max(num_ids, 1.0))))
-        every = sampling_step(num_ids * num_batches, least_load_frac * of_all.size)
+        num_ids = of_all.sum() / profile.num_samples * order.batch_size
+        num_batches = max(2, min(num_batches, int(MOST_READ / max(num_ids, 1.0))))
+        every = sampling_step(num_ids * num_batches, min_load_frac * of_all.size)
         numbers = sample_rows(of_all, every)
         numbers[number_rows({t: partition.hot(t) for t in counts}, counts)] = -1
         numbers = np.where(numbers >= 0, np.cumsum(numbers >= 0) - 1, -1)
         if dataset.num_samples("train"):
             stream = read_stream(
-                config,
+                order,
                 dataset,
                 counts,
-                world_size=world_size,
                 num_batches=num_batches,
                 numbers=numbers,
                 every=every,
             )
         else:
             stream = draw_stream(of_all, numbers, every, num_ids=num_ids, num_batches=num_batches)
-        return cls(config, counts, numbers, stream)
+        return cls(counts, numbers, stream, pipeline, skip_frac)
 
     def predict(self, load_frac: float, popular_rows: Mapping[str, PopularRows]) -> Replayed | None:
         """Replay look-ahead over the slots of all ranks.
@@ -254,15 +277,15 @@ class SlotReplay:
         Returns:
             None if the batches that are held read more rows than there are slots.
         """
-        stream, depth = self.stream, self.config.pipeline.batches_in_slots - 1
+        stream, depth = self.stream, self.pipeline.batches_in_slots - 1
         num_slots = math.ceil(load_frac * self.numbers.size)
         return replay(
             stream,
             LOOK_AHEAD,
             max(num_slots, stream.every * _least_slots(stream, depth)),
-            int(self.config.cache.skip_frac * len(stream.rows)),
+            int(self.skip_frac * len(stream.rows)),
             depth=depth,
-            window=self.config.pipeline.batches_foreseen,
+            window=self.pipeline.batches_foreseen,
             popular=number_popular(popular_rows, self.counts, self.numbers),
         )
 
@@ -274,25 +297,6 @@ def _least_slots(stream: Stream, depth: int) -> int:
         for number in range(len(stream.rows))
     ]
     return max(held)
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """What a policy did with a number of slots, over the batches after the first ones.
-
-    Args:
-        row_hit_frac: Hits among the distinct rows of batches.
-        lookup_hit_frac: Hits among lookups.
-        num_in: Rows fetched per batch.
-        num_out: Rows written back per batch.
-    """
-
-    policy: str
-    num_slots: int
-    row_hit_frac: float
-    lookup_hit_frac: float
-    num_in: float
-    num_out: float
 
 
 # The rows of a batch that were missing, bool (U,), and the number of rows that left.

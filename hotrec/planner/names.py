@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-
 TORCHREC, PLANNER = "torchrec", "planner"
 # Placements that are another system's, by which they are named.
 _SYSTEMS = {
@@ -46,11 +43,3 @@ def candidate_name(name: str, hot_rows: float) -> str:
     if kind == TORCHREC and more:
         kind = f"{kind} {more.pop(0)}"
     return ", ".join([plan_name(kind, hot_rows), *more])
-
-
-def with_names(text: str, names: Mapping[str, str]) -> str:
-    """The text, in which predictions have the names that a user knows."""
-    if not names:
-        return text
-    by_length = sorted(names, key=len, reverse=True)
-    return re.sub("|".join(map(re.escape, by_length)), lambda match: names[match[0]], text)

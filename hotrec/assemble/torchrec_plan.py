@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -30,17 +30,24 @@ from torchrec.distributed.types import (
     ShardMetadata,
 )
 
+from hotrec.assemble.constraints import cold_tier_for
+from hotrec.assemble.topology import topology_of
 from hotrec.cost_model.forms import BYTES_PER_FLOAT
 from hotrec.cost_model.memory import NUM_REPLICA_GRADIENTS
-from hotrec.planning.constraints import cold_tier_for
-from hotrec.planning.machine import DEVICE_RESERVED_FRAC, Machine
-from hotrec.types import ColdTier
+from hotrec.cost_model.quantities import TableSharding
+from hotrec.planner.machine import DEVICE_RESERVED_FRAC, Machine
+from hotrec.planner.predict import Shardings
+from hotrec.types import (
+    DEFAULT_LOAD_FRAC,
+    TIER_OF_KERNEL,
+    ColdTier,
+    Tier,
+)
 
-# FBGEMM's device cache: its associativity, the sets it can count, the share of the rows that it
-# holds by default (split_table_batched_embeddings_ops_training.py).
+# FBGEMM's device cache: its associativity, and the sets it can count
+# (split_table_batched_embeddings_ops_training.py).
 CACHE_WAYS = 32
 MOST_CACHE_SETS = 2**24 - 1
-DEFAULT_CACHE_LOAD_FACTOR = 0.2
 HOST_KERNELS = (ColdTier.fused_uvm.value, ColdTier.fused_uvm_caching.value)
 # State of FBGEMM's optimizers, floats for each of the row's, and floats for the row.
 STATE_FLOATS: Mapping[str, tuple[int, int]] = {
@@ -72,7 +79,7 @@ def make_plan(
         ValueError: If the tables do not fit the machine under the constraints, or the machine's
             costs are of another kind of machine.
     """
-    topology, batch_size = machine.topology(), machine.batch_size
+    topology, batch_size = topology_of(machine), machine.batch_size
     for constraint in (constraints or {}).values():
         for kernel in constraint.compute_kernels or []:
             if kernel in HOST_KERNELS:
@@ -102,6 +109,42 @@ def make_plan(
         ) from error
     check_caches(plan)
     return plan
+
+
+def shardings_of(
+    plan: ShardingPlan,
+    names: Collection[str],
+    cache_load_frac: float | None = None,
+    *,
+    is_prefetched: bool = False,
+) -> Shardings:
+    """How a plan shards these unsplit tables.
+
+    Args:
+        plan: TorchRec's plan.
+        names: The tables; others are of modules that are not an EmbeddingBagCollection.
+        cache_load_frac: Cached fraction of the rows of tables with a device cache.
+        is_prefetched: Whether TorchRec's prefetch pipeline fills the caches.
+
+    Raises:
+        ValueError: If a table has a kernel without a cost model.
+    """
+    shardings = {}
+    for tables in plan_document(plan).values():
+        for name, facts in tables.items():
+            if name not in names:
+                continue
+            kernel = facts["compute_kernel"]
+            tier = Tier.DEVICE if kernel == "dense" else TIER_OF_KERNEL[ColdTier(kernel)]
+            is_cached = tier is Tier.HOST_CACHED
+            shardings[name] = TableSharding(
+                kind=facts["sharding_type"],
+                ranks=tuple(facts["ranks"] or ()),
+                tier=tier,
+                cache_load_frac=cache_load_frac if is_cached else None,
+                is_prefetched=is_prefetched and is_cached,
+            )
+    return shardings
 
 
 def _describe_shortfall(options: Sequence[ShardingOption], topology: Topology) -> str:
@@ -205,7 +248,7 @@ def check_caches(plan: ShardingPlan) -> None:
         if sharding.compute_kernel == ColdTier.fused_uvm_caching.value:
             cache = sharding.cache_params
             load_factor = None if cache is None else cache.load_factor
-            share = DEFAULT_CACHE_LOAD_FACTOR if load_factor is None else load_factor
+            share = DEFAULT_LOAD_FRAC if load_factor is None else load_factor
             rows[path, rank] += share * shard.shard_sizes[0]
     for (path, rank), num_cached in rows.items():
         num_sets = math.ceil(num_cached / CACHE_WAYS)
