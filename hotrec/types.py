@@ -312,14 +312,6 @@ class TorchrecPlan(Enum):
     hand_tuned = "hand_tuned"
 
 
-class HugectrLink(Enum):
-    """HugeCTR's communication types: what joins its GPUs."""
-
-    ib_nvlink = "ib_nvlink"
-    ib_nvlink_hier = "ib_nvlink_hier"
-    nvlink_single_node = "nvlink_single_node"
-
-
 @dataclass(frozen=True)
 class TablePlacement:
     """Where and how the rows of one table that are not hot are served.

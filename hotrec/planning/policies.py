@@ -26,7 +26,6 @@ from hotrec.config.groups import (
     FractionPlacement,
     FreqCachePlacement,
     HotColdConfig,
-    HugectrPlacement,
     PolicyConfig,
     ScarsPlacement,
     TieredConfig,
@@ -44,7 +43,7 @@ from hotrec.cost_model.histogram import (
 from hotrec.cost_model.memory import NUM_REPLICA_GRADIENTS
 from hotrec.cost_model.profile import Profile
 from hotrec.planning.machine import Machine
-from hotrec.types import POPULAR_ROW, HugectrLink, Partition, PopularRows, Rows
+from hotrec.types import POPULAR_ROW, Partition, PopularRows, Rows
 
 MIB = 1 << 20
 Counts = Mapping[str, Rows]
@@ -114,18 +113,6 @@ def _apply(
             return choose_budget(tables, budget_bytes=budget_bytes, row_bytes=row_bytes)
         case BreakEvenPlacement(min_accesses_per_step=accesses):
             return choose_min_accesses(tables, min_accesses_per_step=accesses, **rates)
-        case HugectrPlacement():
-            threshold = hugectr_threshold(
-                placement, machine.world_size, machine.num_hosts, rates["global_batch_size"]
-            )
-            partition = choose_min_accesses(
-                tables,
-                min_accesses_per_step=threshold,
-                multiple_of=machine.world_size,
-                **rates,
-            )
-            policy = f"HugeCTR, {threshold:g} accesses per step"
-            return dataclasses.replace(partition, policy=policy)
         case FaePlacement(hot_budget_mib=budget, small_table_mib=small):
             return choose_fae(
                 tables,
@@ -402,18 +389,15 @@ def choose_min_accesses(
     min_accesses_per_step: float,
     global_batch_size: int,
     num_samples: int,
-    multiple_of: int = 1,
 ) -> Partition:
     """The rows that a global batch is expected to access often enough: the break-even rule.
 
-    A row is hot if ``count * global_batch_size / num_samples >= min_accesses_per_step``; with
-    HugeCTR's threshold (``hugectr_threshold``) their number is rounded down to a ``multiple_of`` W.
+    A row is hot if ``count * global_batch_size / num_samples >= min_accesses_per_step``.
     """
     tables = Tables.of(counts)
     needed = min_accesses_per_step * num_samples
-    number = sum(tables.num_where(lambda values: values * global_batch_size >= needed).values())
     return tables.partition(
-        _take_densest(tables.histograms, tables.ones, number - number % multiple_of),
+        tables.num_where(lambda values: values * global_batch_size >= needed),
         f"at least {min_accesses_per_step:g} accesses per step of {global_batch_size} samples",
     )
 
@@ -478,42 +462,6 @@ def _take_densest(
 
 
 # ------------------------------------------------------------------ policies of other systems
-
-
-def hugectr_threshold(
-    config: HugectrPlacement, num_ranks: int, num_hosts: int, global_batch_size: int
-) -> float:
-    """Accesses per global batch from which HugeCTR's hybrid embedding makes a category frequent.
-
-    HugeCTR v4.3, ``hybrid_embedding``: over I sampled batches the threshold is T; here T / I, since
-    all formulas are proportional to I. N ranks, n hosts, M samples of a rank, a and r the
-    bandwidths of all-to-all and all-reduce:
-
-        IB_NVLink          N a / r efficiency N / (N - 1)
-        IB_NVLink_Hier     N a / r efficiency n / (n - 1)
-        NVLink_SingleNode  N M sqrt(2 max_duplicate_prob / (M (M - 1)))
-
-    Raises:
-        ValueError: If the formula needs more ranks, hosts or samples.
-    """
-    if config.link is HugectrLink.nvlink_single_node:
-        samples = global_batch_size / num_ranks
-        if samples <= 1:
-            raise ValueError(
-                f"global_batch_size: expected more than one sample for each of {num_ranks} ranks, "
-                f"got {global_batch_size}."
-            )
-        pairs = samples * (samples - 1)
-        return global_batch_size * math.sqrt(2 * config.max_duplicate_prob / pairs)
-    is_flat = config.link is HugectrLink.ib_nvlink
-    parts, what = (num_ranks, "ranks") if is_flat else (num_hosts, "hosts")
-    if parts < 2:
-        raise ValueError(
-            f"num_{what}: expected at least 2 for {config.link.value}, got {parts}. Take "
-            f"{HugectrLink.nvlink_single_node.value}."
-        )
-    ratio = config.all_to_all_bytes_per_s / config.all_reduce_bytes_per_s * config.efficiency
-    return num_ranks * ratio * parts / (parts - 1)
 
 
 def choose_fae(
