@@ -19,7 +19,6 @@ from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.demand import TableDemand, take_rows
 from hotrec.cost_model.quantities import hot_cold_quantities
 from hotrec.planning.machine import Machine
-from hotrec.planning.policies import num_overridden
 from hotrec.planning.predict import (
     ALL_COLD,
     Predicted,
@@ -30,6 +29,7 @@ from hotrec.planning.predict import (
 )
 from hotrec.planning.scenario import Scenario, candidate_pipelines, resized
 from hotrec.planning.search import Limits, search_placement
+from hotrec.planning.tables import num_overridden
 from hotrec.types import Exchange, PipelineKind, Schema, TablePlacement
 
 MIB = 1 << 20

@@ -17,8 +17,8 @@ from hotrec.cost_model.builtin import BUILTIN
 from hotrec.data.chunks import Dataset
 from hotrec.embedding.fused import check_optimizer
 from hotrec.models.shape import architecture_of
-from hotrec.planning.policies import num_overridden
 from hotrec.planning.scenario import choose_pipeline
+from hotrec.planning.tables import num_overridden
 from hotrec.planning.unsharded import label_weights_of, make_machine, optimizer_specs
 from hotrec.train.callbacks import import_callback
 from hotrec.train.schedule import Schedule, count_steps

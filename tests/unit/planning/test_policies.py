@@ -24,20 +24,18 @@ from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.demand import prob_drawn
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.planning.machine import Machine
+from hotrec.planning.paper_policies import choose_fae, choose_freq_cache, choose_scars
 from hotrec.planning.policies import (
-    Tables,
     choose_all_cold,
     choose_all_hot,
     choose_budget,
     choose_coverage,
-    choose_fae,
     choose_fraction,
-    choose_freq_cache,
     choose_min_accesses,
     choose_partition,
     choose_popular_rows,
-    choose_scars,
 )
+from hotrec.planning.tables import Tables
 from hotrec.types import Partition
 
 TABLES = ("a", "b", "c")
