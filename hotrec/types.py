@@ -24,6 +24,8 @@ Rows = npt.NDArray[np.int64]
 # Rows of a table, and the probability that a global batch reads each of them.
 POPULAR_ROW = np.dtype([("row", np.int64), ("prob", np.float32)])
 PopularRows = npt.NDArray[np.void]
+# Fraction of the rows that a device cache keeps where none is given: FBGEMM's default.
+DEFAULT_LOAD_FRAC = 0.2
 
 # The parts of a step, in the order in which a step comes to them.
 STAGES = (

@@ -8,6 +8,7 @@ from typing import Any, Union
 
 from hotrec.config.fields import Rules, key, option, section
 from hotrec.types import (
+    DEFAULT_LOAD_FRAC,
     ColdTier,
     HotExchange,
     ModelKind,
@@ -37,7 +38,6 @@ MAX_LAYER_SIZE = 2**20
 MEMORY = "memory for hot rows and their optimizer state, in MiB per device"
 AVAILABLE_MEMORY = f"largest {MEMORY}; null: as much as is free"
 CACHE_LOAD = "fraction of the sharded rows that fused_uvm_caching and cached keep on the device"
-DEFAULT_LOAD_FRAC = 0.2
 ACCESSES = "smallest expected lookups per global batch of a hot row"
 ASSIGN = "rank of each sample of a global batch: as_read, or by_owner (of its cold rows)"
 

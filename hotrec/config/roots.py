@@ -14,7 +14,6 @@ from hotrec.config.groups import (
     ACCESSES,
     ASSIGN,
     CACHE_LOAD,
-    DEFAULT_LOAD_FRAC,
     ModelConfig,
     OptimizerConfig,
     OrderAssign,
@@ -23,7 +22,7 @@ from hotrec.config.groups import (
     ProfilerConfig,
     TimeOrder,
 )
-from hotrec.types import ColdTier, HotExchange, PipelineKind, Precision, WireType
+from hotrec.types import DEFAULT_LOAD_FRAC, ColdTier, HotExchange, PipelineKind, Precision, WireType
 
 Device = StrEnum("Device", "auto cpu cuda")
 ProfileMode = StrEnum("ProfileMode", "exact sample")

@@ -33,11 +33,9 @@ from hotrec.cost_model.forms import (
 )
 from hotrec.cost_model.histogram import slices
 from hotrec.cost_model.step import StepModel
-from hotrec.types import Exchange, Rows, Sharding, TablePlacement, Tier
+from hotrec.types import DEFAULT_LOAD_FRAC, Exchange, Rows, Sharding, TablePlacement, Tier
 
 BYTES_PER_LENGTH = 4
-# FBGEMM's default.
-DEFAULT_CACHE_LOAD_FRAC = 0.2
 # Of tables without a cache, whose shares are not read.
 ALL_HIT = CacheShares(1.0, 0.0)
 REPLICATED = "data_parallel"
@@ -103,7 +101,7 @@ def cached_rows(demand: TableDemand, placed: TablePlacement | TableSharding) -> 
         return 0.0
     load_frac = placed.cache_load_frac
     if load_frac is None and isinstance(placed, TableSharding):
-        load_frac = DEFAULT_CACHE_LOAD_FRAC
+        load_frac = DEFAULT_LOAD_FRAC
     if load_frac is None or not 0 <= load_frac <= 1:
         raise ValueError(
             f"placement table {demand.name} cache_load_frac: expected a fraction in 0..1 with the "

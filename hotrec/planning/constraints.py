@@ -20,6 +20,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from hotrec.cost_model.demand import Floats
 from hotrec.routing.features import hot_name
 from hotrec.types import (
+    DEFAULT_LOAD_FRAC,
     ColdTier,
     Exchange,
     Partition,
@@ -180,7 +181,7 @@ def hot_cold_constraints(
     partition: Partition,
     *,
     cold_tier: ColdTier = ColdTier.fused,
-    cache_load_factor: float = 0.2,
+    cache_load_factor: float = DEFAULT_LOAD_FRAC,
 ) -> dict[str, ParameterConstraints]:
     """Constraints that make hot tables data-parallel and cold tables row-wise on one tier.
 

@@ -34,13 +34,12 @@ from hotrec.cost_model.forms import BYTES_PER_FLOAT
 from hotrec.cost_model.memory import NUM_REPLICA_GRADIENTS
 from hotrec.planning.constraints import cold_tier_for
 from hotrec.planning.machine import DEVICE_RESERVED_FRAC, Machine
-from hotrec.types import ColdTier
+from hotrec.types import DEFAULT_LOAD_FRAC, ColdTier
 
-# FBGEMM's device cache: its associativity, the sets it can count, the share of the rows that it
-# holds by default (split_table_batched_embeddings_ops_training.py).
+# FBGEMM's device cache: its associativity, and the sets it can count
+# (split_table_batched_embeddings_ops_training.py).
 CACHE_WAYS = 32
 MOST_CACHE_SETS = 2**24 - 1
-DEFAULT_CACHE_LOAD_FACTOR = 0.2
 HOST_KERNELS = (ColdTier.fused_uvm.value, ColdTier.fused_uvm_caching.value)
 # State of FBGEMM's optimizers, floats for each of the row's, and floats for the row.
 STATE_FLOATS: Mapping[str, tuple[int, int]] = {
@@ -205,7 +204,7 @@ def check_caches(plan: ShardingPlan) -> None:
         if sharding.compute_kernel == ColdTier.fused_uvm_caching.value:
             cache = sharding.cache_params
             load_factor = None if cache is None else cache.load_factor
-            share = DEFAULT_CACHE_LOAD_FACTOR if load_factor is None else load_factor
+            share = DEFAULT_LOAD_FRAC if load_factor is None else load_factor
             rows[path, rank] += share * shard.shard_sizes[0]
     for (path, rank), num_cached in rows.items():
         num_sets = math.ceil(num_cached / CACHE_WAYS)

@@ -20,7 +20,6 @@ from torchrec.distributed.types import CacheStatistics
 
 from hotrec.artifact import Artifact, ArtifactError, check_made_from, read_record
 from hotrec.config.groups import (
-    DEFAULT_LOAD_FRAC,
     CostPlacement,
     HotColdConfig,
     SavedPlacement,
@@ -68,7 +67,15 @@ from hotrec.planning.unsharded import as_placement, row_bytes
 from hotrec.runtime.cores import choose_workers
 from hotrec.runtime.memory import read_fingerprint
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
-from hotrec.types import Partition, PipelineKind, Placement, PopularRows, RowFetch, Tier
+from hotrec.types import (
+    DEFAULT_LOAD_FRAC,
+    Partition,
+    PipelineKind,
+    Placement,
+    PopularRows,
+    RowFetch,
+    Tier,
+)
 
 logger = logging.getLogger(__name__)
 

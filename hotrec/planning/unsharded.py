@@ -14,7 +14,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from hotrec.config.groups import (
-    DEFAULT_LOAD_FRAC,
     HotColdConfig,
     OptimizerConfig,
     PlacementConfig,
@@ -42,6 +41,7 @@ from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.memory import read_memory
 from hotrec.train.dense_sync import check_modules
 from hotrec.types import (
+    DEFAULT_LOAD_FRAC,
     ColdTier,
     HotExchange,
     OptimizerKind,

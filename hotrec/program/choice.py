@@ -34,7 +34,7 @@ from hotrec.planning.scenario import (
     build_scenario,
     choose_costs,
 )
-from hotrec.types import Partition, PipelineKind, Placement, Tier, TorchrecPlan
+from hotrec.types import DEFAULT_LOAD_FRAC, Partition, PipelineKind, Placement, Tier, TorchrecPlan
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ OFF = "off"
 COSTS_PATH = Path("data/costs")
 # Forward and backward multiply each weight of a linear layer three times with a sample's values.
 FLOPS_PER_WEIGHT = 6
-CACHE_LOAD_FRAC = 0.2
 # Plan of TorchRec and pipeline -> its name among the predictions.
 BASELINES = {
     (plan, kind): baseline_name(plan, kind)
@@ -124,7 +123,7 @@ def choose_given(
     placement = given
     if isinstance(placement, Partition):
         tier = Tier.DEVICE if machine.device == "cpu" else Tier.HOST_CACHED
-        placement = Placement.alike(placement, tier, CACHE_LOAD_FRAC)
+        placement = Placement.alike(placement, tier, DEFAULT_LOAD_FRAC)
     if kind is PipelineKind.auto:
         is_large = machine.num_hosts > 1 or machine.batch_size >= LEAST_BATCH_ON_ONE_HOST
         kinds = _pipelines(tables, machine, is_own=True)
