@@ -34,7 +34,7 @@ from hotrec.bench.cases import Case
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
 from hotrec.config.roots import BenchConfig, BenchRootConfig
-from hotrec.planning.policies import choose_fraction
+from hotrec.planner.policies import choose_fraction
 from hotrec.report.render import markdown_table
 from hotrec.report.units import show_bytes, show_count, show_frac, show_seconds
 from hotrec.runtime.memory import read_memory

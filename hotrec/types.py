@@ -26,8 +26,7 @@ Rows = npt.NDArray[np.int64]
 # Rows of a table, and the probability that a global batch reads each of them.
 POPULAR_ROW = np.dtype([("row", np.int64), ("prob", np.float32)])
 PopularRows = npt.NDArray[np.void]
-
-# Cached fraction of the rows in tiers with a cache, where none is configured: FBGEMM's default.
+# Fraction of the rows that a device cache keeps where none is given: FBGEMM's default.
 DEFAULT_LOAD_FRAC = 0.2
 
 # The parts of a step, in the order in which a step comes to them.
@@ -383,14 +382,6 @@ class PipelineSpec:
     def with_kind(self, kind: PipelineKind) -> PipelineSpec:
         """The same with another kind."""
         return replace(self, kind=kind)
-
-
-class HugectrLink(Enum):
-    """HugeCTR's communication types: what joins its GPUs."""
-
-    ib_nvlink = "ib_nvlink"
-    ib_nvlink_hier = "ib_nvlink_hier"
-    nvlink_single_node = "nvlink_single_node"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from benchmarks.gpu_day.stage import Day, bench_config, free_memory, main
 from hotrec.bench.cases import Case, build_runner
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.groups import FractionPlacement, Routing
-from hotrec.planning.policies import choose_fraction
+from hotrec.planner.policies import choose_fraction
 from hotrec.runtime.ranks import process_group
 from hotrec.types import ColdTier, PipelineKind
 

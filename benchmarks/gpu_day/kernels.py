@@ -13,7 +13,7 @@ from hotrec.bench.cases import Case, build_runner
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
 from hotrec.embedding.update_rules import sum_by_row, update_rows
-from hotrec.planning.policies import choose_fraction
+from hotrec.planner.policies import choose_fraction
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import ColdTier, OptimizerKind, PipelineKind, RowFetch, TorchrecPlan
 

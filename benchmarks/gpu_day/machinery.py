@@ -28,7 +28,7 @@ from hotrec.bench.samples import ZipfTables
 from hotrec.config.groups import AllColdPlacement, Routing, TorchrecPlacement
 from hotrec.config.roots import BenchRootConfig
 from hotrec.data.batch import Batch
-from hotrec.planning.policies import choose_all_cold
+from hotrec.planner.policies import choose_all_cold
 from hotrec.report.units import show_bytes, show_count, show_seconds
 from hotrec.runtime.ranks import Ranks, process_group
 from hotrec.types import ColdTier, PipelineKind, Rows, TorchrecPlan

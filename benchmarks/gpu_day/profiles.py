@@ -31,7 +31,7 @@ from benchmarks.gpu_day.stage import (
 from hotrec.bench.cases import Case, Runner, build_runner
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.groups import AllColdPlacement, Routing, TorchrecPlacement
-from hotrec.planning.policies import choose_all_cold
+from hotrec.planner.policies import choose_all_cold
 from hotrec.report.units import show_seconds
 from hotrec.runtime.ranks import Ranks, process_group
 from hotrec.types import ColdTier, PipelineKind, TorchrecPlan

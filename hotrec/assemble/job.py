@@ -11,6 +11,7 @@ import torch
 
 from hotrec.assemble.constraints import cold_tier_for
 from hotrec.assemble.model import ModelSpec
+from hotrec.assemble.policies import choose_partition
 from hotrec.assemble.replay import SlotReplay, TrainingOrder
 from hotrec.config.groups import (
     CostPlacement,
@@ -30,8 +31,10 @@ from hotrec.cost_model.profile import Profile
 from hotrec.data.chunks import Dataset
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.shape import architecture_of, work_of
+from hotrec.planner.counted import num_overridden
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import TorchrecTables
+from hotrec.planner.policies import choose_popular_rows
 from hotrec.planner.request import (
     ByCost,
     GivenTables,
@@ -40,7 +43,6 @@ from hotrec.planner.request import (
     check_pipeline,
 )
 from hotrec.planner.situation import Loader, Situation, TableShape, build_situation, choose_costs
-from hotrec.planning.policies import choose_partition, choose_popular_rows, num_overridden
 from hotrec.runtime.cores import choose_workers
 from hotrec.runtime.memory import GIB, read_fingerprint, read_memory
 from hotrec.types import (

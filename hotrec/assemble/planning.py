@@ -29,6 +29,7 @@ from hotrec.assemble.job import (
     torchrec_tables_of,
 )
 from hotrec.assemble.model import ModelSpec, build_unsharded
+from hotrec.assemble.policies import policy_parameters
 from hotrec.assemble.torchrec_plan import shardings_of
 from hotrec.config.groups import (
     CostPlacement,
@@ -62,7 +63,6 @@ from hotrec.planner.propose import (
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
 from hotrec.planner.situation import Situation
 from hotrec.planner.trial import Trial, read_trial, trial_file
-from hotrec.planning.policies import policy_parameters
 from hotrec.runtime.memory import read_fingerprint
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
 from hotrec.types import (

@@ -5,13 +5,9 @@ one that leaves is written back. The policies differ in which rows leave:
 
     look_ahead      ours, by its own code (``hotrec.embedding.slots``), with the batches it knows
     lru             those read longest ago
-    lfu             those read in the fewest batches so far
     frequency       those with the fewest lookups in the profile (Colossal-AI's cache)
     belady          those read again last, of the whole stream: no policy moves fewer (Belady, IBM
                     Systems Journal 5(2), 1966), as far as rows are in no batch in flight
-    belady_window   the same with what look-ahead has, the rows with which it begins, the batches
-                    in flight and those that it knows: rows that these do not read, those with the
-                    fewest lookups in the profile first; then those read again last
 
 Look-ahead comes to belady with depth 0, no popular rows and a window as long as the stream.
 
@@ -37,7 +33,7 @@ from hotrec.embedding.slots import SlotMap, TooFewSlotsError
 from hotrec.planner.request import Replayed
 from hotrec.types import Partition, PipelineSpec, PopularRows, Rows
 
-LOOK_AHEAD, BELADY_WINDOW = "look_ahead", "belady_window"
+LOOK_AHEAD = "look_ahead"
 # A stream has at most so many ids of its sampled rows, and a sample at least so many slots: with
 # half of these misses were off by up to 1.1 points, where batches in flight fill nearly all of the
 # slots, and with all of them by 0.13.
@@ -330,9 +326,6 @@ def replay(
     size = max(1, round(num_slots / every))
     if policy == LOOK_AHEAD:
         steps = _look_ahead(stream, size, depth, window, popular)
-    elif policy == BELADY_WINDOW:
-        first = popular["row"][np.argsort(-popular["prob"], kind="stable")[:size]]
-        steps = _ranked(stream, size, _by_next_use(stream, window), first, depth, window)
     else:
         steps = _ranked(stream, size, RANKINGS[policy](stream))
     num_rows = num_lookups = missed_lookups = num_in = num_out = 0
@@ -377,40 +370,16 @@ def _look_ahead(
         yield is_missing, moves.out_rows.numel()
 
 
-# The rank of each row of a batch among the rows that leave, the least first, so many batches later.
-Ranking = Callable[[int, int], np.ndarray]
+# The rank of each row of a batch among the rows that leave, the least first.
+Ranking = Callable[[int], np.ndarray]
 
 
-def _ranked(
-    stream: Stream,
-    num_slots: int,
-    ranks_of: Ranking,
-    first: Rows | None = None,
-    depth: int = 0,
-    window: int = 0,
-) -> Iterator[Step]:
-    """A cache whose rows of the least rank leave, if the last batches do not read them.
-
-    Rows of the batch that comes into the window get its rank, unless they are read before.
-
-    Args:
-        first: Rows with which it begins.
-        depth: Batches before the one that is computed whose rows stay.
-    """
+def _ranked(stream: Stream, num_slots: int, ranks_of: Ranking) -> Iterator[Step]:
+    """A cache whose rows of the least rank leave, but not those of the batch that is computed."""
     slot_of_row = np.full(stream.counts.size, -1, np.int64)
     row_of_slot = np.full(num_slots, -1, np.int64)
     ranks = np.full(num_slots, -np.inf)
-    last_use = np.full(num_slots, -1, np.int64)
-    if first is not None:
-        row_of_slot[: first.size], slot_of_row[first] = first, np.arange(first.size)
-        ranks[: first.size] = _rank_of_unread(stream, first)
-    num_known = 0
     for number, rows in enumerate(stream.rows):
-        while window and num_known <= min(number + window, len(stream.rows) - 1):
-            known = slot_of_row[stream.rows[num_known]]
-            known = known[known >= 0]
-            ranks[known] = np.maximum(ranks[known], -float(num_known))
-            num_known += 1
         slots = slot_of_row[rows]
         is_missing = slots < 0
         ranks[slots[~is_missing]] = np.inf
@@ -422,61 +391,30 @@ def _ranked(
         left = row_of_slot[taken]
         slot_of_row[left[left >= 0]] = -1
         row_of_slot[taken], slot_of_row[missing] = missing, taken
-        slots = slot_of_row[rows]
-        ranks[slots], last_use[slots] = np.inf, number
-        if number >= depth:
-            slots = slot_of_row[stream.rows[number - depth]]
-            is_last = last_use[slots] == number - depth
-            ranks[slots[is_last]] = ranks_of(number - depth, depth)[is_last]
+        ranks[slot_of_row[rows]] = ranks_of(number)
         yield is_missing, int(np.count_nonzero(left >= 0))
 
 
 def _by_recency(stream: Stream) -> Ranking:
     # Within a batch in the order of its rows.
-    return lambda number, _: number + np.linspace(0, 1, stream.rows[number].size, endpoint=False)
-
-
-def _by_uses(stream: Stream) -> Ranking:
-    uses = np.zeros(stream.counts.size)
-
-    def count(number: int, _: int) -> np.ndarray:
-        uses[stream.rows[number]] += 1
-        return uses[stream.rows[number]]
-
-    return count
+    return lambda number: number + np.linspace(0, 1, stream.rows[number].size, endpoint=False)
 
 
 def _by_profile(stream: Stream) -> Ranking:
-    return lambda number, _: stream.counts[stream.rows[number]].astype(np.float64)
+    return lambda number: stream.counts[stream.rows[number]].astype(np.float64)
 
 
-def _rank_of_unread(stream: Stream, rows: Rows) -> np.ndarray:
-    """Of rows that are not known to be read: less than others, and finite, unlike an empty slot."""
-    return stream.counts[rows] / (stream.counts.max() + 1) - (len(stream.rows) + 1)
-
-
-def _by_next_use(stream: Stream, window: int | None = None) -> Ranking:
-    next_use = np.full(stream.counts.size, np.inf)
+def _by_next_use(stream: Stream) -> Ranking:
+    # Rows that are not read again leave first, of these the ones with the fewest lookups; but empty
+    # slots, whose rank is infinite, are taken before.
+    next_use = len(stream.rows) + 1 - stream.counts / (stream.counts.max() + 1)
     following = []
     for number in range(len(stream.rows) - 1, -1, -1):
         following.append(next_use[stream.rows[number]])
         next_use[stream.rows[number]] = number
     following.reverse()
-    num_batches = len(stream.rows)
-    reach = num_batches if window is None else window
-
-    def rank(number: int, later: int) -> np.ndarray:
-        uses = following[number]
-        is_known = uses <= number + later + reach
-        return np.where(is_known, -uses, _rank_of_unread(stream, stream.rows[number]))
-
-    return rank
+    return lambda number: -following[number]
 
 
-RANKINGS = {
-    "lru": _by_recency,
-    "lfu": _by_uses,
-    "frequency": _by_profile,
-    "belady": _by_next_use,
-}
-POLICIES = (LOOK_AHEAD, *RANKINGS, BELADY_WINDOW)
+RANKINGS = {"lru": _by_recency, "frequency": _by_profile, "belady": _by_next_use}
+POLICIES = (LOOK_AHEAD, *RANKINGS)

@@ -34,16 +34,16 @@ from hotrec.data.batch import Batch
 from hotrec.models.shape import architecture_of, work_of
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, TorchrecTables
-from hotrec.planner.propose import split_of
-from hotrec.planner.request import GivenTables, PlanRequest
-from hotrec.planner.situation import Situation, build_situation
-from hotrec.planning.policies import (
+from hotrec.planner.policies import (
     choose_all_cold,
     choose_all_hot,
     choose_fraction,
     choose_min_accesses,
     choose_popular_rows,
 )
+from hotrec.planner.propose import split_of
+from hotrec.planner.request import GivenTables, PlanRequest
+from hotrec.planner.situation import Situation, build_situation
 from hotrec.runtime.ranks import Ranks, barrier, broadcast_object
 from hotrec.runtime.stages import StageClock
 from hotrec.train.pipelines import Pipeline

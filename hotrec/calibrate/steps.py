@@ -47,8 +47,8 @@ from hotrec.cost_model.forms import TIERS
 from hotrec.cost_model.histogram import CountHistogram, build_histogram
 from hotrec.data.batch import Batch
 from hotrec.planner.plan import Plan, TorchrecTables
+from hotrec.planner.policies import choose_all_cold, choose_all_hot, choose_coverage
 from hotrec.planner.predict import Prediction, Shardings, predict
-from hotrec.planning.policies import choose_all_cold, choose_all_hot, choose_coverage
 from hotrec.runtime.ranks import Ranks, all_gather_object, broadcast_object
 from hotrec.runtime.stages import StageClock
 from hotrec.types import (

@@ -11,7 +11,6 @@ from hotrec.types import (
     DEFAULT_LOAD_FRAC,
     ColdTier,
     HotExchange,
-    HugectrLink,
     ModelKind,
     OptimizerKind,
     RowFetch,
@@ -22,8 +21,7 @@ from hotrec.types import (
 # Enumerations in lower case: YAML shows their names.
 PlacementKind = StrEnum(
     "PlacementKind",
-    "cost fraction coverage budget break_even hugectr fae freq_cache scars all_hot all_cold saved "
-    "torchrec",
+    "cost fraction coverage budget break_even fae freq_cache scars all_hot all_cold saved torchrec",
 )
 Routing = StrEnum("Routing", "loader device")
 OrderKind = StrEnum("OrderKind", "shuffled all_hot time")
@@ -176,26 +174,6 @@ class BreakEvenPlacement(PolicyConfig):
     """Rows that a step reads at least so often that a replica pays."""
 
     min_accesses_per_step: float = key(ACCESSES, 1.0, gt=0)
-
-
-@option("placement", PlacementKind.hugectr)
-class HugectrPlacement(PolicyConfig):
-    """HugeCTR's hybrid embedding: a threshold from datasheet bandwidths."""
-
-    link: HugectrLink = key(
-        "link between the GPUs: ib_nvlink, ib_nvlink_hier (both between hosts) or "
-        "nvlink_single_node",
-        HugectrLink.nvlink_single_node,
-    )
-    all_to_all_bytes_per_s: float = key("all-to-all bandwidth; with ib_* links", 1.9e11, gt=0)
-    all_reduce_bytes_per_s: float = key("all-reduce bandwidth; with ib_* links", 1.3e11, gt=0)
-    efficiency: float = key("efficiency of all-reduce over all-to-all; with ib_* links", 1.0, gt=0)
-    max_duplicate_prob: float = key(
-        "largest probability that a rank's batch reads a cold row twice; with nvlink_single_node",
-        0.01,
-        gt=0,
-        le=1,
-    )
 
 
 @option("placement", PlacementKind.fae)

@@ -7,7 +7,7 @@ TORCHREC, PLANNER = "torchrec", "planner"
 _SYSTEMS = {
     "fae": "FAE",
     "freq_cache": "frequency-aware cache",
-    "hugectr": "HugeCTR's hybrid",
+    "hugectr": "HugeCTR's hybrid",  # of runs made while hotrec had it
     "scars": "SCARS",
 }
 

@@ -267,7 +267,7 @@ class _Table:
         return np.stack(pairs_HJ, axis=-1).reshape(-1, 3)
 
     @cached_property
-    def curves(self) -> dict[int, tuple[tuple[Floats, Floats], tuple[Floats, Floats]]]:
+    def curves(self) -> dict[int, tuple[tuple[Floats, ...], tuple[Floats, ...]]]:
         """Work (J, Q) and bytes (J, M) of each mode at each cut: of hot rows, and of held ones.
 
         Those of an option are the sum of both, and linear between cuts.
@@ -286,7 +286,7 @@ class _Table:
 
     def _take(
         self, exchange: Exchange, tier: Tier, num_hot: Rows, num_held: Rows
-    ) -> tuple[Floats, Floats]:
+    ) -> tuple[Floats, ...]:
         """What options of one mode do, by QUANTITIES, and their bytes, by MEMORIES."""
         done = self._work(exchange, tier, num_hot, num_held)
         work_PQ = np.zeros((num_hot.size, len(QUANTITIES)))
@@ -482,7 +482,8 @@ def _priced(problem: _Problem, computed: float, exposed: float, kinds: Mask) -> 
     """
     seconds_P = computed * problem.taken_PK[:, 0]
     seconds_P = seconds_P + exposed * problem.taken_PK[:, 1 : problem.memory.start].sum(axis=1)
-    is_closed_TP = (problem.raised_PF & ~kinds).any(axis=1)[problem.at_TP]
+    is_closed_P = np.asarray((problem.raised_PF & ~kinds).any(axis=1))
+    is_closed_TP = is_closed_P[problem.at_TP]
     is_closed_TP &= ~is_closed_TP.all(axis=1, keepdims=True)
     bytes_PM = problem.taken_PK[:, problem.memory] / np.maximum(problem.limits_M, 1.0)
     unit_s = max(float(seconds_P[problem.at_TP].min(axis=1).sum()), 1e-12)

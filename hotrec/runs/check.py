@@ -18,7 +18,7 @@ from hotrec.cost_model.builtin import BUILTIN
 from hotrec.data.chunks import Dataset
 from hotrec.embedding.fused import check_optimizer
 from hotrec.models.shape import architecture_of
-from hotrec.planning.policies import num_overridden
+from hotrec.planner.counted import num_overridden
 from hotrec.train.callbacks import import_callback
 from hotrec.train.schedule import Schedule, count_steps
 

@@ -55,7 +55,7 @@ def measure(names: list[str], num_steps: int) -> dict[str, Launches]:
     from hotrec.bench.samples import ZipfTables
     from hotrec.cli.store import build_config, compose_config
     from hotrec.config.groups import AllColdPlacement, FractionPlacement, Routing, TorchrecPlacement
-    from hotrec.planning.policies import choose_all_cold, choose_fraction
+    from hotrec.planner.policies import choose_all_cold, choose_fraction
     from hotrec.runtime.ranks import Ranks
     from hotrec.types import ColdTier, PipelineKind, TorchrecPlan
 

@@ -14,6 +14,8 @@ from hotrec.planner.names import plan_name
         ("hot_cold", 0, "hotrec, no hot rows"),
         ("all_cold", 0, "hotrec, no hot rows"),
         ("hot_cold", None, "hotrec"),
+        ("fae", 10, "FAE, 10 hot rows"),
+        ("hugectr", 10, "HugeCTR's hybrid, 10 hot rows"),
         ("torchrec", 0, "TorchRec's planner"),
         ("torchrec planner", 0, "TorchRec's planner"),
         ("torchrec hand_tuned", None, "TorchRec's hand-tuned plan"),

@@ -18,29 +18,25 @@ from hotrec.config.groups import (
     FaePlacement,
     FractionPlacement,
     FreqCachePlacement,
-    HugectrPlacement,
     ScarsPlacement,
 )
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.demand import prob_drawn
 from hotrec.cost_model.profile import Profile, Sampling
+from hotrec.planner.counted import Tables
 from hotrec.planner.machine import Machine
-from hotrec.planning.policies import (
-    Tables,
+from hotrec.planner.paper_policies import choose_fae, choose_freq_cache, choose_scars
+from hotrec.planner.policies import (
     choose_all_cold,
     choose_all_hot,
     choose_budget,
     choose_coverage,
-    choose_fae,
     choose_fraction,
-    choose_freq_cache,
     choose_min_accesses,
     choose_partition,
     choose_popular_rows,
-    choose_scars,
-    hugectr_threshold,
 )
-from hotrec.types import HugectrLink, Partition
+from hotrec.types import Partition
 
 TABLES = ("a", "b", "c")
 ROW_BYTES = {"a": 8, "b": 12, "c": 20}
@@ -156,9 +152,8 @@ def test_budget_is_the_greedy_loop(counts, budget):
     least=st.floats(0.01, 20),
     batch=st.integers(1, 64),
     num_samples=st.integers(1, 100),
-    ranks=st.integers(1, 4),
 )
-def test_accesses_per_step(counts, least, batch, num_samples, ranks):
+def test_accesses_per_step(counts, least, batch, num_samples):
     rates = {
         "min_accesses_per_step": least,
         "global_batch_size": batch,
@@ -166,35 +161,6 @@ def test_accesses_per_step(counts, least, batch, num_samples, ranks):
     }
     above = [(t, r) for t, r in ranked(counts) if counts[t][r] * batch >= least * num_samples]
     assert chosen(choose_min_accesses(counts, **rates)) == set(above)
-    hugectr = choose_min_accesses(counts, multiple_of=ranks, **rates)
-    assert chosen(hugectr) == set(above[: len(above) // ranks * ranks])
-
-
-def test_hugectr_thresholds():
-    def threshold(link, num_ranks=16, num_hosts=2, global_batch_size=65536):
-        return hugectr_threshold(
-            HugectrPlacement(link=link), num_ranks, num_hosts, global_batch_size
-        )
-
-    flat, hier, single = HugectrLink
-    assert threshold(flat) == pytest.approx(16 * (1.9e11 / 1.3e11) * 16 / 15)
-    assert threshold(hier) == pytest.approx(16 * (1.9e11 / 1.3e11) * 2)
-    assert threshold(single, num_hosts=1) == pytest.approx(65536 * math.sqrt(0.02 / (4096 * 4095)))
-    for words, message in (
-        ((hier, 16, 1), "num_hosts"),
-        ((flat, 1), "num_ranks"),
-        ((single, 16, 1, 16), "one sample"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            threshold(*words)
-
-
-def test_hugectr_single_node_bounds_duplicates():
-    """At the threshold a row is expected max_duplicate_prob times in a pair of a rank's samples."""
-    ranks, batch = 8, 8192
-    config = HugectrPlacement(link=HugectrLink.nvlink_single_node)
-    prob, samples = hugectr_threshold(config, ranks, 1, batch) / batch, batch // ranks
-    assert prob**2 * samples * (samples - 1) / 2 == pytest.approx(0.01)
 
 
 @settings(max_examples=150, deadline=None)
@@ -377,7 +343,6 @@ def test_override_refuses(overrides, message):
         (CoveragePlacement(coverage_frac=0.9, per_table=True), "coverage 0.9 of each table"),
         (BudgetPlacement(hot_budget_mib=2**-8), "budget 4,096 bytes per device"),
         (BreakEvenPlacement(), "at least 1 accesses per step of 64 samples"),
-        (HugectrPlacement(), "HugeCTR, 0.584237 accesses per step"),
         (FaePlacement(hot_budget_mib=2**-10), "FAE, 1,024 bytes"),
         (FreqCachePlacement(), "frequency cache, 0.015 of the parameters"),
         (ScarsPlacement(hot_budget_mib=2**-10), "SCARS, 1,024 bytes"),

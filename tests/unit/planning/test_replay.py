@@ -7,9 +7,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from hotrec.bench.samples import ZipfTables
 from hotrec.assemble.replay import (
-    BELADY_WINDOW,
     LOOK_AHEAD,
     POLICIES,
     RANKINGS,
@@ -21,6 +19,7 @@ from hotrec.assemble.replay import (
     sample_rows,
     sampling_step,
 )
+from hotrec.bench.samples import ZipfTables
 from hotrec.types import POPULAR_ROW, PopularRows
 
 NUM_ROWS, NUM_BATCHES = 60, 40
@@ -131,41 +130,11 @@ def test_rows_of_batches_in_flight_stay_also_where_the_window_is_known() -> None
     """Four batches of two rows each: with two in flight each needs all slots but one."""
     rows = [np.array(pair) for pair in ((0, 1), (2, 3), (0, 4), (2, 3))]
     stream = Stream(rows, [np.ones(2, np.int64)] * 4, np.array([9, 1, 5, 5, 1]))
-    for policy in (LOOK_AHEAD, BELADY_WINDOW):
-        assert replay(stream, policy, 3, 0, depth=1, window=2, popular=NOTHING) is None
-        found = replay(stream, policy, 4, 0, depth=1, window=2, popular=NOTHING)
-        assert found is not None
-        # Only row 1, of the first batch, may leave for row 4.
-        assert (4 * found.num_in, 4 * found.num_out) == (5, 1)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_belady_in_the_window_lies_between_popularity_and_belady(seed: int) -> None:
-    stream = make_stream(seed)
-
-    def moved(policy: str, window: int = 0) -> float:
-        found = replay(stream, policy, 25, 0, depth=0, window=window, popular=NOTHING)
-        assert found is not None
-        return found.num_in
-
-    by_window = [moved(BELADY_WINDOW, window) for window in (0, 2, 6, NUM_BATCHES)]
-    assert by_window == sorted(by_window, reverse=True)
-    # With none it knows the popularity alone, with all of them the whole stream.
-    assert by_window[0] == moved("frequency")
-    assert by_window[-1] == moved("belady")
-    assert len(set(by_window)) > 2
-
-
-def test_belady_in_the_window_keeps_what_the_window_reads() -> None:
-    rows = [np.array([row]) for row in (1, 0, 2, 1, 3, 1)]
-    stream = Stream(rows, [np.ones(1, np.int64)] * len(rows), np.array([9, 5, 1, 1]))
-    missed = []
-    for window in (0, 1):
-        found = replay(stream, BELADY_WINDOW, 2, 0, depth=0, window=window, popular=NOTHING)
-        assert found is not None
-        missed.append(round(found.num_in * len(rows)))
-    # Without a window the most popular row, 0, stays for good; with one, 1 stays instead.
-    assert missed == [6, 4]
+    assert replay(stream, LOOK_AHEAD, 3, 0, depth=1, window=2, popular=NOTHING) is None
+    found = replay(stream, LOOK_AHEAD, 4, 0, depth=1, window=2, popular=NOTHING)
+    assert found is not None
+    # Only row 1, of the first batch, may leave for row 4.
+    assert (4 * found.num_in, 4 * found.num_out) == (5, 1)
 
 
 @pytest.mark.parametrize("exponent", [0.8, 1.2])

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hotrec.planning import search
 
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
 from hotrec.cost_model.demand import TableDemand
 from hotrec.cost_model.forms import Workload
-from hotrec.planning import search
 from hotrec.planner.search import InfeasibleError, Limits, search_placement
 from hotrec.types import Exchange, Tier
 from tests.unit.planning.search_cases import brute_force, limit_sizes, make_case, memory_of
