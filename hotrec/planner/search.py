@@ -46,7 +46,7 @@ FIRST_POOLED = MODES.index((Exchange.POOLED, Tier.DEVICE))
 MEMORIES = ("device_bytes", "host_bytes", "replica_bytes")
 # Fixed costs of messages, which the tables of one dimension share.
 FLAGS = ("cold_groups", "hot_groups", "pooled_groups")
-# Sets of messages that a start may send.
+# Sets of messages that the tables of one dimension may send in a start.
 KINDS = tuple(np.array(kinds, bool) for kinds in itertools.product((True, False), repeat=3))[:-1]
 # Cuts of all tables together, and those of a table and of a cache that are tried at first.
 MAX_CUTS, NUM_CUTS, NUM_CACHE_CUTS = 1 << 14, 48, 12
@@ -226,6 +226,16 @@ class _Table:
         frac = (option.num_held - option.num_hot) / self.demand.num_rows
         return TablePlacement(exchange, sharding, tier, frac if tier is Tier.HOST_CACHED else None)
 
+    def least_options(self) -> list[_Option]:
+        """The option of each mode with the fewest hot and held rows."""
+        found = []
+        for mode in self.modes:
+            hot = self.low if mode < FIRST_POOLED else 0
+            is_cached = MODES[mode][1] is Tier.HOST_CACHED
+            held = min(hot + 1, self.demand.num_rows) if is_cached else hot
+            found.append(_Option(mode, hot, held))
+        return found
+
     def first_numbers(self) -> Rows:
         """Options over the whole range, at some of the cuts, int64 (P, 3)."""
         hot, held = (_thinned(self.cuts_J, count * NUM_CACHE_CUTS) for count in (1, 2))
@@ -366,7 +376,7 @@ class _Problem:
         self.is_of_dim_DT = (np.arange(len(dims))[:, None] == self.dim_T).astype(np.int64)
         self._curves_T = [
             {
-                mode: [self._weigh(*curve, weights_QK) for curve in curves]
+                mode: [self._weigh(curve, weights_QK) for curve in curves]
                 for mode, curves in table.curves.items()
             }
             for table in tables
@@ -378,7 +388,8 @@ class _Problem:
         self.starts_T = np.cumsum(sizes) - sizes
         self.at_TP = self.starts_T[:, None] + np.minimum(np.arange(sizes.max()), sizes[:, None] - 1)
 
-    def _weigh(self, work_JQ: Floats, bytes_JM: Floats, weights_QK: Floats) -> Floats:
+    def _weigh(self, curve: tuple[Floats, ...], weights_QK: Floats) -> Floats:
+        work_JQ, bytes_JM = curve
         taken_JK = work_JQ @ weights_QK
         taken_JK[:, self.memory] = bytes_JM
         return np.asarray(taken_JK)
@@ -442,15 +453,18 @@ def _search(problem: _Problem, others: Sequence[list[_Option]]) -> tuple[float, 
         InfeasibleError: If nothing fits.
     """
     exposures = (0.0, 1.0) if problem.memory.start > 1 else (0.0,)
-    found = [_priced(problem, 1.0, exposed, kinds) for exposed in exposures for kinds in KINDS]
+    is_small, num_dims = len(problem.tables) <= MAX_PAIRED_TABLES, len(problem.is_of_dim_DT)
+    alike = [np.tile(kinds, (num_dims, 1)) for kinds in KINDS]
+    apart = [np.array(kinds) for kinds in itertools.product(KINDS, repeat=2)]
+    starts_DF = apart if is_small and num_dims == 2 else alike
+    found = [_priced(problem, 1.0, exposed, of) for exposed in exposures for of in starts_DF]
     found.sort(key=lambda at_T: problem.step_of(problem.taken_PK[at_T], problem.raised_PF[at_T]))
-    is_small = len(problem.tables) <= MAX_PAIRED_TABLES
     distinct = list({at_T.tobytes(): at_T for at_T in found}.values())
     starts = [problem.options(at_T) for at_T in distinct[: NUM_STARTS if is_small else 1]]
     improved = [_descend(problem, options) for options in (*(others if is_small else ()), *starts)]
     step_s, best = min(improved, key=lambda entry: entry[0])
     if math.isinf(step_s):
-        smallest = problem.options(_priced(problem, 0.0, 0.0, KINDS[0]))
+        smallest = problem.options(_priced(problem, 0.0, 0.0, alike[0]))
         step_s, best = _descend(problem, smallest)
         if math.isinf(step_s):
             raise _infeasible(problem, smallest)
@@ -468,22 +482,22 @@ def _infeasible(problem: _Problem, smallest: Sequence[_Option]) -> InfeasibleErr
     )
 
 
-def _priced(problem: _Problem, computed: float, exposed: float, kinds: Mask) -> Rows:
+def _priced(problem: _Problem, computed: float, exposed: float, kinds_DF: Mask) -> Rows:
     """What tables choose, each for itself, with the memories that bind priced.
 
     Args:
         problem: The tables.
         computed: Price of a second of computation: 1, or 0 to take least memory.
         exposed: Price of a second of communication, 0..1.
-        kinds: Which of FLAGS options may raise, where a table has such an option.
+        kinds_DF: Which of FLAGS options may raise, where a table has such an option.
 
     Returns:
         Indices of one option for each table, int64 (T,).
     """
     seconds_P = computed * problem.taken_PK[:, 0]
     seconds_P = seconds_P + exposed * problem.taken_PK[:, 1 : problem.memory.start].sum(axis=1)
-    is_closed_P = np.asarray((problem.raised_PF & ~kinds).any(axis=1))
-    is_closed_TP = is_closed_P[problem.at_TP]
+    is_closed_TPF = problem.raised_PF[problem.at_TP] & ~kinds_DF[problem.dim_T][:, None]
+    is_closed_TP = np.asarray(is_closed_TPF.any(axis=-1))
     is_closed_TP &= ~is_closed_TP.all(axis=1, keepdims=True)
     bytes_PM = problem.taken_PK[:, problem.memory] / np.maximum(problem.limits_M, 1.0)
     unit_s = max(float(seconds_P[problem.at_TP].min(axis=1).sum()), 1e-12)
@@ -535,7 +549,10 @@ def _descend(problem: _Problem, options: Sequence[_Option]) -> tuple[float, list
                 if steps_s[best] < step_s:  # ties change nothing
                     step_s, options[t] = float(steps_s[best]), _Option(*numbers_P3[best].tolist())
                     taken_TK[t], raised_TF[t] = taken_PK[best], raised_PF[best]
-                numbers_P3 = _ends(problem, t, options[t], rest_K)
+                least = table.least_options() if len(options) <= MAX_PAIRED_TABLES else []
+                numbers_P3 = np.concatenate(
+                    [_ends(problem, t, option, rest_K) for option in (options[t], *least)]
+                )
                 if len(numbers_P3) == 0:
                     break
             total_K = rest_K + taken_TK[t]
