@@ -239,21 +239,17 @@ FIGURES = {figure.key: figure for group in GROUPS.values() for figure in group}
 
 
 def check_declared(record: Mapping[str, Any], within: str = "") -> None:
-    """Refuse a key of a record that is not declared.
-
-    Args:
-        record: A line or a summary.
-        within: The figure whose parts the keys are, with a dot; none for a whole record.
+    """Refuse a figure of a line or a summary that is not declared.
 
     Raises:
-        ValueError: If one is not.
+        ValueError: If there is one.
     """
     for key, value in record.items():
         name = within + key
         if name not in FIGURES:
             raise ValueError(
-                f"figure {name}: expected one of hotrec/runtime/figures.py, got {value!r} for one "
-                "that is not there. Declare it."
+                f"figure {name}: expected one that hotrec/runtime/figures.py declares, got "
+                f"{value!r} for another one. Declare it there."
             )
         if isinstance(value, Mapping) and any(other.startswith(f"{name}.") for other in FIGURES):
             check_declared(value, f"{name}.")

@@ -15,13 +15,14 @@ import numpy as np
 
 from hotrec.artifact import ArtifactError, read_record
 from hotrec.data.batch import Batch
+from hotrec.runtime.figures import check_declared
+from hotrec.runtime.run_dir import EVAL, HOT_SET, METRICS, SUMMARY
 from hotrec.runtime.stages import mark
 from hotrec.train.schedule import Segment
 
 logger = logging.getLogger(__name__)
 
-HOT_SET = "hot_set.jsonl"
-RECORDS = ("metrics.jsonl", "eval.jsonl", HOT_SET)
+RECORDS = (METRICS, EVAL, HOT_SET)
 _MOST_BYTES = 4 << 30
 # Takes each line of the records with its prefix: "train", "hot_set" or the split.
 Listener = Callable[[str, Mapping[str, Any]], None]
@@ -61,13 +62,24 @@ class RunLog:
             self._board.close()
 
     def write_summary(self, document: Mapping[str, Any]) -> None:
-        """Replace summary.json atomically."""
+        """Replace summary.json atomically.
+
+        Raises:
+            ValueError: On every rank, if a figure in it is not declared.
+        """
+        check_declared(document)
         if self._run_dir is not None:
             text = json.dumps(document, indent=2, allow_nan=False) + "\n"
-            replace_text(self._run_dir / "summary.json", text)
+            replace_text(self._run_dir / SUMMARY, text)
 
     def append(self, name: str, prefix: str, line: Mapping[str, Any]) -> None:
-        """Append a line to a file; its numbers go to TensorBoard under ``prefix``/."""
+        """Append a line to a file; its numbers go to TensorBoard under ``prefix``/.
+
+        Raises:
+            ValueError: On every rank, if a figure in it is not declared.
+        """
+        figures = {key: value for key, value in line.items() if key != "step"}
+        check_declared({prefix: figures} if name == HOT_SET else figures)
         if self._run_dir is None:
             return
         with (self._run_dir / name).open("a") as file:

@@ -89,6 +89,18 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_figure_that_is_not_declared_is_refused_on_every_rank(tmp_path: Path) -> None:
+    for run_dir in (tmp_path, None):
+        with RunLog(run_dir, start_step=0) as log:
+            for name, prefix in (("metrics.jsonl", "train"), ("hot_set.jsonl", "hot_set")):
+                with pytest.raises(ValueError, match=r"^figure (hot_set\.)?rows_per_s: expected"):
+                    log.append(name, prefix, {"step": 1, "rows_per_s": 3.0})
+                assert not (tmp_path / name).exists()
+            with pytest.raises(ValueError, match="^figure rows_per_s: expected"):
+                log.write_summary({"auc": 0.5, "rows_per_s": 3.0})
+    assert not (tmp_path / "summary.json").exists()
+
+
 def run_steps(meter: Meter, time: Time, step_s: list[float], is_slowed: bool = False) -> None:
     for seconds in step_s:
         time.now_s += seconds
