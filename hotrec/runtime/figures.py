@@ -278,8 +278,10 @@ def _reduce(how: Reduce, values: Sequence[Any]) -> Any:
     return sum(values) / len(values) if how is Reduce.mean else sum(values)
 
 
-def of_sum(key: str, total: float, num_ranks: int) -> float:
-    """The value of a figure, from the sum over the ranks."""
+def of_sum(key: str, total: Any, num_ranks: int) -> Any:
+    """The value of a figure, from the sum over the ranks; of each part, if it has parts."""
+    if isinstance(total, Mapping):
+        return {part: of_sum(key, of_part, num_ranks) for part, of_part in total.items()}
     how = FIGURES[key].over_ranks
     assert how in (Reduce.mean, Reduce.sum), f"{key} is no sum over the ranks: {how}"
     return total / num_ranks if how is Reduce.mean else total
