@@ -29,7 +29,7 @@ from hotrec.planning.replay import (
     sampling_step,
 )
 from hotrec.planning.unsharded import row_bytes
-from hotrec.report.figures import draw_caches
+from hotrec.report.pictures import draw_caches
 from hotrec.report.style import write_png
 from hotrec.types import Partition, WireType
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure as Drawing
 from hotrec.artifact import check_made_from, read_artifact
 from hotrec.report.alike import differences, is_as_large, unlike_sentences
 from hotrec.report.compared import Comparison
-from hotrec.report.figures import (
+from hotrec.report.pictures import (
     draw_coverage,
     draw_learning,
     draw_lookups,
