@@ -271,9 +271,10 @@ def _plans(runs: Sequence[Run], baseline: Run | None, comparison: Comparison | N
                 Cell(run.name, color=run_color(position[run.name])),
                 show_seconds(plan.step_s),
                 *against,
-                show_known(show_quality, run.number("auc")),
-                show_known(show_bytes, run.number("sent_bytes_total")),
-                show_known(show_count, run.number("hot_rows")),
+                *(
+                    show_known(SHOW[FIGURES[key].unit], run.number(key))
+                    for key in ("auc", "sent_bytes_total", "hot_rows")
+                ),
                 show_frac(plan.at_home_frac),
                 show_known("{:.2f}x".format, plan.most_over_mean),
             )
