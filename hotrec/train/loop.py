@@ -182,8 +182,8 @@ def train(
             tracer = Tracer(trace, ranks, start_step=start.step, num_steps=num_steps)
             for part in (run_log, bar, tracer):
                 stack.enter_context(part)
-            told = Callbacks(callbacks, run_dir, description)
-            stack.callback(told.close)
+            run_callbacks = Callbacks(callbacks, run_dir, description)
+            stack.callback(run_callbacks.close)
             metrics = Metrics(
                 ranks,
                 Counts(count_dense_values(model), inspect_batch, count_tables, count_caches),
@@ -192,7 +192,12 @@ def train(
                 first_compared_step=first_compared_step,
             )
             metrics.start(
-                start, log=run_log, callbacks=told, bar=bar, tracer=tracer, pipeline=pipeline
+                start,
+                log=run_log,
+                callbacks=run_callbacks,
+                bar=bar,
+                tracer=tracer,
+                pipeline=pipeline,
             )
             watch = Watch(
                 ranks,
@@ -200,7 +205,7 @@ def train(
                 every_steps=cadence.check_every,
                 save_every_s=cadence.save_every_s,
             )
-            saver = _Saver(told, save_in_background)
+            saver = _Saver(run_callbacks, save_in_background)
             stack.callback(saver.abandon)
             judges = [one for one in (alternation, best) if one is not None]
             if _owes_evaluation(start, num_steps, cadence, judges):
