@@ -39,7 +39,7 @@ from hotrec.runtime.codecs import compress_dense
 from hotrec.runtime.memory import check_mappable, read_memory
 from hotrec.runtime.ranks import all_gather_object, same_verdict
 from hotrec.runtime.traffic import BatchFacts, count_distinct_rows
-from hotrec.train.measured import Tables
+from hotrec.train.meters import Tables
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
 from hotrec.types import ColdTier, Placement, Tier
 

@@ -29,7 +29,7 @@ from hotrec.cost_model.profile import read_profile
 from hotrec.data.chunks import Dataset
 from hotrec.planner.policies import choose_popular_rows
 from hotrec.planner.request import Replayed
-from hotrec.report.figures import draw_caches
+from hotrec.report.pictures import draw_caches
 from hotrec.report.style import write_png
 from hotrec.types import Partition, WireType
 

@@ -41,8 +41,8 @@ from hotrec.runtime import stages
 from hotrec.runtime.stages import EXPOSED_STAGES, StageClock, exposed_s, named_range
 from hotrec.train.loop import train
 from hotrec.train.pipelines import make_pipeline
-from hotrec.train.run_log import SegmentBatches
 from hotrec.train.schedule import Cadence, Schedule, Segment
+from hotrec.train.segment import SegmentBatches
 from hotrec.train.trace import Tracer, TraceWindow
 from hotrec.types import (
     STAGES,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hotrec.planner.partition import read_placement
-from hotrec.train.watch import STOPPED_EXIT_CODE
+from hotrec.train.signals import STOPPED_EXIT_CODE
 from tests.e2e.conftest import SMOKE, Workspace, environment, hotrec, hotrec_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -59,7 +59,7 @@ WITHOUT_TORCH = [
     "hotrec",
     "hotrec.types",
     "hotrec.artifact",
-    "hotrec.cost_model.*",
+    "hotrec.runtime.figures",
     "hotrec.doctor",
     "hotrec.cli",
     "hotrec.cost_model.*",

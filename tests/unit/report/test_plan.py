@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hotrec.report.figures import bar_figure
+from hotrec.report.pictures import bar_figure
 from hotrec.report.plan import (
     NEEDED_OF_PLAN,
     Prediction,

@@ -1,4 +1,4 @@
-"""Stages and memory of a run: which steps count, the slowest rank, errors of a prediction."""
+"""Rates, stages and memory of a run: which steps count, and errors of a prediction."""
 
 from __future__ import annotations
 
@@ -10,21 +10,47 @@ import torch
 
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.stages import mark
-from hotrec.train import measured
-from hotrec.train.measured import (
-    EXPOSED,
-    MEASURED,
+from hotrec.train import meters
+from hotrec.train.meters import (
     MOST_PENDING_STEPS,
     KeptSteps,
+    Meter,
     StageTimes,
-    compare,
     memory_figures,
     peak_bytes,
 )
+from hotrec.train.metrics import compare
 from hotrec.types import STAGES
 from tests.conftest import Time
 
 CPU = torch.device("cpu")
+
+
+def run_steps(meter: Meter, time: Time, step_s: list[float], is_slowed: bool = False) -> None:
+    for seconds in step_s:
+        time.now_s += seconds
+        meter.end_step(num_samples=10, wait_s=0.25, is_slowed=is_slowed)
+
+
+def test_rates_leave_out_warm_up_slowed_steps_and_pauses(time: Time) -> None:
+    meter = Meter(warmup_steps=2)
+    run_steps(meter, time, [50.0, 60.0])
+    assert meter.end_interval()["step_p50_s"] is None
+    run_steps(meter, time, [1.0, 2.0])
+    run_steps(meter, time, [70.0], is_slowed=True)
+    time.now_s += 500.0  # an evaluation
+    meter.restart_clock()
+    run_steps(meter, time, [3.0])
+    rates = {
+        "samples_per_s": pytest.approx(30 / 6),
+        "step_p50_s": pytest.approx(2.0),
+        "step_p90_s": pytest.approx(np.percentile([1.0, 2.0, 3.0], 90)),
+    }
+    assert meter.end_interval() == rates
+    assert meter.total() == {**rates, "data_wait_frac": pytest.approx(0.75 / 6)}
+    run_steps(meter, time, [10.0])
+    assert meter.end_interval()["step_p50_s"] == pytest.approx(10.0)  # it starts anew
+    assert meter.total()["step_p50_s"] == pytest.approx(2.5)  # the total does not
 
 
 def make_step(times: StageTimes, time: Time, step: int, **stage_s: float) -> None:
@@ -55,17 +81,20 @@ def test_lines_begin_anew_and_the_run_from_its_step_on(one_rank: Ranks, time: Ti
     times = StageTimes(CPU, compared_from_step=4)
     for step in (1, 2, 3):
         make_step(times, time, step, dense=100.0)
-    medians = times.end_line()
-    line = dict(zip(STAGES, medians[:EXPOSED], strict=True))
-    assert medians[EXPOSED:] == [0.0]
-    assert line == {**dict.fromkeys(STAGES, 0.0), "dense": 100.0, "optimizer": 1.0, "other": 2.0}
-    assert times.summary() == {**dict.fromkeys(MEASURED), "compared_from_step": 4}
+    line = times.end_line()
+    assert line["exposed_communication_s"] == 0.0
+    stage_s = {**dict.fromkeys(STAGES, 0.0), "dense": 100.0, "optimizer": 1.0, "other": 2.0}
+    assert line["stage_s"] == stage_s
+    nothing = times.summary()
+    assert nothing.pop("compared_from_step") == 4
+    assert nothing.keys() >= {"measured_step_s", "slowest_rank_stage_s"}
+    assert set(nothing.values()) == {None}
     for step, dense_s in ((4, 10.0), (5, 30.0), (6, 20.0)):
         make_step(times, time, step, dense=dense_s)
-    assert times.end_line()[STAGES.index("dense")] == 20.0
-    assert np.isnan(times.end_line()).all()
+    assert times.end_line()["stage_s"]["dense"] == 20.0
+    assert np.isnan([*times.end_line()["stage_s"].values()]).all()
     summary = times.summary()
-    assert summary["measured_stage_s"] == {**line, "dense": 20.0}
+    assert summary["measured_stage_s"] == {**stage_s, "dense": 20.0}
     assert summary["measured_step_s"] == 23.0
 
 
@@ -75,8 +104,8 @@ def test_exposed_communication_is_the_median_of_the_sums(one_rank: Ranks, time: 
     for step, (rows_s, hot_s) in enumerate([(500, 500), (9, 1), (1, 9), (4, 6)], start=1):
         make_step(times, time, step, rows_exchange=rows_s, hot_exchange=hot_s, dense=7.0)
         if step == 1:
-            assert times.end_line()[EXPOSED] == 1000.0
-    assert times.end_line()[EXPOSED] == 10.0
+            assert times.end_line()["exposed_communication_s"] == 1000.0
+    assert times.end_line()["exposed_communication_s"] == 10.0
     summary = times.summary()
     assert summary["exposed_communication_s"] == 10.0
     assert summary["slowest_rank_exposed_communication_s"] == 10.0
@@ -89,7 +118,7 @@ def test_the_clock_is_emptied_on_the_way(time: Time) -> None:
     for step in range(3 * MOST_PENDING_STEPS):
         make_step(times, time, step, dense=1.0)
         assert times._clock.num_steps < MOST_PENDING_STEPS
-    assert times.end_line()[STAGES.index("dense")] == 1.0
+    assert times.end_line()["stage_s"]["dense"] == 1.0
 
 
 def test_the_resident_peak_grows_with_what_is_held() -> None:
@@ -114,10 +143,14 @@ def test_memory_is_that_of_the_rank_with_most(monkeypatch: pytest.MonkeyPatch) -
     first = {"hot_rows": {"device": 30, "host": 0}, "cold_rows": {"device": 0, "host": 500}}
     second = {"hot_rows": {"device": 30, "host": 0}, "cold_rows": {"device": 40, "host": 100}}
 
-    def gather(own: tuple[Any, Any]) -> list[Any]:
-        return [own, ({**own[0], "peak_resident_bytes": 1 << 60}, second)]
+    def gather(own: dict[str, Any]) -> list[Any]:
+        of_ranks.append(own)
+        return of_ranks
 
-    monkeypatch.setattr(measured, "all_gather_object", gather)
+    of_ranks: list[dict[str, Any]] = []
+    monkeypatch.setattr(meters, "all_gather_object", gather)
+    memory_figures(CPU, second)
+    of_ranks[0]["peak_resident_bytes"] = 1 << 60
     assert memory_figures(CPU, first) == {
         "peak_allocated_bytes": None,
         "peak_reserved_bytes": None,

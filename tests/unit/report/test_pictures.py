@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from matplotlib.axes import Axes
 
-from hotrec.report.figures import (
+from hotrec.report.pictures import (
     MIN_AUC_RANGE,
     draw_coverage,
     draw_learning,

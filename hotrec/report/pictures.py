@@ -1,4 +1,4 @@
-"""The figures of plans and runs: stages, traffic, learning, and coverage."""
+"""The pictures of plans and runs: stages, traffic, learning, and coverage."""
 
 from __future__ import annotations
 
