@@ -39,6 +39,7 @@ from hotrec.embedding.convert import shard
 from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
+from hotrec.embedding.torchrec import ddp_modules
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.dense import check_compiler, use_precision
 from hotrec.planning.machine import Machine
@@ -146,7 +147,7 @@ def build_sharded(
     )
     wire_type = config.pipeline.wire
     if not is_ahead:
-        compress_dense(model, wire_type)
+        compress_dense(ddp_modules(model), wire_type)
     initialize_embeddings(model, config.trainer.seed)  # by row, so replicas are equal
     optimizer = make_optimizer(model, embedding, dense)
     placement, embeddings = config.placement, unsharded.embeddings
