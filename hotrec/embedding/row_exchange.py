@@ -210,7 +210,8 @@ def _hook_up(
     replaced[0].replace(replicas)
     # FBGEMM's buffers are constants; DDP would broadcast them in every forward pass.
     lookup.broadcast_buffers = False
-    keep_buckets(lookup)  # as large as all hot rows
+    # The only one is as large as all hot rows.
+    keep_buckets(lookup)
     lookup.register_comm_hook(None, replicas.reduce_gradient)
     return replicas
 

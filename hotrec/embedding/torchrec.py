@@ -171,7 +171,8 @@ class Kernel:
         """The rows of each table, in the order in which FBGEMM keeps them."""
         found, begin = [], 0
         for table in self._module.config.embedding_tables:
-            first_row = table.local_metadata.shard_offsets[0] if table.local_rows else 0
+            place = table.local_metadata  # None for a replicated table
+            first_row = place.shard_offsets[0] if place is not None and table.local_rows else 0
             kind = table.compute_kernel
             found.append(TableShard(table.name, first_row, table.local_rows, begin, kind))
             begin += table.local_rows
@@ -236,7 +237,7 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> None:
 
 
 def is_exhausted(pipeline: Any) -> bool:
-    """Whether a pipeline ignores new iterators, since the last one has ended, until its reset."""
+    """Whether a pipeline ignores new iterators until its reset, as ``TrainPipelineBase`` may."""
     return isinstance(pipeline, TrainPipelineBase) and bool(pipeline._data_iter_stopped)
 
 

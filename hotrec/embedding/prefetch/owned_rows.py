@@ -192,13 +192,12 @@ class OwnedRows:
             if isinstance(lookup, DistributedDataParallel):
                 continue
             for kernel in kernels(lookup):
-                begin = end
-                for held in kernel.shards:
-                    at = begin + held.begin
-                    self.shards.append(Shard(held.table, held.first_row, held.num_rows, at))
-                    end += held.num_rows
-                own = kernel.replacement
-                kinds = {held.kind for held in kernel.shards}
+                held, own, begin = kernel.shards, kernel.replacement, end
+                self.shards += [
+                    Shard(s.table, s.first_row, s.num_rows, end + s.begin) for s in held
+                ]
+                end += sum(shard.num_rows for shard in held)
+                kinds = {shard.kind for shard in held}
                 part: ColdRowsOnCpu | CachedRows | RowsOnDevice | FbgemmRows
                 if isinstance(own, ColdRowsOnCpu | CachedRows):
                     part = own
