@@ -180,6 +180,10 @@ class TrainedStorageEstimator(EmbeddingStorageEstimator):
         row-wise        state of a shard, 4 R: on the device, wherever the rows are
     """
 
+    def __init__(self, topology: Topology, *given: Any, **named: Any) -> None:
+        super().__init__(topology, *given, **named)
+        self._is_on_cpu = topology.compute_device == "cpu"
+
     def estimate(self, sharding_options: list[ShardingOption], *given: Any, **named: Any) -> None:
         """Estimates the storage of every shard of every option.
 
@@ -204,7 +208,7 @@ class TrainedStorageEstimator(EmbeddingStorageEstimator):
         element_wise, row_wise = state[0] * by_element, state[1] * BYTES_PER_FLOAT * num_rows
         if option.sharding_type == ShardingType.DATA_PARALLEL.value:
             row_wise += NUM_REPLICA_GRADIENTS * by_element
-        if self._topology.compute_device == "cpu":
+        if self._is_on_cpu:
             return Storage(hbm=0, ddr=element_wise + row_wise)
         if option.compute_kernel in HOST_KERNELS:
             return Storage(hbm=row_wise, ddr=element_wise)

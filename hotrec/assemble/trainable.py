@@ -30,6 +30,7 @@ from hotrec.embedding.table_memory import (
     fused_modules,
     memory_by_tier,
 )
+from hotrec.embedding.torchrec import ddp_modules
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.dense import check_compiler, use_precision
 from hotrec.planner.machine import Machine
@@ -176,7 +177,7 @@ def assemble(
         broadcast_hot=False,
     )
     if not is_ahead:
-        compress_dense(model, plan.pipeline.wire)
+        compress_dense(ddp_modules(model), plan.pipeline.wire)
     initialize_embeddings(model, spec.seed)  # by row, so replicas are equal
     optimizer = make_optimizer(model, spec.embedding, spec.dense)
     embeddings = unsharded.embeddings

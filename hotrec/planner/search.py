@@ -573,11 +573,8 @@ def _ends(problem: _Problem, table: int, option: _Option, rest_K: Floats) -> Row
             continue
 
         def with_rows(number: int, is_hot: bool = is_hot) -> _Option:
-            if not is_hot:
-                return option._replace(num_held=number)
-            return option._replace(
-                num_hot=number, num_held=option.num_held if is_cached else number
-            )
+            held = option.num_held if is_hot and is_cached else number
+            return _Option(option.mode, number if is_hot else option.num_hot, held)
 
         low = option.num_hot if is_hot else option.num_held
         high = of.demand.num_rows if not is_hot else of.high

@@ -27,6 +27,7 @@ from hotrec.embedding.fused import fused_params
 from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.torchrec import ddp_modules
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture
@@ -274,7 +275,7 @@ def build(
         task, sharder, constraints, device=device, data_parallel=data_parallel, seed=seed
     )
     if data_parallel:
-        compress_dense(model, wire_type)
+        compress_dense(ddp_modules(model), wire_type)
     dense = dense or OptimizerSpec(OptimizerKind.sgd, learning_rate=dense_rate)
     return Setup(model, make_optimizer(model, spec, dense), route)
 
