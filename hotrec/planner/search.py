@@ -9,7 +9,7 @@ over the tables, except that communication counts only where computation does no
    that send the kinds of messages which this start allows. The price of a memory is the lowest at
    which all tables fit (bisection).
 2. From the best starts, improve one table at a time, all others as they are, with what memory is
-   left, until no change helps; then two at a time, which lets one table make room for another.
+   left, until no change helps. Then both again, with options near the best ones found.
 
 This is a heuristic: no bound on the distance from the optimum is computed.
 """
@@ -49,13 +49,13 @@ FLAGS = ("cold_groups", "hot_groups", "pooled_groups")
 # Sets of messages that the tables of one dimension may send in a start.
 KINDS = tuple(np.array(kinds, bool) for kinds in itertools.product((True, False), repeat=3))[:-1]
 # Cuts of all tables together, and those of a table and of a cache that are tried at first.
-MAX_CUTS, NUM_CUTS, NUM_CACHE_CUTS = 1 << 14, 48, 12
+MAX_CUTS, NUM_CUTS, NUM_CACHE_CUTS = 1 << 14, 48, 20
 # Bisections of the logarithm of a price of a memory, between so many steps for all of it.
 NUM_BISECTIONS, PRICES = 14, (1e-5, 1e5)
 # Starts that are improved, and rounds over all tables.
 NUM_STARTS, MAX_SWEEPS = 8, 5
-# Two tables at a time are changed among so many options each, of so many tables at most.
-NUM_PAIRED, MAX_PAIRED_TABLES = 48, 40
+# Of more tables only the best start is improved, and once: one table hardly matters there.
+MAX_FEW_TABLES = 40
 REL_GAP = 1e-4
 
 
@@ -238,8 +238,10 @@ class _Table:
 
     def first_numbers(self) -> Rows:
         """Options over the whole range, at some of the cuts, int64 (P, 3)."""
-        hot, held = (_thinned(self.cuts_J, count * NUM_CACHE_CUTS) for count in (1, 2))
-        parts = [self._of_hot[np.isin(self._of_hot[:, 1], _thinned(self.cuts_J, NUM_CUTS))]]
+        within = self.cuts_J[(self.cuts_J >= self.low) & (self.cuts_J <= self.high)]
+        hot, held = _thinned(within, NUM_CACHE_CUTS), _thinned(self.cuts_J, 2 * NUM_CACHE_CUTS)
+        is_first = np.isin(self._of_hot[:, 1], _thinned(within, NUM_CUTS))
+        parts = [self._of_hot[is_first | (self._of_hot[:, 0] >= FIRST_POOLED)]]
         for mode in self.modes:
             if MODES[mode][1] is Tier.HOST_CACHED:
                 parts.append(self._of_cache(mode, hot, held))
@@ -348,9 +350,9 @@ class _Problem:
 
     Attributes:
         constant_K, flags_FK: What every placement and what each of FLAGS takes.
-        first_T: The first options of each table, int64 (P, 3).
+        offered_T: The options of each table to choose from at prices, int64 (P, 3).
         taken_PK, raised_PF: Of these, one table after the other.
-        at_TP: Indices of each table's first options among these, the last repeated.
+        at_TP: Indices of each table's options among these, the last repeated.
     """
 
     def __init__(self, tables: Sequence[_Table], model: StepModel, limits: Limits) -> None:
@@ -381,10 +383,14 @@ class _Problem:
             }
             for table in tables
         ]
-        self.first_T = [table.first_numbers() for table in tables]
-        found = [self.take(t, numbers_P3) for t, numbers_P3 in enumerate(self.first_T)]
+        self.offer([table.first_numbers() for table in tables])
+
+    def offer(self, numbers_T: Sequence[Rows]) -> None:
+        """Sets the options to choose from at prices."""
+        self.offered_T = numbers_T
+        found = [self.take(t, numbers_P3) for t, numbers_P3 in enumerate(numbers_T)]
         self.taken_PK, self.raised_PF = (np.concatenate(of) for of in zip(*found, strict=True))
-        sizes = np.array([len(numbers_P3) for numbers_P3 in self.first_T])
+        sizes = np.array([len(numbers_P3) for numbers_P3 in numbers_T])
         self.starts_T = np.cumsum(sizes) - sizes
         self.at_TP = self.starts_T[:, None] + np.minimum(np.arange(sizes.max()), sizes[:, None] - 1)
 
@@ -416,7 +422,7 @@ class _Problem:
 
     def options(self, at_T: Rows) -> list[_Option]:
         """The options with these indices."""
-        pairs = zip(self.first_T, at_T - self.starts_T, strict=True)
+        pairs = zip(self.offered_T, at_T - self.starts_T, strict=True)
         return [_Option(*numbers_P3[at].tolist()) for numbers_P3, at in pairs]
 
     def count(self, raised_TF: Mask) -> Rows:
@@ -452,23 +458,33 @@ def _search(problem: _Problem, others: Sequence[list[_Option]]) -> tuple[float, 
     Raises:
         InfeasibleError: If nothing fits.
     """
-    exposures = (0.0, 1.0) if problem.memory.start > 1 else (0.0,)
-    is_small, num_dims = len(problem.tables) <= MAX_PAIRED_TABLES, len(problem.is_of_dim_DT)
-    alike = [np.tile(kinds, (num_dims, 1)) for kinds in KINDS]
-    apart = [np.array(kinds) for kinds in itertools.product(KINDS, repeat=2)]
-    starts_DF = apart if is_small and num_dims == 2 else alike
-    found = [_priced(problem, 1.0, exposed, of) for exposed in exposures for of in starts_DF]
-    found.sort(key=lambda at_T: problem.step_of(problem.taken_PK[at_T], problem.raised_PF[at_T]))
-    distinct = list({at_T.tobytes(): at_T for at_T in found}.values())
-    starts = [problem.options(at_T) for at_T in distinct[: NUM_STARTS if is_small else 1]]
-    improved = [_descend(problem, options) for options in (*(others if is_small else ()), *starts)]
-    step_s, best = min(improved, key=lambda entry: entry[0])
+    is_few = len(problem.tables) <= MAX_FEW_TABLES
+    starts = [*(others if is_few else ()), *_starts(problem, NUM_STARTS if is_few else 1)]
+    step_s, best = min((_descend(problem, start) for start in starts), key=lambda entry: entry[0])
     if math.isinf(step_s):
-        smallest = problem.options(_priced(problem, 0.0, 0.0, alike[0]))
-        step_s, best = _descend(problem, smallest)
-        if math.isinf(step_s):
-            raise _infeasible(problem, smallest)
-    return _descend(problem, _pairs(problem, best)) if is_small else (step_s, best)
+        raise _infeasible(problem, starts[-1])
+    if is_few:
+        near = zip(problem.tables, best, strict=True)
+        problem.offer([table.numbers_near(option) for table, option in near])
+        more = [_descend(problem, start) for start in _starts(problem, NUM_STARTS)]
+        step_s, best = min((step_s, best), *more, key=lambda entry: entry[0])
+        return step_s, best
+    return step_s, best
+
+
+def _starts(problem: _Problem, count: int) -> list[list[_Option]]:
+    """The best placements at prices, and the one that takes least memory."""
+    exposures = (0.0, 1.0) if problem.memory.start > 1 else (0.0,)
+    alike = [np.tile(kinds, (len(problem.is_of_dim_DT), 1)) for kinds in KINDS]
+    apart = [np.array(kinds) for kinds in itertools.product(KINDS, repeat=2)]
+    of_starts = apart if count > 1 and len(problem.is_of_dim_DT) == 2 else alike
+    found = [_priced(problem, 1.0, exposed, of) for exposed in exposures for of in of_starts]
+    found.sort(key=lambda at_T: problem.step_of(problem.taken_PK[at_T], problem.raised_PF[at_T]))
+    distinct = list({at_T.tobytes(): at_T for at_T in found}.values())[:count]
+    smallest = _priced(problem, 0.0, 0.0, alike[0])
+    first = problem.step_of(problem.taken_PK[distinct[0]], problem.raised_PF[distinct[0]])
+    kept = [*distinct, smallest] if math.isinf(first) else distinct
+    return [problem.options(at_T) for at_T in kept]
 
 
 def _infeasible(problem: _Problem, smallest: Sequence[_Option]) -> InfeasibleError:
@@ -549,7 +565,7 @@ def _descend(problem: _Problem, options: Sequence[_Option]) -> tuple[float, list
                 if steps_s[best] < step_s:  # ties change nothing
                     step_s, options[t] = float(steps_s[best]), _Option(*numbers_P3[best].tolist())
                     taken_TK[t], raised_TF[t] = taken_PK[best], raised_PF[best]
-                least = table.least_options() if len(options) <= MAX_PAIRED_TABLES else []
+                least = table.least_options() if len(options) <= MAX_FEW_TABLES else []
                 numbers_P3 = np.concatenate(
                     [_ends(problem, t, option, rest_K) for option in (options[t], *least)]
                 )
@@ -589,32 +605,3 @@ def _ends(problem: _Problem, table: int, option: _Option, rest_K: Floats) -> Row
         if fill > low:
             found.append(with_rows(fill))
     return np.array(found, np.int64).reshape(-1, 3)
-
-
-def _pairs(problem: _Problem, options: Sequence[_Option]) -> list[_Option]:
-    """Improves two tables at a time, among some of their first options."""
-    options = list(options)
-    taken_TK, raised_TF = problem.each(options)
-    step_s, others = problem.step_of(taken_TK, raised_TF), np.arange(len(options))
-    few = [_thinned(np.arange(len(numbers)), NUM_PAIRED) for numbers in problem.first_T]
-    for a, b in itertools.combinations(range(len(options)), 2):
-        rest = others[(others != a) & (others != b)]
-        is_other_T = np.isin(others, rest)
-        raised_DF = problem.count(raised_TF & is_other_T[:, None]) > 0
-        taken, raised = [], np.broadcast_to(raised_DF, (few[a].size, few[b].size, *raised_DF.shape))
-        raised = raised.copy()
-        for t, shape in ((a, (-1, 1)), (b, (1, -1))):
-            at = problem.starts_T[t] + few[t]
-            taken.append(problem.taken_PK[at].reshape(*shape, problem.constant_K.size))
-            raised[:, :, problem.dim_T[t]] |= problem.raised_PF[at].reshape(*shape, len(FLAGS))
-        total = problem.constant_K + taken_TK[rest].sum(axis=0) + taken[0] + taken[1]
-        steps_s = problem.seconds(total + raised.sum(axis=2) @ problem.flags_FK)
-        best = divmod(int(steps_s.argmin()), few[b].size)
-        if steps_s[best] < step_s:
-            step_s = float(steps_s[best])
-            for t, number in zip((a, b), best, strict=True):
-                at = int(few[t][number])
-                options[t] = _Option(*problem.first_T[t][at].tolist())
-                taken_TK[t] = problem.taken_PK[problem.starts_T[t] + at]
-                raised_TF[t] = problem.raised_PF[problem.starts_T[t] + at]
-    return options
