@@ -36,8 +36,6 @@ from hotrec.cli.store import build_config, compose_config
 from hotrec.config.groups import CostPlacement, FractionPlacement, Routing, TorchrecPlacement
 from hotrec.config.roots import BenchRootConfig
 from hotrec.cost_model.histogram import CountHistogram, build_histogram
-from hotrec.planner.propose import fastest_placement
-from hotrec.planning.policies import choose_all_cold, choose_fraction
 from hotrec.planner.predict import (
     HOT_COLD,
     Predicted,
@@ -45,7 +43,9 @@ from hotrec.planner.predict import (
     predict_placement,
     predict_plan,
 )
+from hotrec.planner.propose import fastest_placement
 from hotrec.planner.situation import Scenario
+from hotrec.planning.policies import choose_all_cold, choose_fraction
 from hotrec.runtime.ranks import Ranks, broadcast_object, process_group
 from hotrec.types import Partition, PipelineKind, TablePlacement, TorchrecPlan
 

@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from hotrec.assemble.job import as_placement
+from hotrec.assemble.order import build_sharded
 from hotrec.bench.machine import machine_facts
 from hotrec.bench.samples import ZipfTables
-from hotrec.assemble.order import build_sharded
 from hotrec.config.groups import AllColdPlacement, DlrmConfig, Routing, RowwiseAdagradConfig
 from hotrec.config.roots import Config, PipelineConfig, TrainerConfig
 from hotrec.cost_model.profile import Profile, Sampling
@@ -34,7 +35,6 @@ from hotrec.embedding.cached_rows import RowMover
 from hotrec.embedding.table_memory import SlotCounters
 from hotrec.planner.machine import Machine
 from hotrec.planning.policies import choose_all_cold, choose_popular_rows
-from hotrec.assemble.job import as_placement
 from hotrec.runtime.ranks import process_group
 from hotrec.types import ColdTier, PipelineKind
 

@@ -10,12 +10,17 @@ import pytest
 import torch
 
 from hotrec.artifact import ArtifactError
-from hotrec.assemble.order import count_epoch_steps, find_all_hot, make_alternation, make_train_loader
+from hotrec.assemble.order import (
+    count_epoch_steps,
+    find_all_hot,
+    make_alternation,
+    make_train_loader,
+)
+from hotrec.assemble.planning import TrainingPlan
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
 from hotrec.data.chunks import Dataset
 from hotrec.planner.partition import write_partition
-from hotrec.assemble.planning import TrainingPlan
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Partition, Placement
 from tests.unit.data.logs import samples_of, write_dataset

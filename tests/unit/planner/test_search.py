@@ -13,10 +13,10 @@ import pytest
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
 from hotrec.cost_model.demand import TableDemand
 from hotrec.cost_model.forms import Workload
-from hotrec.planning import search
 from hotrec.planner.search import InfeasibleError, Limits, search_placement
+from hotrec.planning import search
 from hotrec.types import Exchange, Tier
-from tests.unit.planning.search_cases import brute_force, limit_sizes, make_case, memory_of
+from tests.unit.planner.search_cases import brute_force, limit_sizes, make_case, memory_of
 
 CRITEO_ROWS = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),

@@ -10,6 +10,13 @@ from typing import Any
 import pytest
 
 from hotrec.artifact import ArtifactError
+from hotrec.assemble.planning import (
+    LOAD_FRACS,
+    Proposal,
+    TrainingPlan,
+    propose,
+    read_training_plan,
+)
 from hotrec.cli.profile import blocks_of
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
@@ -20,13 +27,6 @@ from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
 from hotrec.planner.predict import SlotsError
 from hotrec.planner.situation import Loader
-from hotrec.assemble.planning import (
-    LOAD_FRACS,
-    Proposal,
-    TrainingPlan,
-    propose,
-    read_training_plan,
-)
 from hotrec.planner.trial import Trial
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
 from hotrec.types import PipelineKind, Table

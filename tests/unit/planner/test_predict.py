@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hotrec.assemble.job import as_placement, build_unsharded
+from hotrec.assemble.replay import Replayed
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.groups import (
     AllColdPlacement,
@@ -24,7 +26,6 @@ from hotrec.cost_model.costs import Line, World
 from hotrec.cost_model.forms import PipelineSpec, Workload
 from hotrec.planner.document import _expected as expected_of
 from hotrec.planner.machine import Machine
-from hotrec.planner.propose import decide
 from hotrec.planner.predict import (
     check_slots,
     is_another,
@@ -36,9 +37,8 @@ from hotrec.planner.predict import (
     torchrec_name,
     with_faster_fetch,
 )
-from hotrec.assemble.replay import Replayed
+from hotrec.planner.propose import decide
 from hotrec.planner.situation import Scenario, candidate_pipelines, choose_pipeline
-from hotrec.assemble.job import as_placement, build_unsharded
 from hotrec.types import ColdTier, Partition, PipelineKind, Placement, RowFetch, Tier, TorchrecPlan
 from tests.unit.cost_model.samples import make_demand
 

@@ -7,7 +7,6 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from hotrec.bench.samples import ZipfTables
 from hotrec.assemble.replay import (
     BELADY_WINDOW,
     LOOK_AHEAD,
@@ -21,6 +20,7 @@ from hotrec.assemble.replay import (
     sample_rows,
     sampling_step,
 )
+from hotrec.bench.samples import ZipfTables
 from hotrec.types import POPULAR_ROW, PopularRows
 
 NUM_ROWS, NUM_BATCHES = 60, 40

@@ -19,6 +19,7 @@ from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineSpec, Workl
 from hotrec.cost_model.quantities import TableSharding
 from hotrec.planner.document import prediction_document
 from hotrec.planner.machine import Machine
+from hotrec.planner.predict import Predicted, own_name, predict_placement, predict_shardings
 from hotrec.planner.propose import (
     HOT_SHARES,
     Decision,
@@ -26,7 +27,6 @@ from hotrec.planner.propose import (
     hottest_share,
     predict_sensitivity,
 )
-from hotrec.planner.predict import Predicted, own_name, predict_placement, predict_shardings
 from hotrec.planner.situation import Loader, Scenario
 from hotrec.report.plan import plan_report_text
 from hotrec.types import Exchange, PipelineKind

@@ -24,12 +24,6 @@ from torchrec.distributed.types import CacheAlgorithm
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from hotrec.config.roots import PlannerConfig
-from hotrec.cost_model.costs import REQUIRED, Costs, CostsError, Line, Link
-from hotrec.embedding.collection import HotColdEmbeddingBagCollection
-from hotrec.embedding.fused import fused_params
-from hotrec.embedding.sharding import HotColdSharder
-from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.assemble.constraints import (
     cold_tier_for,
     hot_cold_constraints,
@@ -37,7 +31,7 @@ from hotrec.assemble.constraints import (
     placement_constraints,
     torchrec_constraints,
 )
-from hotrec.planner.machine import Machine
+from hotrec.assemble.job import make_machine
 from hotrec.assemble.torchrec_plan import (
     TrainedStorageEstimator,
     host_tier_bytes,
@@ -46,7 +40,13 @@ from hotrec.assemble.torchrec_plan import (
     plan_text,
     state_floats,
 )
-from hotrec.assemble.job import make_machine
+from hotrec.config.roots import PlannerConfig
+from hotrec.cost_model.costs import REQUIRED, Costs, CostsError, Line, Link
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.fused import fused_params
+from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.planner.machine import Machine
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import (
     ColdTier,

@@ -14,8 +14,8 @@ import pytest
 
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.forms import PipelineSpec, StepPrediction
-from hotrec.planner.propose import MOST_TRIED, Decision, explain, in_doubt
 from hotrec.planner.predict import Predicted
+from hotrec.planner.propose import MOST_TRIED, Decision, explain, in_doubt
 from hotrec.planner.trial import (
     START_SPREAD,
     Trial,
