@@ -11,11 +11,10 @@ import pytest
 
 from hotrec.artifact import ArtifactError
 from hotrec.assemble.planning import (
-    LOAD_FRACS,
     Proposal,
-    TrainingPlan,
-    propose,
-    read_training_plan,
+    SettledPlan,
+    make_proposal,
+    read_settled_plan,
 )
 from hotrec.cli.profile import blocks_of
 from hotrec.cli.store import build_config, compose_config
@@ -25,9 +24,9 @@ from hotrec.cost_model.look_ahead import MOVEMENTS
 from hotrec.cost_model.profile import write_profile
 from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
-from hotrec.planner.predict import SlotsError
 from hotrec.planner.situation import Loader
-from hotrec.planner.trial import Trial
+from hotrec.planner.slots import LOAD_FRACS, SlotsError
+from hotrec.planner.trial import Trial, write_trial
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
 from hotrec.types import PipelineKind, Table
 from tests.unit.data.logs import ONE_HOT_SCHEMA, write_dataset
@@ -46,12 +45,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def propose_plan(folder: Path, *words: str, is_plan: bool = True) -> Proposal:
+def config_of(folder: Path, *words: str) -> Config:
     names = ("dataset", "profile", "partition")
     paths = [f"paths.{name}={folder / name}" for name in names]
     given = ["trainer.batch_size=32", "planner.costs=cpu_1gbit", *paths, *words]
-    config = build_config(compose_config("config", given))
-    return propose(config, Dataset.open(folder / "dataset"), ON, is_plan=is_plan)
+    config: Config = build_config(compose_config("config", given))
+    return config
+
+
+def propose_plan(folder: Path, *words: str, is_plan: bool = True, on: Machine = ON) -> Proposal:
+    dataset = Dataset.open(folder / "dataset")
+    return make_proposal(config_of(folder, *words), dataset, on, is_plan=is_plan)
 
 
 @pytest.mark.parametrize(
@@ -66,14 +70,19 @@ def test_predictions_are_for_the_loader_workers_that_a_run_starts(
     facts = {**costs.facts, "cores_per_host": float(cores)}
     monkeypatch.setitem(BUILTIN, "cpu_1gbit", replace(costs, facts=facts))
     proposal = propose_plan(folder, *words, is_plan=False)
-    assert proposal.scenario is not None
-    assert proposal.scenario.loader == Loader(expected, cores)
-    assert proposal.scenario.workload.is_routed_by_loader == (expected > 0)
+    assert proposal.situation is not None
+    assert proposal.situation.loader == Loader(expected, cores)
+    assert proposal.situation.workload.is_routed_by_loader == (expected > 0)
+    assert {plan.plan.num_workers for plan in proposal.candidates.values()} == {expected}
 
 
-def make(folder: Path, *words: str, run: str = "run") -> tuple[Config, TrainingPlan]:
-    proposal = propose_plan(folder, *words)
-    return proposal.config, proposal.settle(folder / run / PARTITION)
+def make(folder: Path, *words: str, run: str = "run") -> SettledPlan:
+    return propose_plan(folder, *words).settle(folder / run / PARTITION)
+
+
+def record(run: Path, prediction: Any) -> None:
+    run.mkdir(exist_ok=True)
+    (run / PREDICTION).write_text(json.dumps(prediction))
 
 
 @pytest.mark.parametrize(
@@ -88,27 +97,32 @@ def make(folder: Path, *words: str, run: str = "run") -> tuple[Config, TrainingP
 )
 def test_a_plan_is_made_and_read(folder: Path, words: tuple[str, ...], one_rank: Any) -> None:
     run = folder / f"{words[0][10:]}_{len(words)}"
-    config, made = make(folder, *words, run=run.name)
+    made = make(folder, *words, run=run.name)
     assert made.prediction is not None
     assert {"torchrec planner"} <= set(made.prediction["plans"])
     assert made.predicted is not None
+    assert made.predicted["digest"] == made.plan.digest
     assert bool(made.prediction["sensitivity"]) == ("placement=cost" in words)
-    run.mkdir(exist_ok=True)
-    (run / PREDICTION).write_text(json.dumps(made.prediction))
-    read = read_training_plan(config, run)
-    assert read.config == made.config
-    assert (read.partition is None) == (made.partition is None)
+    record(run, made.prediction)
+    read = read_settled_plan(config_of(folder, *words), run, ON)
+    assert read.prediction == json.loads(json.dumps(made.prediction))
+    assert read.plan.pipeline == made.plan.pipeline
+    assert read.plan.torchrec_plan is made.plan.torchrec_plan
+    assert (read.partition is None) == (made.partition is None) == (not made.plan.is_hotrec)
     if made.partition is not None and read.partition is not None:
+        assert read.placement is not None
+        assert made.placement is not None
+        assert read.placement.tables == made.placement.tables
+        assert read.partition.digest == made.partition.digest
         assert read.partition.num_rows == made.partition.num_rows
         saved = ("placement=saved", f"placement.partition_dir={run / PARTITION}")
-        _, again = make(folder, *saved)
-        assert again.artifact == read.artifact
+        assert make(folder, *saved).artifact == read.artifact
 
 
 def test_a_plan_without_its_inputs_is_refused(folder: Path) -> None:
     with pytest.raises(ArtifactError, match="none"):
         make(folder, f"paths.profile={folder / 'none'}", "placement=coverage")
-    _, made = make(folder, f"paths.profile={folder / 'none'}", "placement=torchrec")
+    made = make(folder, f"paths.profile={folder / 'none'}", "placement=torchrec")
     assert made.prediction is None
 
 
@@ -129,35 +143,56 @@ def test_a_plan_without_its_inputs_is_refused(folder: Path) -> None:
 def test_candidates(
     folder: Path, words: tuple[str, ...], expected: set[str], one_rank: Any
 ) -> None:
-    """Built-in costs leave most plans in doubt; each candidate is a configuration to train."""
+    """Built-in costs leave most plans in doubt; each candidate is a plan to train."""
     candidates = propose_plan(folder, *words).candidates
-    assert expected <= set(candidates)
-    for name, plan in candidates.items():
-        assert plan.config.pipeline.kind is not PipelineKind.auto
-        assert (plan.placement is None) == name.startswith("torchrec")
-        is_base = name.endswith("base")
-        assert (plan.config.pipeline.kind is PipelineKind.base) == is_base
+    assert expected <= {settled.plan.label for settled in candidates.values()}
+    for digest, settled in candidates.items():
+        plan = settled.plan
+        assert plan.digest == digest
+        assert plan.pipeline.kind is not PipelineKind.auto
+        assert (settled.placement is None) == (not plan.is_hotrec)
+        if settled.partition is not None:
+            assert settled.partition.total_hot == plan.num_hot
 
 
 def test_a_trial_decides_and_is_read_back(folder: Path, one_rank: Any) -> None:
     proposal = propose_plan(folder, "placement=cost")
-    names = list(proposal.candidates)
-    for number, name in enumerate(names):
-        run = folder / f"trial_{number}"
-        trial = Trial({other: [0.01 + 0.01 * (other != name)] * 3 for other in names}, 5.0)
+    digests = list(proposal.candidates)
+    for number, (digest, candidate) in enumerate(proposal.candidates.items()):
+        run, plan = folder / f"trial_{number}", candidate.plan
+        trial = Trial({other: [0.01 + 0.01 * (other != digest)] * 3 for other in digests}, 5.0)
         made = proposal.settle(run / PARTITION, trial)
+        assert made.plan == plan
         assert made.prediction is not None
-        assert made.prediction["chosen"] == name
+        assert made.prediction["chosen"] == plan.label
+        assert made.prediction["plan"] == plan.to_json()
         why = made.prediction["why"]
-        assert " took 10 ms a step, the least of " in why
         # By names that a user knows.
-        assert why.startswith("hotrec, " if name.startswith("hot_cold") else "TorchRec's ")
+        assert why.startswith(f"{plan.title} took 10 ms a step, the least of ")
         assert "hot_cold" not in why
-        assert made.prediction["trial"]["plans"][name]["step_s"] == pytest.approx(0.01)
-        run.mkdir(exist_ok=True)
-        (run / PREDICTION).write_text(json.dumps(made.prediction))
-        read = read_training_plan(proposal.config, run)
-        assert read.config == made.config == proposal.candidates[name].config
+        assert made.prediction["trial"]["plans"][plan.label]["step_s"] == pytest.approx(0.01)
+        record(run, made.prediction)
+        read = read_settled_plan(config_of(folder, "placement=cost"), run, ON)
+        assert read.plan.pipeline == plan.pipeline
+        assert read.plan.torchrec_plan is plan.torchrec_plan
+
+
+def test_a_recorded_trial_is_of_these_candidates(
+    folder: Path, one_rank: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By digest; one of labels, as earlier versions recorded it, is made again."""
+    words = ("placement=cost", f"paths.trials={folder / 'trials'}", "pipeline.depth=3")
+    proposal = propose_plan(folder, *words)
+    assert proposal.recorded_trial is None
+    assert "record of a trial" not in caplog.text
+    first, second, *_ = proposal.candidates
+    trial = Trial({first: [1.0, 1.0], second: [2.0, 2.0]}, 5.0)
+    write_trial(trial, proposal.trial_file)
+    assert propose_plan(folder, *words).recorded_trial == replace(trial, is_recorded=True)
+    labels = [proposal.candidates[digest].plan.label for digest in (first, second)]
+    write_trial(Trial(dict.fromkeys(labels, [1.0, 1.0]), 5.0), proposal.trial_file)
+    assert proposal.recorded_trial is None
+    assert "expected the record of a trial" in caplog.text
 
 
 def test_a_trial_is_recorded_for_its_situation(folder: Path, one_rank: Any) -> None:
@@ -176,8 +211,7 @@ def test_a_saved_partition_of_another_situation_is_told(
     saved = ("placement=saved", f"placement.partition_dir={folder / 'there' / PARTITION}")
     propose_plan(folder, *saved)
     assert "another situation" not in caplog.text
-    config = propose_plan(folder, *saved).config
-    propose(config, Dataset.open(folder / "dataset"), replace(ON, world_size=4, local_world_size=4))
+    propose_plan(folder, *saved, on=replace(ON, world_size=4, local_world_size=4))
     assert "num_ranks 4 instead of 2, ranks_per_host 4 instead of 2. Another" in caplog.text
 
 

@@ -1,8 +1,8 @@
-"""The choice by cost: hot sets by exact prediction, the decision, and what the document says."""
+"""The choice by cost: hot sets by exact prediction, TorchRec's own plans, and what is claimed."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,113 +11,130 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotrec.config.groups import CostPlacement
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import CostsError, Line, Link, World
+from hotrec.cost_model.costs import CostsError
 from hotrec.cost_model.demand import TableDemand
-from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineSpec, Workload
-from hotrec.cost_model.quantities import TableSharding
-from hotrec.planner.document import prediction_document
+from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, StepPrediction
 from hotrec.planner.machine import Machine
-from hotrec.planner.predict import Predicted, own_name, predict_placement, predict_shardings
+from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
+from hotrec.planner.predict import Prediction, Shardings, predict_split
 from hotrec.planner.propose import (
     HOT_SHARES,
+    MAX_TRIED,
     Decision,
-    fastest_placement,
+    explain,
+    fastest_split,
     hottest_share,
+    in_doubt,
     predict_sensitivity,
+    propose,
 )
-from hotrec.planner.situation import Loader, Scenario
-from hotrec.report.plan import plan_report_text
-from hotrec.types import Exchange, PipelineKind
+from hotrec.planner.request import ByCost, GivenTables, PlanRequest
+from hotrec.planner.situation import Situation
+from hotrec.types import (
+    ColdTier,
+    Exchange,
+    HotExchange,
+    Partition,
+    PipelineKind,
+    PipelineSpec,
+    Placement,
+    Tier,
+    TorchrecPlan,
+)
 from tests.unit.cost_model.samples import make_demand
+from tests.unit.planner.situations import (
+    NUM_ROWS,
+    RANKS,
+    SKEWED_BATCH,
+    by_table,
+    machine,
+    situation,
+    skewed_situation,
+    split_plan,
+    torchrec_plan,
+)
 
-NUM_ROWS, BATCH, RANKS = (40_000, 5_000, 300), 2048, 2
-COUNTS = {
-    f"t{i}": np.random.default_rng(i).multinomial(
-        400_000, (w := np.arange(1.0, n + 1) ** -1.05) / w.sum()
-    )
-    for i, n in enumerate(NUM_ROWS)
-}
+AUTO = PipelineSpec(PipelineKind.auto)
+BASE = PipelineKind.base
+PLANNER, HAND_TUNED = TorchrecPlan.planner, TorchrecPlan.hand_tuned
+TABLE_WISE = TorchrecPlan.table_wise
 
-
-def make_scenario(pipeline: PipelineSpec, *, rate: float = 1.2e8, **changes: Any) -> Scenario:
-    # Owners that are slow: with the built-in kernels no row pays as a replica here.
-    slow = {
-        name: replace(line, per_item_s=4 * line.per_item_s, per_byte_s=4 * line.per_byte_s)
-        for name, line in BUILTIN["cpu_1gbit"].kernels.items()
-        if name in ("read_device", "update_device")
-    }
-    kernels = {**BUILTIN["cpu_1gbit"].kernels, **slow}
-    link = Link(3e-4, rate)
-    costs = replace(BUILTIN["cpu_1gbit"], overlap=0.9, inter=link, kernels=kernels)
-    shape: Any = {"dim": 64, "lookups": 4.0, "num_columns": 4, "batch_size": BATCH}
-    demands = tuple(make_demand(counts, name, **shape) for name, counts in COUNTS.items())
-    machine = Machine(RANKS, 1, "cpu", 0, 32 << 30, BATCH)
-    workload = Workload(BATCH, 1e6, 0.2, 100_000)
-    parts = {"costs": costs, "note": None, "world": World(RANKS, 1), "workload": workload}
-    return Scenario(demands=demands, machine=machine, pipeline=pipeline, **{**parts, **changes})
+# --- the fastest split in a pipeline
 
 
-def fastest(scenario: Scenario, **options: Any) -> Predicted:
-    return fastest_placement(CostPlacement(**{"may_pool": False, **options}), scenario)
+def fastest(
+    of: Situation, pipeline: PipelineSpec = SPARSE_DIST, **options: Any
+) -> tuple[SplitTables, Prediction]:
+    by_cost = ByCost(**{"may_pool": False, **options})
+    plan, prediction = fastest_split(PlanRequest(by_cost), by_cost, pipeline, of)
+    assert isinstance(plan.tables, SplitTables)
+    assert plan.pipeline == pipeline
+    return plan.tables, prediction
 
 
 def test_fewer_rows_are_hot_than_in_line() -> None:
-    in_line, ahead = (fastest(make_scenario(pipeline)) for pipeline in (SPARSE_DIST, LOOK_AHEAD))
-    assert (in_line.pipeline, ahead.pipeline) == (SPARSE_DIST, LOOK_AHEAD)
-    assert sum(ahead.num_hot.values()) < sum(in_line.num_hot.values())
-    assert ahead.step.step_s < in_line.step.step_s
+    in_line, ahead = (fastest(skewed_situation(), kind) for kind in (SPARSE_DIST, LOOK_AHEAD))
+    assert ahead[0].total_hot < in_line[0].total_hot
+    assert ahead[1].step_s < in_line[1].step_s
 
 
 def test_no_share_of_what_is_found_is_better() -> None:
-    scenario = make_scenario(LOOK_AHEAD, rate=3e7)
-    best, in_line = fastest(scenario), fastest(replace(scenario, pipeline=SPARSE_DIST))
+    of = skewed_situation(rate=3e7)
+    (_, best), (in_line, _) = fastest(of, LOOK_AHEAD), fastest(of)
     for share in HOT_SHARES:
-        num_hot = hottest_share(list(scenario.demands), in_line.num_hot, share)
-        step = predict_placement(scenario, num_hot, in_line.tables).step
-        assert best.step.step_s <= step.step_s * (1 + 1e-9)
+        num_hot = hottest_share(list(of.demands), in_line.num_hot, share)
+        fewer = replace(in_line, num_hot=num_hot, hot_exchange=HotExchange.auto)
+        assert best.step_s <= predict_split(fewer, LOOK_AHEAD, of).step_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("may_pool", [True, False])
 def test_tables_that_the_user_decided_stay(may_pool: bool) -> None:
-    overrides: dict[str, Any] = {"t2": "hot", "t1": 17}
-    best = fastest(make_scenario(LOOK_AHEAD), overrides=overrides, may_pool=may_pool)
-    assert (best.num_hot["t2"], best.num_hot["t1"]) == (300, 17)
+    fixed = {"t2": 300, "t1": 17}
+    best, _ = fastest(skewed_situation(), LOOK_AHEAD, fixed_hot=fixed, may_pool=may_pool)
+    assert fixed.items() <= best.num_hot.items()
 
 
 def test_tables_are_pooled_under_look_ahead_where_that_is_faster() -> None:
     """Bags of many ids of a large table: vectors are fewer than rows."""
-    demand = make_demand(np.full(400_000, 3), "bags", dim=16, lookups=40.0, batch_size=BATCH)
-    scenario = replace(make_scenario(LOOK_AHEAD, rate=2e7), demands=(demand,))
-    pooled, rows = (fastest(scenario, may_pool=may_pool) for may_pool in (True, False))
-    assert pooled.tables["bags"].exchange is Exchange.POOLED
-    assert pooled.step.step_s < rows.step.step_s
+    shape: Any = {"dim": 16, "lookups": 40.0, "batch_size": SKEWED_BATCH}
+    demand = make_demand(np.full(400_000, 3), "bags", **shape)
+    of = replace(skewed_situation(rate=2e7), demands=(demand,))
+    pooled, rows = (fastest(of, LOOK_AHEAD, may_pool=may_pool) for may_pool in (True, False))
+    assert pooled[0].tables["bags"].exchange is Exchange.POOLED
+    assert pooled[1].step_s < rows[1].step_s
+    # Micro-batches compute before pooled vectors are there.
+    in_parts, _ = fastest(of, replace(LOOK_AHEAD, micro_batches=True), may_pool=True)
+    assert in_parts.tables["bags"].exchange is Exchange.ROWS
 
 
 def test_sensitivity() -> None:
-    scenario = make_scenario(SPARSE_DIST)
-    best = fastest(scenario)
+    of, by_cost = skewed_situation(), ByCost(may_pool=False)
+    request = PlanRequest(by_cost, SPARSE_DIST)
+    decision = propose(request, of, never_fits)
+    best = decision.prediction
 
-    def describe(machine: Machine) -> Scenario:
+    def describe(machine: Machine) -> Situation:
         if machine.world_size != RANKS:
             raise CostsError("no link")
-        workload = replace(scenario.workload, batch_size=machine.batch_size)
-        return replace(scenario, workload=workload, machine=machine)
+        workload = replace(of.workload, batch_size=machine.batch_size)
+        return replace(of, workload=workload, machine=machine)
 
     found = {
-        entry.pop("what"): entry
-        for entry in predict_sensitivity(CostPlacement(may_pool=False), scenario, best, describe)
+        entry.pop("what"): entry for entry in predict_sensitivity(request, decision, of, describe)
     }
     assert set(found) == {
         *("hot budget x 0.5", "hot budget x 2", "batch x 0.5", "batch x 2"),
         *("ranks x 0.5", "ranks x 2"),
     }
-    assert found["hot budget x 0.5"]["hot_rows"] < sum(best.num_hot.values())
-    assert found["hot budget x 0.5"]["step_s"] >= best.step.step_s
+    assert found["hot budget x 0.5"]["hot_rows"] < decision.chosen.num_hot
+    assert found["hot budget x 0.5"]["step_s"] >= best.step_s
     rates = [found[f"batch x {factor}"]["samples_per_s"] for factor in ("0.5", "2")]
     assert rates[0] < rates[1]
     assert found["ranks x 2"] == {"step_s": None, "hot_rows": None, "why": "no link"}
+
+
+# --- smaller hot sets
 
 
 def counted_demand(name: str, counts: Any) -> TableDemand:
@@ -165,54 +182,186 @@ def test_shares_are_nested(tables: Any, share: float, data: st.DataObject) -> No
     assert sum(kept.values()) <= share * sum(num_hot.values())
 
 
-def make_document(pipeline: PipelineSpec) -> dict[str, Any]:
-    scenario = make_scenario(pipeline)
-    name = own_name(pipeline.kind)
-    decision = Decision(name, "It is fastest.", {name: fastest(scenario)})
-    document = prediction_document(
-        scenario, decision, partition=None, counts=COUNTS, sensitivity=[]
-    )
-    whole: dict[str, Any] = json.loads(json.dumps(document))
-    return whole
+# --- TorchRec's own plans, and the choice
+
+
+def never_fits(tables: TorchrecTables, pipeline: PipelineSpec) -> str:
+    return "too large"
+
+
+ALL_COLD = GivenTables(Placement.alike(Partition(NUM_ROWS), Tier.DEVICE, None))
+
+
+def baselines(
+    on: Machine, kind: PipelineKind = PipelineKind.sparse_dist, shardings: Any = by_table
+) -> dict[str, Prediction]:
+    request = PlanRequest(ALL_COLD, PipelineSpec(kind), name="all_cold")
+    decision = propose(request, situation(on), shardings, with_baselines=True)
+    return {p.label: of for p, of in decision.predictions.items() if not p.is_hotrec}
+
+
+def test_host_tiers_are_predicted_on_cuda_where_the_tables_do_not_fit() -> None:
+    def on_hosts(tables: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:
+        return "no" if tables.tier is ColdTier.auto else by_table(tables, pipeline)
+
+    found = baselines(machine(), shardings=on_hosts)
+    uvm, prefetched = (f"torchrec planner {t}" for t in ("fused_uvm", "fused_uvm_caching prefetch"))
+    assert list(found) == [uvm, prefetched]
+    assert found[prefetched].step.hidden_s["row_lookup"] > 0
+    assert found[uvm].max_bytes[0] < found[prefetched].max_bytes[0]
+    # Where all fits the devices they are never faster, and on a CPU there are none.
+    for device in ("cuda", "cpu"):
+        assert list(baselines(machine(device))) == ["torchrec planner", "torchrec hand_tuned"]
+    assert baselines(machine("cpu"), shardings=on_hosts) == {}
+
+
+def test_each_plan_of_torchrec_is_predicted_in_each_pipeline() -> None:
+    in_line = ["torchrec planner", "torchrec hand_tuned"]
+    of_base = [f"{name} base" for name in in_line]
+    for kind, expected in (
+        (PipelineKind.sparse_dist, in_line),
+        (PipelineKind.look_ahead, in_line),  # which trains no unsplit table
+        (PipelineKind.base, of_base),
+        (PipelineKind.auto, [*in_line, *of_base]),
+    ):
+        found = baselines(machine("cpu"), kind)
+        assert list(found) == expected, kind
+    for name in in_line:
+        assert found[f"{name} base"].shardings == found[name].shardings
 
 
 @pytest.mark.parametrize(
-    "pipeline", [LOOK_AHEAD, PipelineSpec(PipelineKind.look_ahead, "fp16"), SPARSE_DIST]
+    ("change", "is_another"),
+    [
+        ({"ranks": (0,)}, False),  # TorchRec's planner chooses the ranks in all of its plans
+        ({"kind": "data_parallel"}, True),
+        ({"tier": Tier.HOST}, True),
+    ],
 )
-def test_the_document(pipeline: PipelineSpec) -> None:
-    document = make_document(pipeline)
-    [plan] = document["plans"].values()
-    assert document["pipeline"] == plan["pipeline"] == pipeline.kind.value
-    assert plan["wire"] == pipeline.wire
-    # Bytes by table add up to those of the plan.
-    dense_bytes = 100_000 * (4 if pipeline.wire == "fp32" else 2)  # 2 (W-1)/W of each parameter
-    sent = sum(table["sent_bytes_after"] for table in document["tables"])
-    assert sent == pytest.approx(plan["total_sent_bytes"] - dense_bytes, rel=1e-6)
-    assert 0 < document["expected"]["urgent_rows"] < document["expected"]["cold_rows"]
-    text = " ".join(plan_report_text(document).split())
-    assert ("communication that nothing hides. Row lookups" in text) == pipeline.is_look_ahead
-    shown = "look_ahead" if pipeline.is_look_ahead else "sparse_dist"
-    assert shown in text[text.index("(chosen)") :].split("Where a step")[0]
+def test_plans_that_are_alike_are_one(change: Mapping[str, Any], is_another: bool) -> None:
+    def shardings(tables: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:
+        found = dict(by_table(TorchrecTables(), pipeline))
+        if tables.plan is HAND_TUNED:
+            found["C1"] = replace(found["C1"], **change)
+        return found
+
+    found = baselines(machine("cuda"), shardings=shardings)
+    assert list(found)[:1] == ["torchrec planner"]
+    assert ("torchrec hand_tuned" in found) == is_another
+    assert "torchrec table_wise" not in found
 
 
-READ_S = 1e-3  # of a sample
+def test_what_does_not_fit_is_left_out_unless_it_was_asked_for() -> None:
+    of = situation(machine("cpu"))
+    request = PlanRequest(ByCost(), name="cost")
+    assert all(plan.is_hotrec for plan in propose(request, of, never_fits).predictions)
+    with pytest.raises(ValueError, match="too large"):
+        propose(PlanRequest(TorchrecTables(), name="torchrec"), of, never_fits)
 
 
-@pytest.mark.parametrize("pipeline", [LOOK_AHEAD, SPARSE_DIST])
-def test_the_loader_is_in_the_step(pipeline: PipelineSpec) -> None:
-    """Where it is the bottleneck; workers that route take longer, but not TorchRec's."""
-    scenario = make_scenario(pipeline)
-    found = fastest(scenario)
-    loader = {name: Line(per_item_s=READ_S) for name in ("read", "work")}
-    loader |= {"receive": Line(), "route": Line(per_item_s=1e-6)}
-    costs = replace(scenario.costs, loader=loader)
-    workload = replace(scenario.workload, is_routed_by_loader=True)
-    slow = replace(scenario, costs=costs, workload=workload, loader=Loader(2, 64))
-    predicted = predict_placement(slow, found.num_hot, found.tables)
-    num_ids = BATCH * sum(d.lookups_per_sample for d in scenario.demands)
-    assert predicted.step.step_s == pytest.approx((READ_S * BATCH + 1e-6 * num_ids) / 2)
-    plain = predict_shardings(
-        slow, {d.name: TableSharding("table_wise", (0,)) for d in scenario.demands}
+def test_a_request_for_a_plan_of_torchrec_predicts_that_one() -> None:
+    of, asked = situation(machine("cpu")), TorchrecTables(HAND_TUNED)
+    request = PlanRequest(asked, SPARSE_DIST, num_workers=3, name="torchrec")
+    decision = propose(request, of, by_table)
+    assert decision.chosen == Plan(asked, SPARSE_DIST, 3)
+    assert list(decision.predictions) == [decision.chosen]
+    assert decision.prediction.shardings["C3"].kind == "data_parallel"
+    assert decision.why == "placement=torchrec is configured."
+    others = propose(request, of, by_table, with_baselines=True).predictions
+    assert {plan.label for plan in others} == {"torchrec planner", "torchrec hand_tuned"}
+
+
+def test_a_given_split_is_predicted_in_each_pipeline() -> None:
+    partition = Partition(NUM_ROWS, {"C2": np.array([4, 1])})
+    given_tables = GivenTables(Placement.alike(partition, Tier.DEVICE, None))
+    request = PlanRequest(given_tables, AUTO, num_workers=1, name="coverage")
+    decision = propose(request, situation(machine("cpu")), never_fits)
+    kinds = [plan.pipeline.kind.value for plan in decision.predictions]
+    assert kinds == ["look_ahead", "sparse_dist", "base"]
+    assert {plan.num_hot for plan in decision.predictions} == {2}
+    assert {plan.num_workers for plan in decision.predictions} == {1}
+    steps = [of.step_s for of in decision.predictions.values()]
+    assert decision.prediction.step_s == min(steps)
+    assert decision.placement is given_tables.placement
+    kind = decision.chosen.pipeline.kind.value
+    assert decision.why.endswith(f"configured. Of its pipelines {kind} is predicted to be best.")
+
+
+@pytest.mark.parametrize("may_decline", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_fastest_is_chosen(device: str, may_decline: bool) -> None:
+    """TorchRec's plan where it is predicted to be as fast, unless the user keeps hot rows."""
+    request = PlanRequest(ByCost(may_decline=may_decline), AUTO, name="cost")
+    decision = propose(request, situation(machine(device)), by_table)
+    steps = {plan: of.step_s for plan, of in decision.predictions.items()}
+    ours = [plan for plan in steps if plan.is_hotrec]
+    ahead = {PipelineKind.look_ahead} if device == "cpu" else set()
+    assert {plan.pipeline.kind for plan in ours} == {PipelineKind.sparse_dist, BASE, *ahead}
+    assert decision.chosen == min(steps if may_decline else ours, key=steps.__getitem__)
+    assert decision.why.startswith(f"{decision.chosen.title} is predicted to take ")
+    assert decision.all_cold is not None
+    assert decision.placement is None
+    # The same forms but for the cover of the ids, so the same tables.
+    in_line, of_base = (
+        next(p for p in ours if p.pipeline.kind is k) for k in (PipelineKind.sparse_dist, BASE)
     )
-    assert plain.step.step_s == pytest.approx(READ_S * BATCH / 2)
-    assert sum(predicted.step.stage_s.values()) == pytest.approx(predicted.step.step_s)
+    assert in_line.tables == of_base.tables
+
+
+# --- what a choice claims, and which candidates a trial gets
+
+COSTS = replace(BUILTIN["cpu_1gbit"], ratio_interval=(0.9, 1.2))
+AHEAD, OURS, OUR_BASE = (
+    split_plan(kind) for kind in (PipelineKind.look_ahead, PipelineKind.sparse_dist, BASE)
+)
+THEIRS, THEIR_HAND, THEIR_TABLES = (torchrec_plan(p) for p in (PLANNER, HAND_TUNED, TABLE_WISE))
+THEIR_BASE = torchrec_plan(HAND_TUNED, BASE)
+
+
+def decided(steps_ms: Mapping[Plan, float]) -> Decision:
+    """The first one is chosen."""
+    predictions = {
+        plan: Prediction(StepPrediction(step_ms / 1e3, {}, {}, {}), [])
+        for plan, step_ms in steps_ms.items()
+    }
+    return Decision(next(iter(predictions)), "", predictions)
+
+
+@pytest.mark.parametrize(
+    ("ours_ms", "theirs_ms", "claim"),
+    [
+        (10.0, 20.0, "10 ms (9 to 12) a step, 50% less than TorchRec's planner, 20 ms (18 to 24)."),
+        (10.0, 11.0, "within the uncertainty of TorchRec's planner, 11 ms (9.9 to 13.2)."),
+        (12.0, 11.0, "more than TorchRec's planner, 11 ms (9.9 to 13.2); placement.may_decline="),
+    ],
+)
+def test_no_gain_is_claimed_within_the_interval(
+    ours_ms: float, theirs_ms: float, claim: str
+) -> None:
+    decision = decided({OURS: ours_ms, THEIRS: theirs_ms, THEIR_HAND: 25.0, AHEAD: 30.0})
+    why = explain(OURS, decision.predictions, COSTS)
+    assert why.startswith("hotrec, 5 hot rows, sparse_dist is predicted to take ")
+    assert claim in why
+
+
+def test_candidates_in_doubt() -> None:
+    decision = decided(
+        # The last one takes from 12.6 ms on, where the chosen one ends at 12.
+        {OURS: 10.0, AHEAD: 11.0, OUR_BASE: 10.0, THEIRS: 13.0, THEIR_HAND: 14.0}
+    )
+    assert in_doubt(decision, COSTS) == [OURS, THEIRS, AHEAD, OUR_BASE]
+    assert in_doubt(decision, COSTS, may_decline=False) == [OURS, AHEAD, OUR_BASE]
+    many = decided({split_plan(num_hot=n): 10.0 for n in range(9)})
+    assert len(in_doubt(many, COSTS)) == MAX_TRIED
+
+
+def test_the_slowest_in_doubt_are_not_tried() -> None:
+    """Though a plan in base comes after all others, as its prediction hardly differs."""
+    in_base = {OUR_BASE: 10.5, THEIR_BASE: 10.5}
+    theirs = {THEIRS: 11.0, THEIR_HAND: 10.0, THEIR_TABLES: 11.5}
+    *in_line, base, their_base = in_doubt(
+        decided({OURS: 10.0, AHEAD: 11.0} | in_base | theirs), COSTS
+    )
+    assert in_line[:2] == [OURS, THEIR_HAND]
+    assert set(in_line[2:]) == {AHEAD, THEIRS}
+    assert {base, their_base} == set(in_base)
