@@ -61,7 +61,6 @@ def test_a_choice_by_cost(dataset: Dataset) -> None:
         "placement.hot_budget_mib=3",
         "placement.may_pool=false",
         f"++placement.overrides={{{table}:hot}}",
-        "placement.hot_exchange=touched_rows",
         "pipeline.wire=bf16",
         "trainer.num_workers=2",
     )
@@ -71,7 +70,6 @@ def test_a_choice_by_cost(dataset: Dataset) -> None:
         PipelineSpec(PipelineKind.auto, WireType.bf16),
         num_workers=2,
         name="cost",
-        hot_exchange=HotExchange.touched_rows,
         is_routed_by_loader=True,
     )
     assert request_of(dataset, "placement=cost").tables == ByCost()
@@ -87,11 +85,13 @@ def test_a_plan_of_torchrec(dataset: Dataset) -> None:
 
 
 def test_a_policy_and_a_saved_partition(dataset: Dataset) -> None:
-    all_hot = request_of(dataset, "placement=all_hot", "placement.routing=device")
+    all_hot = request_of(
+        dataset, "placement=all_hot", "placement.routing=device", "placement.hot_exchange=owners"
+    )
     assert isinstance(all_hot.tables, GivenTables)
     assert all_hot.tables.placement.partition.total_hot == sum(NUM_ROWS.values())
     assert all_hot.tables.slots is None
-    assert not all_hot.is_routed_by_loader
+    assert (all_hot.hot_exchange, all_hot.is_routed_by_loader) == (HotExchange.owners, False)
     placed = Placement.alike(Partition(NUM_ROWS), Tier.DEVICE, None)
     saved = request_of(dataset, "placement=saved", "placement.partition_dir=p", saved=placed)
     assert isinstance(saved.tables, GivenTables)

@@ -24,13 +24,19 @@ from hotrec.cost_model.look_ahead import MOVEMENTS
 from hotrec.cost_model.profile import write_profile
 from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
+from hotrec.planner.partition import read_placement
+from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.planner.situation import Loader
 from hotrec.planner.slots import LOAD_FRACS, SlotsError
 from hotrec.planner.trial import Trial, write_trial
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
-from hotrec.types import PipelineKind, Table
+from hotrec.types import PipelineKind, PipelineSpec, Table, TorchrecPlan
 from tests.unit.data.logs import ONE_HOT_SCHEMA, write_dataset
 
+# Made by a version that recorded plans by their labels.
+BY_LABEL = Path(__file__).parents[2] / "data" / "prediction_by_label.json"
+SPARSE_DIST, BASE = PipelineKind.sparse_dist, PipelineKind.base
+HAND_TUNED = TorchrecPlan.hand_tuned
 ON = Machine(2, 2, "cpu", 0, 8 << 30, 32)
 
 
@@ -175,6 +181,57 @@ def test_a_trial_decides_and_is_read_back(folder: Path, one_rank: Any) -> None:
         read = read_settled_plan(config_of(folder, "placement=cost"), run, ON)
         assert read.plan.pipeline == plan.pipeline
         assert read.plan.torchrec_plan is plan.torchrec_plan
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ("torchrec planner", Plan(TorchrecTables(), PipelineSpec(SPARSE_DIST))),
+        ("torchrec hand_tuned base", Plan(TorchrecTables(HAND_TUNED), PipelineSpec(BASE))),
+        ("hot_cold look_ahead", None),
+        ("hot_cold base", None),
+    ],
+)
+def test_a_plan_that_was_recorded_by_its_label_is_read(
+    folder: Path, chosen: str, expected: Plan | None, one_rank: Any
+) -> None:
+    """As versions before the plan was in the prediction recorded it."""
+    prediction = json.loads(BY_LABEL.read_text()) | {"chosen": chosen}
+    assert "plan" not in prediction
+    words, run = ("placement=cost", "placement.may_decline=false"), folder / "by_label"
+    if not (run / PARTITION).exists():
+        make(folder, *words, run=run.name)
+    record(run, prediction)
+    read = read_settled_plan(config_of(folder, "placement=cost"), run, ON)
+    assert read.prediction == prediction
+    assert read.predicted == prediction["plans"][chosen]
+    assert read.plan.label == chosen
+    if expected is not None:
+        assert (read.plan, read.placement) == (expected, None)
+    else:
+        placement, _ = read_placement(run / PARTITION)
+        assert read.placement is not None
+        assert read.placement.tables == placement.tables
+        assert read.plan.num_hot == placement.partition.total_hot
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    ["", [], {}, {"chosen": "gone", "plans": {}}, {"plan": {}}, {"plan": {"is_hotrec": True}}],
+)
+def test_a_recorded_plan_that_is_damaged_is_refused(folder: Path, prediction: Any) -> None:
+    record(folder / "damaged", prediction)
+    with pytest.raises(ArtifactError, match=r"prediction\.json: expected the plan that the run"):
+        read_settled_plan(config_of(folder, "placement=cost"), folder / "damaged", ON)
+
+
+def test_a_run_by_cost_without_a_recorded_plan_is_refused(folder: Path) -> None:
+    with pytest.raises(ArtifactError, match="no such file. Start a new run"):
+        read_settled_plan(config_of(folder, "placement=cost"), folder / "nothing", ON)
+    words = ("placement=torchrec", "placement.plan=hand_tuned", "pipeline=base")
+    read = read_settled_plan(config_of(folder, *words), folder / "nothing", ON)
+    assert read.plan == Plan(TorchrecTables(HAND_TUNED), PipelineSpec(BASE))
+    assert read.prediction is None
 
 
 def test_a_recorded_trial_is_of_these_candidates(

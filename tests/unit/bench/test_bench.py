@@ -26,7 +26,7 @@ from hotrec.data.locality import ByOwner, Shard
 from hotrec.planner.plan import SplitTables, TorchrecTables
 from hotrec.runtime.ranks import Ranks, process_group
 from hotrec.runtime.traffic import COLLECTIVES
-from hotrec.types import STAGES, HotExchange, OptimizerKind, Tier
+from hotrec.types import STAGES, ColdTier, HotExchange, OptimizerKind, Tier
 from tests.unit.report.golden import check_golden
 
 REPOSITORY = Path(__file__).parents[3]
@@ -465,15 +465,19 @@ def test_one_gpu_cases_cost_the_same_gpu_memory() -> None:
         f"C{i}": np.arange(1, rows + 1) for i, rows in enumerate(config.bench.table_rows, start=1)
     }
     choose = one_gpu.case_chooser(budget, dim)
-    cases = {case.name: case for case in choose(config.bench, counts, 1)}
+    cases = {case.name: case for case in choose(config.bench, counts, 1, "cuda")}
 
     def cost(name: str) -> float:
-        placement: Any = cases[name].placement
-        partition = cases[name].partition
-        hot = 0 if partition is None else partition.total_hot * one_gpu.hot_row_bytes(dim)
-        tier = getattr(placement, "cold_tier", None) or placement.tier
-        cached = placement.cache_load_frac if tier.name == "fused_uvm_caching" else 0.0
-        return hot + cached * num_bytes
+        plan = cases[name].plan
+        hot = plan.num_hot * one_gpu.hot_row_bytes(dim)
+        if isinstance(plan.tables, TorchrecTables):
+            is_cached = plan.tables.tier is ColdTier.fused_uvm_caching
+            return plan.tables.cache_load_frac * num_bytes if is_cached else 0.0
+        caches = {
+            (table.cache_load_frac or 0.0) if table.tier is Tier.HOST_CACHED else 0.0
+            for table in plan.tables.tables.values()
+        }
+        return hot + caches.pop() * num_bytes
 
     assert cost("uvm") == 0
     for name in ("uvm_cache", "uvm_cache_prefetch", "hot_cold_uvm", "hot_cold_cache"):

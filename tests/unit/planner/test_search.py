@@ -13,8 +13,8 @@ import pytest
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
 from hotrec.cost_model.demand import TableDemand
 from hotrec.cost_model.forms import Workload
+from hotrec.planner import search
 from hotrec.planner.search import InfeasibleError, Limits, search_placement
-from hotrec.planning import search
 from hotrec.types import Exchange, Tier
 from tests.unit.planner.search_cases import brute_force, limit_sizes, make_case, memory_of
 
