@@ -228,7 +228,7 @@ def check_sharding(table: str, sharding: ParameterSharding, wanted: Sequence[Sha
         raise ValueError(
             f"plan table {table}: expected sharding type {' or '.join(map(repr, types))}, got "
             f"{sharding.sharding_type!r}. Constrain the planner with "
-            "hotrec.planning.placement_constraints."
+            "hotrec.assemble.constraints.placement_constraints."
         )
 
 
