@@ -215,6 +215,17 @@ def test_a_plan_that_was_recorded_by_its_label_is_read(
         assert read.plan.num_hot == placement.partition.total_hot
 
 
+def test_a_plan_of_torchrec_is_read_where_look_ahead_was_asked_for(folder: Path) -> None:
+    """Look-ahead was for a split, over which TorchRec's plan was chosen."""
+    prediction = json.loads(BY_LABEL.read_text())
+    plan = Plan(TorchrecTables(), PipelineSpec(SPARSE_DIST, depth=3))
+    for number, document in enumerate((prediction, prediction | {"plan": plan.to_json()})):
+        run = folder / f"declined_{number}"
+        record(run, document)
+        config = config_of(folder, "placement=cost", "pipeline=look_ahead", "pipeline.depth=3")
+        assert read_settled_plan(config, run, ON).plan == plan
+
+
 @pytest.mark.parametrize(
     "prediction",
     ["", [], {}, {"chosen": "gone", "plans": {}}, {"plan": {}}, {"plan": {"is_hotrec": True}}],
