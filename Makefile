@@ -30,7 +30,7 @@ FAST_TESTS := $(wildcard tests/policy tests/unit tests/config)
 OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/data tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 # Tests side by side, by file; 0 for one after the other.
 JOBS ?= 2
-# What make test runs, e.g. make test TESTS=tests/unit/planning.
+# What make test runs, e.g. make test TESTS=tests/unit/planner.
 TESTS ?= $(FAST_TESTS) $(OTHER_TESTS)
 # What a difference between torchrec's releases breaks first: parity, look-ahead, training, checkpoints
 # and use as a library.

@@ -388,9 +388,10 @@ def read_settled_plan(config: Config, run_dir: Path, machine: Machine) -> Settle
     placement, artifact = recorded_partition(config, run_dir)
     tables = recorded.torchrec if placement is None else GivenTables(placement)
     assert tables is not None, run_dir
-    plan = unpredicted(request_for(config, tables), machine)
+    request = request_for(config, tables)
     if recorded.kind is not None:
-        plan = replace(plan, pipeline=plan.pipeline.with_kind(recorded.kind))
+        request = replace(request, pipeline=request.pipeline.with_kind(recorded.kind))
+    plan = unpredicted(request, machine)
     return SettledPlan(plan, placement, artifact, recorded.prediction)
 
 

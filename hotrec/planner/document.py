@@ -56,7 +56,7 @@ def prediction_document(
     labels = {plan.digest: plan.label for plan in predictions}
     entries = {plan.label: _plan_entry(situation, plan, of) for plan, of in predictions.items()}
     if decision.all_cold is not None:
-        title = f"{ALL_COLD}, {best.pipeline.kind.value}"
+        title = dataclasses.replace(best, tables=SplitTables({}, {})).title
         cold = {"title": title, "hot_rows": 0, **_entry(situation, best, decision.all_cold)}
         entries = _inserted(entries, {ALL_COLD: cold}, len(splits))
     split = best.tables if isinstance(best.tables, SplitTables) else None

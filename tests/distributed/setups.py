@@ -20,6 +20,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.assemble.constraints import (
+    hot_cold_constraints,
+    placement_constraints,
+    torchrec_constraints,
+)
+from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
@@ -31,13 +37,7 @@ from hotrec.embedding.torchrec import ddp_modules
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture
-from hotrec.assemble.constraints import (
-    hot_cold_constraints,
-    placement_constraints,
-    torchrec_constraints,
-)
 from hotrec.planner.machine import Machine
-from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.runtime.codecs import compress_dense, wire_codecs
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import (

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import cpu_rows, networks_page, one_gpu, routing_speed
 from hotrec.bench.benchmark import measure
-from hotrec.bench.cases import Block, Case, case_config, choose_hot_rows, make_cases, step_seconds
+from hotrec.bench.cases import Block, Case, choose_hot_rows, make_cases, step_seconds
 from hotrec.bench.figures import Measured, losses_apart, summarize
 from hotrec.bench.machine import interface_sent_bytes
 from hotrec.bench.measure import takes_part
@@ -23,10 +23,10 @@ from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import BenchCase, BenchRootConfig, HotRowsRule
 from hotrec.data.batch import Batch
 from hotrec.data.locality import ByOwner, Shard
-from hotrec.planner.predict import torchrec_name
+from hotrec.planner.plan import SplitTables, TorchrecTables
 from hotrec.runtime.ranks import Ranks, process_group
 from hotrec.runtime.traffic import COLLECTIVES
-from hotrec.types import STAGES, ColdTier, HotExchange, OptimizerKind
+from hotrec.types import STAGES, ColdTier, HotExchange, OptimizerKind, Tier
 from tests.unit.report.golden import check_golden
 
 REPOSITORY = Path(__file__).parents[3]
@@ -159,17 +159,20 @@ def test_hot_rows_are_the_most_looked_up(words: list[str], hot: dict[str, list[i
         choose_hot_rows(bench, counts, world_size=2)
 
 
-def cases_of(config: BenchRootConfig) -> dict[str, Case]:
+def cases_of(config: BenchRootConfig, device: str = "cpu") -> dict[str, Case]:
     counts = zipf_tables(list(config.bench.table_rows)).count(1000)
-    return {case.name: case for case in make_cases(config.bench, counts, world_size=2)}
+    cases = make_cases(config.bench, counts, world_size=2, device=device)
+    return {case.name: case for case in cases}
 
 
-def test_cases_are_configurations_of_train() -> None:
+def test_cases_are_plans() -> None:
     config = root_config("bench.num_hot_rows=1")
     cases = cases_of(config)
     assert list(cases) == [case.name for case in BenchCase]
     hot = {name: c.partition.total_hot for name, c in cases.items() if c.partition is not None}
     assert hot == {"hot_cold": 1, "all_cold": 0, "all_hot": sum(config.bench.table_rows)}
+    assert {name: case.plan.num_hot for name, case in cases.items() if name in hot} == hot
+    assert {case.plan.is_hotrec for name, case in cases.items() if name not in hot} == {False}
 
 
 def test_a_variant_is_a_placement_and_a_pipeline() -> None:
@@ -178,7 +181,7 @@ def test_a_variant_is_a_placement_and_a_pipeline() -> None:
         "bench.variants.look_ahead.depth=3",
     )
     cases = cases_of(config)
-    pipelines = {name: case_config(config, case).pipeline for name, case in cases.items()}
+    pipelines = {name: case.plan.pipeline for name, case in cases.items()}
     assert {n: (p.kind.name, p.depth, p.wire.name) for n, p in pipelines.items()} == {
         "look_ahead": ("look_ahead", 3, "fp32"),
         "look_ahead_bf16": ("look_ahead", 1, "bf16"),
@@ -186,27 +189,36 @@ def test_a_variant_is_a_placement_and_a_pipeline() -> None:
         "hot_cold": ("sparse_dist", 1, "fp32"),
     }
     assert [name for name, case in cases.items() if not case.is_exact] == ["look_ahead_bf16"]
-    base: Any = cases["hot_cold_base"]
-    assert base.placement.hot_exchange is HotExchange.dense
-    assert (base.partition.total_hot, cases["hot_cold"].partition.total_hot) == (10, 60)
+    base, hot_cold = cases["hot_cold_base"], cases["hot_cold"]
+    assert isinstance(base.plan.tables, SplitTables)
+    assert base.plan.tables.hot_exchange is HotExchange.dense
+    assert base.placement is not None
+    assert base.placement.is_hot_dense
+    assert (base.plan.num_hot, hot_cold.plan.num_hot) == (10, 60)
 
 
 def test_torchrecs_host_tiers_are_cases() -> None:
     config: BenchRootConfig = build_config(compose_config("bench", ["bench=host_tiers"]))
-    cases = cases_of(config)
-    built = {name: case_config(config, case) for name, case in cases.items()}
-    assert {name: torchrec_name(built[name]) for name in cases if "planner" in name} == {
+    cases = cases_of(config, "cuda")
+    assert {name: case.plan.label for name, case in cases.items() if "planner" in name} == {
         "planner": "torchrec planner",
         "planner_uvm": "torchrec planner fused_uvm",
         "planner_cache": "torchrec planner fused_uvm_caching prefetch",
     }
-    cache: Any = built["planner_cache"].placement
-    cold: Any = built["all_cold_cache"].placement
-    assert cache.cache_load_frac == cold.cache_load_frac == 0.1
-    assert cold.cold_tier is ColdTier.fused_uvm_caching
+    cache = cases["planner_cache"].plan.tables
+    assert isinstance(cache, TorchrecTables)
+    assert cache.cache_load_frac == 0.1
+
+    def tiers(name: str) -> set[tuple[Tier, float | None]]:
+        placement = cases[name].placement
+        assert placement is not None
+        return {(table.tier, table.cache_load_frac) for table in placement.tables.values()}
+
+    assert tiers("all_cold_cache") == {(Tier.HOST_CACHED, 0.1)}
+    assert {tier for tier, _ in tiers("all_cold_slots")} == {Tier.CACHED}
     assert all(case.is_exact for case in cases.values())
-    slots: Any = cases["all_cold_slots"]
-    assert built["all_cold_slots"].placement.cold_tier is ColdTier.cached
+    slots = cases["all_cold_slots"].placement
+    assert slots is not None
     num_popular = sum(map(len, slots.popular_rows.values()))
     # Of rank 0's and 1's 10% of the rows; rounded up.
     assert 0 < num_popular <= 0.1 * sum(config.bench.table_rows) + 2
@@ -453,15 +465,19 @@ def test_one_gpu_cases_cost_the_same_gpu_memory() -> None:
         f"C{i}": np.arange(1, rows + 1) for i, rows in enumerate(config.bench.table_rows, start=1)
     }
     choose = one_gpu.case_chooser(budget, dim)
-    cases = {case.name: case for case in choose(config.bench, counts, 1)}
+    cases = {case.name: case for case in choose(config.bench, counts, 1, "cuda")}
 
     def cost(name: str) -> float:
-        placement: Any = cases[name].placement
-        partition = cases[name].partition
-        hot = 0 if partition is None else partition.total_hot * one_gpu.hot_row_bytes(dim)
-        tier = getattr(placement, "cold_tier", None) or placement.tier
-        cached = placement.cache_load_frac if tier.name == "fused_uvm_caching" else 0.0
-        return hot + cached * num_bytes
+        plan = cases[name].plan
+        hot = plan.num_hot * one_gpu.hot_row_bytes(dim)
+        if isinstance(plan.tables, TorchrecTables):
+            is_cached = plan.tables.tier is ColdTier.fused_uvm_caching
+            return plan.tables.cache_load_frac * num_bytes if is_cached else 0.0
+        caches = {
+            (table.cache_load_frac or 0.0) if table.tier is Tier.HOST_CACHED else 0.0
+            for table in plan.tables.tables.values()
+        }
+        return hot + caches.pop() * num_bytes
 
     assert cost("uvm") == 0
     for name in ("uvm_cache", "uvm_cache_prefetch", "hot_cold_uvm", "hot_cold_cache"):

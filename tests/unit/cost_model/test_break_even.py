@@ -12,7 +12,7 @@ from hotrec.cost_model.step import break_even, make_step_model, marginal_s
 from hotrec.planner.search import Limits, search_placement
 from hotrec.types import TablePlacement
 from tests.unit.cost_model.samples import work_of
-from tests.unit.planning.search_cases import make_costs
+from tests.unit.planner.search_cases import make_costs
 
 WORKLOAD = Workload(64, 0.0, 0.3, 0)
 WORLD = World(4, 4)

@@ -1,4 +1,4 @@
-"""What a choice by prediction claims, which candidates a trial gets, and what a trial says."""
+"""What follows from a trial, and the record of past ones."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.forms import PipelineSpec, StepPrediction
-from hotrec.planner.predict import Predicted
-from hotrec.planner.propose import MOST_TRIED, Decision, explain, in_doubt
 from hotrec.planner.trial import (
     START_SPREAD,
     Trial,
@@ -24,72 +20,8 @@ from hotrec.planner.trial import (
     trial_file,
     write_trial,
 )
-from hotrec.types import PipelineKind
 
-COSTS = replace(BUILTIN["cpu_1gbit"], ratio_interval=(0.9, 1.2))
-
-
-def predictions(**steps_ms: float) -> dict[str, Predicted]:
-    found = {}
-    for key, step_ms in steps_ms.items():
-        name = key.replace("__", " ")
-        last = name.split()[-1]
-        kind = PipelineKind[last] if last in PipelineKind.__members__ else PipelineKind.sparse_dist
-        step = StepPrediction(step_ms / 1e3, {}, {}, {})
-        found[name] = Predicted(step, [], pipeline=PipelineSpec(kind))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("ours_ms", "theirs_ms", "claim"),
-    [
-        (10.0, 20.0, "10 ms (9 to 12) a step, 50% less than torchrec planner, 20 ms (18 to 24)."),
-        (10.0, 11.0, "within the uncertainty of torchrec planner, 11 ms (9.9 to 13.2)."),
-        (12.0, 11.0, "more than torchrec planner, 11 ms (9.9 to 13.2); placement.may_decline="),
-    ],
-)
-def test_no_gain_is_claimed_within_the_interval(
-    ours_ms: float, theirs_ms: float, claim: str
-) -> None:
-    ours = {"hot_cold__sparse_dist": ours_ms, "all_cold": 1.0}
-    why = explain("hot_cold sparse_dist", predictions(**ours, torchrec__planner=theirs_ms), COSTS)
-    assert claim in why
-    assert "all_cold" not in why
-
-
-def test_candidates_in_doubt() -> None:
-    predicted = predictions(
-        hot_cold__look_ahead=11.0,
-        hot_cold__sparse_dist=10.0,
-        hot_cold__base=10.0,
-        all_cold=10.0,
-        torchrec__planner=13.0,
-        torchrec__hand_tuned=14.0,  # from 12.6 ms on, where the chosen one ends at 12
-    )
-    decision = Decision("hot_cold sparse_dist", "", predicted)
-    first, *others = ["hot_cold sparse_dist", "hot_cold look_ahead", "hot_cold base"]
-    assert in_doubt(decision, COSTS) == [first, "torchrec planner", *others]
-    assert in_doubt(decision, COSTS, may_decline=False) == [first, *others]
-    assert in_doubt(Decision("all_cold", "", predictions(all_cold=10.0)), COSTS) == []
-    many = {f"hot_cold {n}": plan for n in range(9) for plan in predictions(p=10.0).values()}
-    assert len(in_doubt(Decision("hot_cold 0", "", many), COSTS)) == MOST_TRIED
-
-
-def test_the_slowest_in_doubt_are_not_tried() -> None:
-    """Though a plan in base comes after all others, as its prediction hardly differs."""
-    predicted = predictions(
-        hot_cold__sparse_dist=10.0,
-        hot_cold__look_ahead=11.0,
-        hot_cold__base=10.5,
-        torchrec__planner=11.0,
-        torchrec__hand_tuned=10.0,
-        torchrec__table_wise=11.5,
-        torchrec__hand_tuned__base=10.5,
-    )
-    *in_line, base, their_base = in_doubt(Decision("hot_cold sparse_dist", "", predicted), COSTS)
-    assert in_line[:2] == ["hot_cold sparse_dist", "torchrec hand_tuned"]
-    assert set(in_line[2:]) == {"hot_cold look_ahead", "torchrec planner"}
-    assert {base, their_base} == {"hot_cold base", "torchrec hand_tuned base"}
+LABELS = {name: f"plan {name}" for name in "abc"}
 
 
 @pytest.mark.parametrize(("num_others", "num_rounds"), [(0, 6), (3, 3)])
@@ -140,33 +72,48 @@ def test_what_a_trial_knows(
     assert (trial.open_candidates, trial.is_decided) == (still_open, is_decided)
     assert trial.chosen == "a"
     step = f"{1e3 * trial.step_s('a'):.3g} ms"
-    assert trial.why.startswith(f"a took {step} a step, the least of {len(block_s)} plans in a")
-    of_b = trial.why.partition("; b ")[2].partition(")")[0]
+    why = trial.why(LABELS)
+    assert why.startswith(f"plan a took {step} a step, the least of {len(block_s)} plans in a")
+    of_b = why.partition("; plan b ")[2].partition(")")[0]
     assert of_b.endswith("within the noise" if "b" in still_open else "slower")
 
 
 def test_what_did_not_take_turns_claims_nothing(tmp_path: Path) -> None:
     trial = Trial({"a": [1.0, 1.0, 1.0], "b": [2.0, 2.0, 2.0]}, 5.0, took_turns=False)
-    assert "did not take turns: no claim of speed; b 2e+03 ms." in trial.why
-    assert "slower" not in trial.why
+    assert "did not take turns: no claim of speed; plan b 2e+03 ms." in trial.why(LABELS)
+    assert "slower" not in trial.why(LABELS)
     write_trial(trial, tmp_path / "a.json")
-    assert read_trial(tmp_path / "a.json", "ab") == replace(trial, is_recorded=True)
+    assert read_trial(tmp_path / "a.json", LABELS) == replace(trial, is_recorded=True)
     # What left before the rounds has none to compare.
     left = Trial({"a": [1.0, 1.0, 1.0], "c": [3.5]}, 5.0)
-    assert "c 3.5e+03 ms (left out after its first steps)" in left.why
+    assert "plan c 3.5e+03 ms (left out after its first steps)" in left.why(LABELS)
 
 
 def test_a_difference_that_rounds_to_nothing_has_no_minus() -> None:
     trial = Trial({"a": [1.0, 1.001], "b": [1.001, 1.0]}, 5.0)
-    assert "-0%" not in trial.why
+    assert "-0%" not in trial.why(LABELS)
 
 
 def test_a_record_is_read_back(tmp_path: Path) -> None:
     trial, file = Trial({"a": [1.0, 2.0], "b": [3.0]}, 5.0), trial_file(tmp_path, {"batch": 1})
-    assert read_trial(file, "ab") is None
+    assert read_trial(file, LABELS) is None
     write_trial(trial, file)
-    assert read_trial(file, "abc") == replace(trial, is_recorded=True)
+    assert read_trial(file, LABELS) == replace(trial, is_recorded=True)
     assert trial_file(tmp_path, {"batch": 2}) != file
+
+
+def test_the_document_of_a_trial_has_labels() -> None:
+    trial = Trial({"a": [1.0, 1.0], "b": [2.0, 2.0]}, 5.0)
+    document = trial.document(LABELS)
+    assert (document["seconds"], document["is_recorded"], document["took_turns"]) == (
+        5,
+        False,
+        True,
+    )
+    assert list(document["plans"]) == ["plan a", "plan b"]
+    of_b = document["plans"]["plan b"]
+    assert (of_b["step_s"], of_b["block_s"]) == (pytest.approx(2.0), [2.0, 2.0])
+    assert of_b["slower"][0] < 2 < of_b["slower"][1]
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "large", "directory"])
@@ -184,7 +131,7 @@ def test_a_record_without_an_end_is_not_read(
         with file.open("w") as large:
             large.truncate(1 << 33)
     with caplog.at_level(logging.WARNING):
-        assert read_trial(file, "a") is None
+        assert read_trial(file, LABELS) is None
     assert f"{file}: expected the record of a trial" in caplog.text
 
 
@@ -200,5 +147,5 @@ def test_a_damaged_record_is_not_believed(
     file = trial_file(tmp_path, {})
     file.write_text(content)
     with caplog.at_level(logging.WARNING):
-        assert read_trial(file, "a") is None
+        assert read_trial(file, LABELS) is None
     assert f"{file}: expected the record of a trial" in caplog.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,30 +14,37 @@ from torchrec.distributed.types import (
     ShardingPlan,
 )
 
+from hotrec.assemble.trainable import Trainable
 from hotrec.embedding.table_memory import CacheFigures
-from hotrec.runs.train import cache_counts
+from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
+from hotrec.types import TablePlacement, Tier
 
-CUDA = torch.device("cuda", 0)
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
-def sharded(*kernels: str, has_slots: bool = False) -> Any:
+def trainable(device: torch.device, *kernels: str, has_slots: bool = False) -> Trainable:
     """A model of this rank without a fused module."""
     tables = {
         f"t{i}": ParameterSharding(sharding_type="table_wise", compute_kernel=kernel, ranks=[1])
         for i, kernel in enumerate(kernels)
     }
-    plan = ShardingPlan({"tables": EmbeddingModuleShardingPlan(tables)})
-    return SimpleNamespace(plan=plan, model=nn.Linear(1, 1), has_slots=has_slots)
+    sharding = ShardingPlan({"tables": EmbeddingModuleShardingPlan(tables)})
+    slots = TablePlacement(tier=Tier.CACHED, cache_load_frac=0.5)
+    split = SplitTables(dict.fromkeys(tables, 0), dict.fromkeys(tables, slots))
+    model: Any = nn.Linear(1, 1)
+    unused: Any = None
+    plan = Plan(split if has_slots else TorchrecTables())
+    return Trainable(plan, model, unused, sharding, device, route=None, facts=unused)
 
 
 def test_a_rank_whose_shards_have_no_cache_counts_zeros() -> None:
-    count = cache_counts(sharded("fused", "fused_uvm_caching"), CUDA)
+    count = trainable(CUDA, "fused", "fused_uvm_caching").cache_counters()
     assert count is not None
     assert count() == asdict(CacheFigures())
 
 
 def test_slots_are_counted_on_any_device() -> None:
-    count = cache_counts(sharded("fused", has_slots=True), torch.device("cpu"))
+    count = trainable(CPU, "fused", has_slots=True).cache_counters()
     assert count is not None
     assert count() == asdict(CacheFigures())
 
@@ -47,10 +53,10 @@ def test_slots_are_counted_on_any_device() -> None:
     ("kernels", "device"),
     [
         (["fused", "fused_uvm", "dense"], CUDA),
-        (["fused_uvm_caching"], torch.device("cpu")),
+        (["fused_uvm_caching"], CPU),
     ],
 )
 def test_nothing_is_counted_where_no_rank_has_a_cache(
     kernels: list[str], device: torch.device
 ) -> None:
-    assert cache_counts(sharded(*kernels), device) is None
+    assert trainable(device, *kernels).cache_counters() is None

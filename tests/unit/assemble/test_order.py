@@ -16,11 +16,14 @@ from hotrec.assemble.order import (
     make_alternation,
     make_train_loader,
 )
-from hotrec.assemble.planning import TrainingPlan
+from hotrec.assemble.planning import SettledPlan
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
 from hotrec.data.chunks import Dataset
 from hotrec.planner.partition import write_partition
+from hotrec.planner.plan import Plan, TorchrecTables
+from hotrec.planner.propose import split_of
+from hotrec.planner.request import GivenTables, PlanRequest
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Partition, Placement
 from tests.unit.data.logs import samples_of, write_dataset
@@ -39,9 +42,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return Dataset.open(path)
 
 
-def training_plan(
-    config: Config, dataset: Dataset, folder: Path, num_hot: tuple[int, int]
-) -> TrainingPlan:
+def settled_plan(dataset: Dataset, folder: Path, num_hot: tuple[int, int]) -> SettledPlan:
     hot = {t: np.arange(n, dtype=np.int64) for t, n in zip(NUM_ROWS, num_hot, strict=True)}
     placement = Placement.alike(Partition(NUM_ROWS, hot, policy="by hand"))
     artifact = write_partition(
@@ -52,7 +53,11 @@ def training_plan(
         dataset_hash=dataset.artifact.content_hash,
         profile_hash="none",
     )
-    return TrainingPlan(config, placement, artifact, None)
+    plan = Plan(split_of(PlanRequest(GivenTables(placement)), placement))
+    return SettledPlan(plan, placement, artifact)
+
+
+TORCHREC = SettledPlan(Plan(TorchrecTables()), None)
 
 
 @pytest.mark.parametrize(("order", "is_in_order"), [("shuffled", False), ("time", True)])
@@ -67,14 +72,7 @@ def test_samples_come_as_the_order_says(dataset: Dataset, order: str, is_in_orde
 
 def test_the_ordinary_order_needs_no_kinds(dataset: Dataset, tmp_path: Path) -> None:
     config = config_of()
-    found = find_all_hot(
-        config,
-        dataset,
-        TrainingPlan(config, None, None, None),
-        tmp_path,
-        tmp_path,
-        is_resumed=False,
-    )
+    found = find_all_hot(config, dataset, TORCHREC, tmp_path, tmp_path, is_resumed=False)
     assert found is None
     assert make_alternation(config, found, 2) is None
     assert count_epoch_steps(config, dataset, found, 2) == 12
@@ -83,9 +81,8 @@ def test_the_ordinary_order_needs_no_kinds(dataset: Dataset, tmp_path: Path) -> 
 
 def test_placements_without_hot_rows_are_refused(dataset: Dataset, tmp_path: Path) -> None:
     config = config_of("order=all_hot")
-    torchrec = TrainingPlan(config, None, None, None)
-    cold = training_plan(config, dataset, tmp_path, (0, 0))
-    for given, found in ((torchrec, "TorchRec's own plan"), (cold, "by hand: 0 hot rows")):
+    cold = settled_plan(dataset, tmp_path, (0, 0))
+    for given, found in ((TORCHREC, "TorchRec's own plan"), (cold, "by hand: 0 hot rows")):
         with pytest.raises(ValueError, match=f"with hot rows for order=all_hot, got {found}"):
             find_all_hot(config, dataset, given, tmp_path, tmp_path, is_resumed=False)
 
@@ -94,9 +91,9 @@ def test_a_resumed_run_refuses_stale_samples_and_a_new_one_replaces_them(
     dataset: Dataset, tmp_path: Path
 ) -> None:
     config = config_of("order=all_hot")
-    before = training_plan(config, dataset, tmp_path, (8, 900))
+    before = settled_plan(dataset, tmp_path, (8, 900))
     first = find_all_hot(config, dataset, before, tmp_path, tmp_path, is_resumed=False)
-    other = training_plan(config, dataset, tmp_path, (9, 900))
+    other = settled_plan(dataset, tmp_path, (9, 900))
     with pytest.raises(ArtifactError, match="all-hot samples of the partition"):
         find_all_hot(config, dataset, other, tmp_path, tmp_path, is_resumed=True)
     second = find_all_hot(config, dataset, other, tmp_path, tmp_path, is_resumed=False)
@@ -126,7 +123,7 @@ def test_the_order_is_logged_once(
     said: str,
 ) -> None:
     config = config_of("order=all_hot", *words)
-    given = training_plan(config, dataset, tmp_path, num_hot)
+    given = settled_plan(dataset, tmp_path, num_hot)
     samples = find_all_hot(config, dataset, given, tmp_path, tmp_path, is_resumed=False)
     with caplog.at_level(logging.INFO, logger="hotrec"):
         alternation = make_alternation(config, samples, 2)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from hotrec.assemble.policies import choose_partition
 from hotrec.config.groups import (
     AllColdPlacement,
     AllHotPlacement,
@@ -23,7 +24,7 @@ from hotrec.config.groups import (
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.demand import prob_drawn
 from hotrec.cost_model.profile import Profile, Sampling
-from hotrec.planner.counted import Tables
+from hotrec.planner.counted import CountedTables
 from hotrec.planner.machine import Machine
 from hotrec.planner.paper_policies import choose_fae, choose_freq_cache, choose_scars
 from hotrec.planner.policies import (
@@ -33,7 +34,6 @@ from hotrec.planner.policies import (
     choose_coverage,
     choose_fraction,
     choose_min_accesses,
-    choose_partition,
     choose_popular_rows,
 )
 from hotrec.types import Partition
@@ -82,11 +82,11 @@ def falling(counts):
 
 @given(counts=COUNTS, frac=st.floats(0, 1), min_count=st.integers(1, 3))
 def test_fraction(counts, frac, min_count):
-    partition = choose_fraction(Tables.of(counts, min_count=min_count), hot_frac=frac)
+    partition = choose_fraction(CountedTables.of(counts, min_count=min_count), hot_frac=frac)
     wanted = math.floor(frac * partition.total_rows + 1e-6)
     assert chosen(partition) == set(ranked(counts, min_count=min_count)[:wanted])
     check_invariants(partition, counts, min_count=min_count)
-    shuffled = Tables.of(dict(reversed(list(counts.items()))), min_count=min_count)
+    shuffled = CountedTables.of(dict(reversed(list(counts.items()))), min_count=min_count)
     again = choose_fraction(shuffled, hot_frac=frac)
     assert chosen(again) == chosen(partition)
     per_table = choose_fraction(counts, hot_frac=frac, per_table=True)
@@ -100,7 +100,7 @@ def test_fraction_does_not_lose_a_row_to_rounding():
     counts = {"a": np.arange(1, 101)}
     assert 0.29 * 100 < 29
     assert choose_fraction(counts, hot_frac=0.29).num_hot("a") == 29
-    assert Tables.of(counts, overrides={"a": 0.29}).fixed["a"].size == 29
+    assert CountedTables.of(counts, overrides={"a": 0.29}).fixed["a"].size == 29
 
 
 @given(counts=COUNTS, coverage=st.floats(0, 1))
@@ -128,7 +128,7 @@ def test_coverage_takes_the_fewest_rows(counts, coverage):
     ],
 )
 def test_coverage_out_of_reach_is_an_error(coverage, given, message):
-    tables = Tables.of({"a": np.array([6, 1, 1]), "b": np.array([2])}, **given)
+    tables = CountedTables.of({"a": np.array([6, 1, 1]), "b": np.array([2])}, **given)
     with pytest.raises(ValueError, match=message):
         choose_coverage(tables, coverage=coverage)
 
@@ -225,7 +225,7 @@ def scars_seconds(counts, hot, *, batch, num_samples, cold_s, hot_s):
 def test_scars_against_every_size(counts, memory, hot_s, batch, is_fixed):
     fixed = {"a": np.arange(counts["a"].size)} if is_fixed else {}
     partition = choose_scars(
-        Tables.of(counts, overrides=dict.fromkeys(fixed, "hot")),
+        CountedTables.of(counts, overrides=dict.fromkeys(fixed, "hot")),
         memory_bytes=memory,
         row_bytes=ROW_BYTES,
         num_samples=5,
@@ -268,7 +268,7 @@ def test_overrides_and_small_tables(counts, data):
     override = data.draw(
         st.sampled_from(["hot", "cold"]) | st.integers(0, values.size) | st.floats(0, 1)
     )
-    fixed = Tables.of(counts, overrides={"a": override}, small_table_rows=4).fixed
+    fixed = CountedTables.of(counts, overrides={"a": override}, small_table_rows=4).fixed
     assert set(fixed) == {"a"} | {t for t in ("b", "c") if counts[t].size <= 4}
     order, seen = falling(values), int((values > 0).sum())
     match override:
@@ -304,7 +304,7 @@ BYTES = {"row_bytes": ROW_BYTES}
 )
 def test_fixed_tables_and_min_count_are_kept(choose, options):
     counts = {t: np.array([5, 4, 3, 1, 0], np.int64) for t in TABLES}
-    tables = Tables.of(counts, overrides={"a": "hot", "b": "cold"}, min_count=3)
+    tables = CountedTables.of(counts, overrides={"a": "hot", "b": "cold"}, min_count=3)
     partition = choose(tables, **options)
     # 60% of 39 lookups are 24, of which a has 13.
     assert [partition.num_hot(t) for t in TABLES] == [5, 0, 3]
@@ -313,7 +313,7 @@ def test_fixed_tables_and_min_count_are_kept(choose, options):
 
 def test_fixed_tables_pay_from_the_budget():
     counts = {"a": np.array([0, 0, 1]), "b": np.array([9, 8, 7])}
-    tables = Tables.of(counts, overrides={"a": "hot"})
+    tables = CountedTables.of(counts, overrides={"a": "hot"})
     assert choose_budget(tables, budget_bytes=48, **BYTES).hot("b").tolist() == [0, 1]
     with pytest.raises(ValueError, match=r"at least 24 for the tables fixed hot \(\['a'\]\)"):
         choose_budget(tables, budget_bytes=23, **BYTES)
@@ -330,7 +330,7 @@ def test_fixed_tables_pay_from_the_budget():
 )
 def test_override_refuses(overrides, message):
     with pytest.raises(ValueError, match=message):
-        Tables.of({"a": np.array([1, 2])}, overrides=overrides)
+        CountedTables.of({"a": np.array([1, 2])}, overrides=overrides)
 
 
 # --- configured policies

@@ -32,6 +32,7 @@ from hotrec.assemble.constraints import (
     torchrec_constraints,
 )
 from hotrec.assemble.job import make_machine
+from hotrec.assemble.topology import topology_of
 from hotrec.assemble.torchrec_plan import (
     TrainedStorageEstimator,
     host_tier_bytes,
@@ -366,7 +367,7 @@ def test_states_and_gradients_are_counted_where_they_are(
     kind: OptimizerKind, by_element: int, by_row: int, kernel: str
 ) -> None:
     """TorchRec counts neither: it looks for the optimizer on the parameters."""
-    topology = machine(2, "cuda").topology()
+    topology = topology_of(machine(2, "cuda"))
     tier = ColdTier(kernel)
     constraints = hot_cold_constraints(tables(), PARTITION, cold_tier=tier)
     sharders: Any = [HotColdSharder(OptimizerSpec(kind, learning_rate=0.1))]
@@ -433,7 +434,7 @@ def costs(device: str, *, inter: Link | None = None, **kernels: Line) -> Costs:
 def test_bandwidths_of_a_cpu_host() -> None:
     read = Line(per_item_s=56e-9, per_byte_s=1e-9 / 1.28)  # 256 bytes in 256 ns
     on = machine(costs=costs("cpu", pooled_device=read))
-    topology = on.topology()
+    topology = topology_of(on)
     assert topology.ddr_mem_bw == pytest.approx(1e9 / 1000, rel=1e-9)  # bytes per ms
     assert topology.intra_host_bw == pytest.approx(8e6)
     for kind in (CollectiveType.ALL_REDUCE, CollectiveType.ALL_TO_ALL):
@@ -443,7 +444,8 @@ def test_bandwidths_of_a_cpu_host() -> None:
 def test_bandwidths_of_gpus_on_two_hosts() -> None:
     device, host = Line(per_byte_s=1e-12), Line(per_byte_s=1e-10)
     found = costs("cuda", inter=Link(1e-5, 5e9), pooled_device=device, pooled_host=host)
-    topology = replace(machine(2, "cuda"), world_size=8, local_world_size=4, costs=found).topology()
+    two = machine(8, "cuda", local_world_size=4, costs=found)
+    topology = topology_of(two)
     assert topology.inter_host_bw == pytest.approx(5e9 / 4 / 1000)
     for kernel, expected in (("fused", 1e12), ("fused_uvm", 1e10)):
         bandwidth = kernel_bw_lookup(
@@ -454,9 +456,9 @@ def test_bandwidths_of_gpus_on_two_hosts() -> None:
 
 def test_costs_of_another_machine_are_refused() -> None:
     with pytest.raises(CostsError, match=r"device: expected costs of a cpu machine, got cuda\."):
-        machine(costs=costs("cuda")).topology()
+        topology_of(machine(costs=costs("cuda")))
     with pytest.raises(CostsError, match="expected the link between hosts"):
-        machine(costs=costs("cpu"), local_world_size=1).topology()
+        topology_of(machine(costs=costs("cpu"), local_world_size=1))
     free = costs("cpu", pooled_device=Line(fixed_s=1e-6))
     with pytest.raises(CostsError, match="expected above 0 seconds for a row"):
-        machine(costs=free).topology()
+        topology_of(machine(costs=free))
