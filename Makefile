@@ -26,7 +26,7 @@ PINS := $(wildcard requirements/*.lock) requirements/make_venv.sh pyproject.toml
 export OMP_NUM_THREADS ?= 1
 
 # Fast tests first: a typo shows within seconds, before ranks are started.
-FAST_TESTS := $(wildcard tests/policy tests/unit tests/config)
+FAST_TESTS := $(wildcard tests/policy tests/unit tests/config tests/frozen)
 OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/data tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 # Tests side by side, by file; 0 for one after the other.
 JOBS ?= 2
@@ -40,8 +40,8 @@ CORE_TESTS := tests/unit/embedding tests/unit/train $(addprefix tests/distribute
 # test-2.11 and so on, one for each lock of a torch that is not the pinned one.
 PAIR_TESTS := $(sort $(patsubst requirements/torch-%.lock,test-%,$(wildcard requirements/torch-*.lock)))
 
-.PHONY: help install quickstart test faults test-pairs $(PAIR_TESTS) test-oldest test-cuda-lock \
-    test-wheel test-docker lint format docs bench clean
+.PHONY: help install quickstart test durations faults test-pairs $(PAIR_TESTS) test-oldest \
+    test-cuda-lock test-wheel test-docker lint format docs bench clean
 
 help: ## Show this text.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -69,7 +69,11 @@ quickstart: $(INSTALLED) ## Install, then train a DLRM on a real click log with 
 	@echo '`. $(BIN)/activate` puts hotrec on your path.'
 
 test: $(INSTALLED_DEV) ## Install what the tests need, then run the whole suite.
-	$(BIN)/python -m pytest $(TESTS) --numprocesses=$(JOBS) --dist=loadfile --durations=10 $(ARGS)
+	$(BIN)/python -m pytest $(TESTS) --numprocesses=$(JOBS) --dist=loadfile --durations=10 \
+	    --junitxml=build/tests.xml $(ARGS)
+
+durations: ## Print how long each file of tests took in the last make test.
+	$(BIN)/python -m tests.durations build/tests.xml
 
 faults: $(INSTALLED_DEV) ## Run every case of damaged files, bad data and signals.
 	$(BIN)/python -m tests.faults run $(ARGS)
