@@ -13,8 +13,9 @@ each rank computes with one thread. Bits do depend on the processor and on torch
 the record and the check on one machine; a warning is printed where they differ. An interrupted
 record, or check with --found, continues when it is started again.
 
-Not covered: optimizer=adam with cold rows, pipeline=prefetch and the host tiers, which need CUDA;
-trainer.compile, whose kernels depend on the compiler; trainer.profiler, which changes no value.
+Not covered: optimizer=adam with cold rows, pipeline=prefetch and FBGEMM's host tiers, which need
+CUDA; trainer.compile, whose kernels depend on the compiler; trainer.profiler, which changes no
+value.
 """
 
 from __future__ import annotations
@@ -155,6 +156,10 @@ def variants() -> Iterator[tuple[str, ...]]:
     yield "look_ahead", "depth=3", "pipeline.depth=3"
     yield "look_ahead", "micro_batches", "pipeline=micro_batches"
     yield "look_ahead", "micro_batches_depth=1", "pipeline.micro_batches=true"
+    yield "look_ahead", "adapt", "placement.adapt_every_steps=4"
+    # Fewer samples a step, whose rows fit the slots.
+    slots = ("placement.cold_tier=cached", "placement.cache_load_frac=0.5", "pipeline.window=4")
+    yield "look_ahead", "slots", *slots, "trainer.batch_size=64", "trainer.eval_batch_size=64"
     yield "look_ahead", "dense_adam", "optimizer.dense_kind=adam"
     schedule = ("warmup_steps=4", "decay=linear", "decay_start_step=8", "num_decay_steps=8")
     yield "look_ahead", "schedule", *(f"optimizer.schedule.{word}" for word in schedule)
