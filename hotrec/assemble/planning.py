@@ -53,11 +53,12 @@ from hotrec.planner.partition import (
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
 from hotrec.planner.predict import Shardings
 from hotrec.planner.propose import (
+    ON_DEVICE,
+    ON_HOST,
     Decision,
     in_doubt,
     predict_sensitivity,
     propose,
-    torchrec_tables,
     unpredicted,
 )
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
@@ -455,7 +456,7 @@ def _recorded_plan(prediction: Mapping[str, Any]) -> tuple[PipelineKind, Torchre
         return plan.pipeline.kind, tables
     chosen = prediction["chosen"]
     kind = PipelineKind(prediction["plans"][chosen]["pipeline"])
-    of_label = {Plan(t, PipelineSpec(kind)).label: t for t in torchrec_tables("cuda")}
+    of_label = {Plan(t, PipelineSpec(kind)).label: t for t in (*ON_DEVICE, *ON_HOST)}
     return kind, of_label.get(chosen)
 
 

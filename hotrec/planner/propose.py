@@ -44,6 +44,16 @@ HOT_SHARES = (0.0, *(2.0**-k for k in range(10, 0, -1)), 0.75, 1.0)
 # Of more candidates each would get too few steps of a trial.
 MAX_TRIED = 6
 
+# TorchRec's own plans that may be chosen; those of host tiers need CUDA.
+ON_DEVICE = tuple(
+    TorchrecTables(plan)
+    for plan in (TorchrecPlan.planner, TorchrecPlan.hand_tuned, TorchrecPlan.table_wise)
+)
+ON_HOST = tuple(
+    TorchrecTables(TorchrecPlan.planner, tier)
+    for tier in (ColdTier.fused_uvm, ColdTier.fused_uvm_caching)
+)
+
 # How TorchRec shards unsplit tables by one of its plans in a pipeline; or why they do not fit.
 ShardingsOf = Callable[[TorchrecTables, PipelineSpec], Shardings | str]
 
@@ -323,16 +333,6 @@ def hottest_share(
     return kept | {d.name: int(n) for d, n in zip(free, by_table, strict=True)}
 
 
-def torchrec_tables(device: str) -> list[TorchrecTables]:
-    """TorchRec's own plans; on CUDA also of host tiers, for tables that do not fit the devices."""
-    in_line = (TorchrecPlan.planner, TorchrecPlan.hand_tuned, TorchrecPlan.table_wise)
-    tiers = (ColdTier.fused_uvm, ColdTier.fused_uvm_caching) if device == "cuda" else ()
-    return [
-        *(TorchrecTables(plan) for plan in in_line),
-        *(TorchrecTables(TorchrecPlan.planner, tier) for tier in tiers),
-    ]
-
-
 def _baselines(
     request: PlanRequest, situation: Situation, shardings_of: ShardingsOf
 ) -> dict[Plan, Prediction]:
@@ -341,29 +341,29 @@ def _baselines(
     Those of host tiers only where the tables do not fit the devices: they are never faster there.
     """
     predictions = dict[Plan, Prediction]()
-    has_host = "pooled_host" in situation.costs.kernels
-    first, *others = request.torchrec_pipelines()
-    for tables in torchrec_tables(situation.machine.device if has_host else "cpu"):
-        pipeline = first
-        if tables.tier is not ColdTier.auto:
-            if any(map(_is_in_device, predictions.values())):
-                continue
-            if tables.tier is ColdTier.fused_uvm_caching:
-                pipeline = first.with_kind(PipelineKind.prefetch)
-        if pipeline.kind not in request.kinds:
-            continue
+
+    def add(tables: TorchrecTables, pipeline: PipelineSpec) -> None:
         plan = Plan(tables, pipeline, request.num_workers)
         shardings = shardings_of(tables, pipeline)
         if isinstance(shardings, str):
             logger.info("%s does not fit: %s", plan.label, shardings)
         elif not any(_is_alike(plan, shardings, *other) for other in predictions.items()):
             predictions[plan] = predict_shardings(shardings, pipeline, situation)
+
+    first, *others = request.torchrec_pipelines()
+    for tables in ON_DEVICE:
+        add(tables, first)
     for pipeline in others:
         for plan, prediction in tuple(predictions.items()):
-            assert isinstance(plan.tables, TorchrecTables)
-            if plan.pipeline == first and plan.tables.tier is ColdTier.auto:
+            if plan.pipeline == first:
                 other = dataclasses.replace(plan, pipeline=pipeline)
                 predictions[other] = predict_shardings(prediction.shardings, pipeline, situation)
+    has_host = situation.machine.device == "cuda" and "pooled_host" in situation.costs.kernels
+    for tables in ON_HOST if has_host else ():
+        is_cached = tables.tier is ColdTier.fused_uvm_caching
+        pipeline = first.with_kind(PipelineKind.prefetch) if is_cached else first
+        if pipeline.kind in request.kinds and not any(map(_is_in_device, predictions.values())):
+            add(tables, pipeline)
     return predictions
 
 
