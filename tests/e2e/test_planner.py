@@ -202,7 +202,8 @@ def test_a_trial_that_cannot_be_recorded_ends_all_ranks(calibrated: Path) -> Non
     done = hotrec("train", *words, cwd=calibrated, HOTREC_RUN_DIR="runs/unrecorded")
     assert done.exit_code == 1
     said = [line for line in done.stderr.splitlines() if "error: " in line]
-    assert len(said) == 1 and "taken" in said[0], done.stderr
+    assert len(said) == 1, done.stderr
+    assert "taken" in said[0]
     assert "Traceback" not in done.stderr
 
 
