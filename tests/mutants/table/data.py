@@ -53,7 +53,8 @@ MUTANTS = [
         "hotrec/data/loader.py",
         "self.dataset.steps.samples_before(self._num_taken)",
         "self.dataset.steps.samples_before(max(self._num_taken - 1, 0))",
-        "unit/data/test_loader.py::test_a_saved_position_continues_exactly_with_any_number_of_workers",
+        "unit/data/test_loader.py::test_other_ranks_go_on_with_the_samples_that_are_left",
+        "unit/data/test_loader.py::test_without_shuffling_other_ranks_go_on_in_order",
     ),
     mutant(
         "loader.identity",
@@ -214,8 +215,7 @@ MUTANTS = [
         "hotrec/data/columns.py",
         'pc.replace_substring_regex(texts.values, WHOLE_AS_FLOAT, r"\\1")',
         'pc.replace_substring_regex(texts.values, WHOLE_AS_FLOAT, r"\\0")',
-        "unit/data/test_readers.py::test_an_id_is_one_text_whatever_keeps_it",
-        "unit/data/test_columns.py",
+        "unit/runs/test_encoder.py::test_odd_texts",
     ),
     mutant(
         "readers.last_of_a_list",
@@ -232,7 +232,7 @@ MUTANTS = [
         "hotrec/data/text.py",
         "return count + int(unfinished_bytes > 0)",
         "return count",
-        "unit/data/test_text.py",
+        "unit/data/test_text.py::test_a_last_line_needs_no_end",
     ),
     mutant(
         "joins.missing_key",

@@ -143,7 +143,7 @@ MUTANTS = [
         "hotrec/embedding/hot_rows.py",
         "if (sums != sums[0]).any():",
         "if (sums != sums[0]).all():",
-        "distributed/test_hot_exchange.py",
+        "unit/embedding/test_hot_rows.py::test_a_rank_whose_replica_differs_ends_the_run",
     ),
     mutant(
         "hot.zero_grad",

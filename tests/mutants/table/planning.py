@@ -84,7 +84,7 @@ MUTANTS = [
         "hotrec/cost_model/costs.py",
         "        if hosts == 1:\n            return Line(self.intra",
         "        if hosts >= 1 and self.inter is None:\n            return Line(self.intra",
-        "unit/cost_model/test_costs.py",
+        "unit/cost_model/test_look_ahead.py::test_costs_of_one_host_say_nothing_of_two",
     ),
     mutant(
         "memory.gradients_of_replicas",

@@ -54,7 +54,7 @@ MUTANTS = [
         "hotrec/cli/app.py",
         "with redirect_stdout(sys.stderr):",
         "with nullcontext():",
-        "config/test_dispatch.py::test_figures_are_json",
+        "config/test_dispatch.py::test_what_libraries_print_is_not_on_standard_output",
     ),
     mutant(
         "cli.run_directories",

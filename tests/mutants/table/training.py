@@ -257,8 +257,7 @@ MUTANTS = [
         "hotrec/train/checkpoint.py",
         "    parts.set_num_updates(num_updates)\n",
         "    parts.set_num_updates(0)\n",
-        "unit/train/test_checkpoint.py::test_resumed_run_equals_the_uninterrupted_one",
-        "distributed/test_portable.py::test_a_resumed_run_is_the_undisturbed_one",
+        "distributed/test_portable.py::test_any_checkpoint_goes_on_as_the_unsplit_model",
     ),
     mutant(
         "resume.hot_rows_are_saved",
@@ -309,8 +308,7 @@ MUTANTS = [
         '    replace_text(target.parent / LATEST, f"{target.name}\\n")\n',
         '    replace_text(target.parent / LATEST, f"{target.name}\\n")\n'
         "    commit_artifact(scratch, target, kind=KIND, content=content, written=written)\n",
-        "unit/train/test_checkpoint.py::test_full_disk_leaves_what_was_there",
-        "unit/train/test_checkpoint.py::test_latest_and_keep_last",
+        "unit/train/test_checkpoint.py::test_a_checkpoint_is_named_when_it_is_in_its_place",
     ),
     mutant(
         "checkpoint.in_background",
