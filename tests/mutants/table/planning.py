@@ -174,8 +174,7 @@ MUTANTS = [
         "hotrec/planning/trial.py",
         "        if not blocks.keys() <= set(candidates):\n",
         "        if not blocks.keys() & set(candidates):\n",
-        "unit/planning/test_choice.py",
-        "unit/planning/test_training_plan.py",
+        "unit/planning/test_choice.py::test_a_damaged_record_is_not_believed",
     ),
     mutant(
         "trial.slowest_rank",
