@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"{one.name}\n    {one.contract}\n    {one.file}: {', '.join(one.tests)}")
             return 0
         case "summary":
-            return _summarize(faults, _read(args.results))
+            return _summarize(faults, read_results(args.results))
         case _:
             return _run(faults, args)
 
@@ -55,7 +55,7 @@ def _is_meant(fault: Mutant, names: Sequence[str]) -> bool:
 
 
 def _run(faults: Sequence[Mutant], args: argparse.Namespace) -> int:
-    results = _read(args.results)
+    results = read_results(args.results)
     due = [
         one
         for one in faults
@@ -90,7 +90,8 @@ def _expected_s(fault: Mutant, results: dict[str, Result]) -> float:
     return _USUAL_S.get(fault.tests[0].partition("/")[0], 20.0)
 
 
-def _read(path: Path) -> dict[str, Result]:
+def read_results(path: Path) -> dict[str, Result]:
+    """What was recorded, by the name of the fault."""
     if not path.exists():
         return {}
     return {name: Result(name, **of) for name, of in json.loads(path.read_text()).items()}

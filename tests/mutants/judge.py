@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 VERDICTS = {
     "caught": "a test failed by an assertion, or by an error of the program",
-    "survived": "all of the tests passed",
+    "survived": "the tests passed",
+    "skipped": "all of the tests were skipped, as without a package that they need",
     "broken": "a test failed because the changed code cannot run, or could not be collected",
     "late": "a test ran into a time limit",
     "stale": "the fault does not apply to the code",
@@ -21,17 +22,20 @@ _OF_OTHERS = re.compile(rf"^(?:\w+\.)*({'|'.join(_BROKEN)}): ", re.MULTILINE)
 _LATE = re.compile(r"Timeout [(>]|\] hung: killed after the limit")
 
 
-def judge(exit_code: int | None, failures: Sequence[Mapping[str, str]]) -> tuple[str, str]:
+def judge(
+    exit_code: int | None, failures: Sequence[Mapping[str, str]], passed: Sequence[str]
+) -> tuple[str, str]:
     """The verdict, and how the first test failed.
 
     Args:
         exit_code: That of pytest; None if it ran past the limit.
-        failures: What the plugin wrote.
+        failures: What the plugin wrote of those that failed.
+        passed: Names of those that passed.
     """
     if exit_code is None:
         return "late", "the tests ran past their limit"
     if exit_code == PASSED:
-        return "survived", ""
+        return ("survived", "") if passed else ("skipped", "")
     if exit_code != FAILED or not failures:
         return "broken", f"pytest ended with exit code {exit_code}"
     first = failures[0]

@@ -13,6 +13,7 @@ import pytest
 REPORT = "HOTREC_MUTANTS_REPORT"
 _MOST_LETTERS = 8000
 _failures: list[dict[str, str]] = []
+_passed: list[str] = []
 
 
 @pytest.hookimpl(wrapper=True)
@@ -20,6 +21,8 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
+    if report.passed and report.when == "call":
+        _passed.append(item.nodeid)
     if report.failed and call.excinfo is not None:
         _failures.append(
             {
@@ -33,4 +36,4 @@ def pytest_runtest_makereport(
 
 
 def pytest_sessionfinish() -> None:
-    Path(os.environ[REPORT]).write_text(json.dumps(_failures))
+    Path(os.environ[REPORT]).write_text(json.dumps([_failures, _passed]))

@@ -83,7 +83,7 @@ def failing_without(tests: Sequence[str], limit_s: float) -> set[str]:
             file: pool.submit(_run_tests, of_file, limit_s) for file, of_file in by_file.items()
         }
         for file, done in running.items():
-            exit_code, failures = done.result()
+            exit_code, failures, _ = done.result()
             found = {failure["test"] for failure in failures}
             if exit_code != PASSED:
                 failing |= found if exit_code == FAILED else set(by_file[file])
@@ -131,17 +131,19 @@ def _run_mutant(fault: Mutant, limit_s: float, digest: str) -> Result:
     start_s = time.monotonic()
     try:
         with applied(fault, Path.cwd()):
-            exit_code, failures = _run_tests(["-x", *_paths(fault.tests)], limit_s)
+            exit_code, failures, passed = _run_tests(["-x", *_paths(fault.tests)], limit_s)
     except ValueError as error:
         return Result(fault.name, "stale", "", str(error), 0.0, digest)
-    verdict, how = judge(exit_code, failures)
+    verdict, how = judge(exit_code, failures, passed)
     by = failures[0]["test"] if failures and exit_code == FAILED else ""
     seconds = round(time.monotonic() - start_s, 1)
     return Result(fault.name, verdict, by, how, seconds, digest)
 
 
-def _run_tests(words: Sequence[str], limit_s: float) -> tuple[int | None, list[dict[str, str]]]:
-    """Pytest's exit code, None if it ran past the limit, and what failed."""
+def _run_tests(
+    words: Sequence[str], limit_s: float
+) -> tuple[int | None, list[dict[str, str]], list[str]]:
+    """Pytest's exit code, None if it ran past the limit, what failed, and what passed."""
     report = Path(os.environ[REPORT])
     report.unlink(missing_ok=True)
     sys.stdout.flush()
@@ -159,9 +161,9 @@ def _run_tests(words: Sequence[str], limit_s: float) -> tuple[int | None, list[d
     status = ended[1]
     end_descendants()
     if ended[0] == 0:
-        return None, []
-    found = json.loads(report.read_text()) if report.is_file() else []
-    return os.waitstatus_to_exitcode(status), found
+        return None, [], []
+    failures, passed = json.loads(report.read_text()) if report.is_file() else ([], [])
+    return os.waitstatus_to_exitcode(status), failures, passed
 
 
 def _run_pytest(words: Sequence[str]) -> int:

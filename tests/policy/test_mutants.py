@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.mutants.__main__ import RESULTS, read_results
 from tests.mutants.judge import judge
 from tests.mutants.mutant import Mutant
 from tests.mutants.table import all_mutants
@@ -27,6 +28,15 @@ def test_contracts_are_not_dropped() -> None:
     faults = all_mutants()
     assert len({fault.name for fault in faults}) == len(faults) >= NUM_CONTRACTS
     assert len({fault.contract for fault in faults}) == len(faults)
+
+
+def test_no_fault_was_missed() -> None:
+    missed = {
+        n: r.verdict
+        for n, r in read_results(RESULTS).items()
+        if r.verdict not in ("caught", "skipped")
+    }
+    assert missed == {}, "python -m tests.mutants run"
 
 
 def failure(error: str, text: str) -> dict[str, Any]:
@@ -54,4 +64,6 @@ def failure(error: str, text: str) -> dict[str, Any]:
 def test_only_what_a_test_says_is_caught(
     exit_code: int | None, failures: list[dict[str, Any]], verdict: str
 ) -> None:
-    assert judge(exit_code, failures)[0] == verdict
+    assert judge(exit_code, failures, ["test_b"])[0] == verdict
+    if exit_code == 0:
+        assert judge(exit_code, failures, [])[0] == "skipped"

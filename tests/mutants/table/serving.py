@@ -112,7 +112,7 @@ MUTANTS = [
         "hotrec/runs/onnx_file.py",
         '            shape.pooling == "mean",\n',
         '            shape.pooling == "none",\n',
-        "unit/runs/test_onnx_file.py",
+        "unit/runs/test_onnx_file.py::test_onnx_runtime_gives_the_logits",
     ),
     mutant(
         "encoder.last_of_a_list",
@@ -211,7 +211,7 @@ MUTANTS = [
         "hotrec/runs/compare.py",
         "            if value != expected[name]:\n",
         "            if value is None and expected[name]:\n",
-        "unit/cli/test_run_chain.py::test_a_run_can_be_compared_later",
+        "unit/runs/test_compare.py",
     ),
     mutant(
         "bench.losses",
