@@ -129,8 +129,7 @@ MUTANTS = [
         "hotrec/program/guard.py",
         "        elif parameter in self._arrived:\n",
         "        elif parameter in self._left:\n",
-        "unit/program/test_program.py::test_every_choice_refuses_what_it_would_train_otherwise",
-        "unit/program/test_program.py::test_rules_of_the_model_are_kept",
+        "distributed/test_program_cases.py::test_every_case_under_every_choice",
     ),
     mutant(
         "library.unequal_batches",
@@ -146,8 +145,7 @@ MUTANTS = [
         "hotrec/program/guard.py",
         "        if is_changed or (is_cleared and not self._is_plain):\n",
         "        if is_cleared and not self._is_plain:\n",
-        "unit/program/test_program.py::test_every_choice_refuses_what_it_would_train_otherwise",
-        "unit/program/test_program.py::test_rules_of_the_model_are_kept",
+        "distributed/test_program_cases.py::test_every_case_under_every_choice",
     ),
     mutant(
         "policy.layers",
