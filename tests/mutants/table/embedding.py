@@ -167,7 +167,7 @@ MUTANTS = [
         "hotrec/embedding/adapt.py",
         "slots = torch.from_numpy(swaps[key].slots[chosen]).to(part.value.device)",
         "slots = torch.from_numpy(swaps[key].slots[: chosen.size]).to(part.value.device)",
-        "distributed/test_adapt.py",
+        "unit/embedding/test_adapt.py",
     ),
     mutant(
         "hot.counts_fade",

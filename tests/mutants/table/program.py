@@ -105,7 +105,7 @@ MUTANTS = [
         "launch/torchrun.sh",
         '"is_host=$([ "$node_rank" = 0 ]',
         '"is_host=$([ "$node_rank" = 1 ]',
-        "launch/test_torchrun.py::test_two_hosts",
+        "launch/test_torchrun.py::test_host_0_holds_the_rendezvous",
     ),
     mutant(
         "launch.ports_of_jobs",
