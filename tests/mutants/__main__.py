@@ -2,6 +2,7 @@
 
 run [NAMES]    the faults of these names, or whose names begin so; what has a result for just this
                code and these tests is not run again
+check          that the tests which caught faults pass without them, as run does for those it ran
 summary        of the results so far
 list           the faults, their contracts and tests
 """
@@ -29,7 +30,7 @@ RESULTS = REPOSITORY / "tests" / "mutants" / "results.json"
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("action", choices=["run", "summary", "list"])
+    parser.add_argument("action", choices=["run", "check", "summary", "list"])
     parser.add_argument("names", nargs="*", help="only these faults")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
     parser.add_argument("--again", action="store_true", help="also those that have a result")
@@ -46,6 +47,10 @@ def main(arguments: Sequence[str]) -> int:
             return 0
         case "summary":
             return _summarize(faults, read_results(args.results))
+        case "check":
+            results = read_results(args.results)
+            _check(faults, results, args)
+            return _summarize(faults, results)
         case _:
             return _run(faults, args)
 
@@ -73,14 +78,19 @@ def _run(faults: Sequence[Mutant], args: argparse.Namespace) -> int:
         print(f"{'':26}{result.by or result.how}", flush=True)
 
     run_mutants(due, jobs=args.jobs, limit_s=args.limit_s, report=report)
-    caught = [one.name for one in due if results[one.name].verdict == "caught"]
-    tests = sorted({results[name].by for name in caught})
-    failing = failing_without(tests, args.limit_s)
-    for name in caught:
-        if results[name].by in failing:
-            results[name] = replace(results[name], verdict="unsure")
-    _write(results, args.results)
+    _check(due, results, args)
     return _summarize(faults, results)
+
+
+def _check(faults: Sequence[Mutant], results: dict[str, Result], args: argparse.Namespace) -> None:
+    """Run the tests that caught these faults on the code as it is."""
+    found = [results[one.name] for one in faults if one.name in results]
+    caught = [result for result in found if result.verdict in ("caught", "unsure")]
+    failing = failing_without(sorted({result.by for result in caught}), args.limit_s)
+    for result in caught:
+        verdict = "unsure" if result.by in failing else "caught"
+        results[result.name] = replace(result, verdict=verdict)
+    _write(results, args.results)
 
 
 def _expected_s(fault: Mutant, results: dict[str, Result]) -> float:

@@ -192,7 +192,7 @@ MUTANTS = [
         "hotrec/train/watch.py",
         "loss: float = total / world_size",
         "loss: float = total",
-        "distributed/test_train.py",
+        "unit/train/test_watch.py",
     ),
     mutant(
         "records.memory_of_the_fullest",
@@ -249,7 +249,7 @@ MUTANTS = [
         "hotrec/train/loop.py",
         "        restore_random_state(resume_from)\n",
         "        pass\n",
-        "unit/train/test_checkpoint.py::test_resumed_run_equals_the_uninterrupted_one",
+        "unit/train/test_loop.py::test_a_resumed_run_draws_the_numbers_of_an_uninterrupted_one",
     ),
     mutant(
         "resume.update_count",
