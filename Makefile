@@ -26,11 +26,14 @@ PINS := $(wildcard requirements/*.lock) requirements/make_venv.sh pyproject.toml
 export OMP_NUM_THREADS ?= 1
 
 # Fast tests first: a typo shows within seconds, before ranks are started.
-FAST_TESTS := $(wildcard tests/policy tests/unit tests/config)
-OTHER_TESTS := $(filter-out $(FAST_TESTS) tests/data tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+FAST_TESTS := $(wildcard tests/policy tests/unit tests/config tests/frozen)
+# Of what is around the program: benchmark scripts, launchers, the wheel. CI runs them as well.
+MORE_TESTS := $(wildcard tests/benchmarks tests/launch)
+OTHER_TESTS := $(filter-out $(FAST_TESTS) $(MORE_TESTS) tests/data tests/__pycache__,\
+    $(patsubst %/,%,$(wildcard tests/*/)))
 # Tests side by side, by file; 0 for one after the other.
 JOBS ?= 2
-# What make test runs, e.g. make test TESTS=tests/unit/planning.
+# What make test runs, e.g. make test TESTS=tests/unit/planner.
 TESTS ?= $(FAST_TESTS) $(OTHER_TESTS)
 # What a difference between torchrec's releases breaks first: parity, look-ahead, training, checkpoints
 # and use as a library.
@@ -40,7 +43,7 @@ CORE_TESTS := tests/unit/embedding tests/unit/train $(addprefix tests/distribute
 # test-2.11 and so on, one for each lock of a torch that is not the pinned one.
 PAIR_TESTS := $(sort $(patsubst requirements/torch-%.lock,test-%,$(wildcard requirements/torch-*.lock)))
 
-.PHONY: help install quickstart test faults mutants test-pairs $(PAIR_TESTS) test-oldest test-cuda-lock \
+.PHONY: help install quickstart test test-more durations faults mutants test-pairs $(PAIR_TESTS) test-oldest test-cuda-lock \
     test-wheel test-docker lint format docs bench clean
 
 help: ## Show this text.
@@ -68,8 +71,15 @@ quickstart: $(INSTALLED) ## Install, then train a DLRM on a real click log with 
 	    launch.num_ranks=2 run.compare=true >/dev/null
 	@echo '`. $(BIN)/activate` puts hotrec on your path.'
 
-test: $(INSTALLED_DEV) ## Install what the tests need, then run the whole suite.
-	$(BIN)/python -m pytest $(TESTS) --numprocesses=$(JOBS) --dist=loadfile --durations=10 $(ARGS)
+test: $(INSTALLED_DEV) ## Install what the tests need, then run the suite.
+	$(BIN)/python -m pytest $(TESTS) --numprocesses=$(JOBS) --dist=loadfile --durations=10 \
+	    --junitxml=build/tests.xml $(ARGS)
+
+durations: ## Print how long each file of tests took in the last make test.
+	$(BIN)/python -m tests.durations build/tests.xml
+
+test-more: ## Run the tests of benchmark scripts, launchers and the wheel.
+	$(MAKE) test TESTS="$(MORE_TESTS)"
 
 faults: $(INSTALLED_DEV) ## Run every case of damaged files, bad data and signals.
 	$(BIN)/python -m tests.faults run $(ARGS)

@@ -41,6 +41,8 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.assemble.constraints import placement_constraints
+from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import TableDemand
 from hotrec.cost_model.memory import memory_by_rank
@@ -52,9 +54,7 @@ from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.planning.constraints import placement_constraints
-from hotrec.planning.machine import Machine
-from hotrec.planning.torchrec_plan import make_plan
+from hotrec.planner.machine import Machine
 from hotrec.runtime.ranks import Ranks, all_gather_object, barrier, process_group
 from hotrec.train.checkpoint import (
     Checkpoints,

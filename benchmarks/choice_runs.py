@@ -14,8 +14,8 @@ import json
 import sys
 from pathlib import Path
 
+from hotrec.assemble.job import chosen_device
 from hotrec.cli.store import build_config, compose_config
-from hotrec.planning.unsharded import chosen_device
 from hotrec.runs.train import run_training
 from hotrec.runtime.ranks import barrier, process_group
 

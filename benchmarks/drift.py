@@ -64,7 +64,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def fixed_shares(dataset: Path, partition: Path) -> list[float]:
     """The share of hot lookups in each chunk, which is an interval."""
     from hotrec.data.chunks import Dataset
-    from hotrec.planning.partition import read_placement
+    from hotrec.planner.partition import read_placement
 
     data, hot = Dataset.open(dataset), read_placement(partition)[0].partition
     table_of = {feature.name: feature.table for feature in data.schema.features}

@@ -29,17 +29,18 @@ from typing import Any
 
 import torch
 
+from hotrec.assemble.job import place
 from hotrec.bench.benchmark import CaseChooser, measure
-from hotrec.bench.cases import Case
+from hotrec.bench.cases import Case, split_case
 from hotrec.cli.store import build_config, compose_config
-from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
 from hotrec.config.roots import BenchConfig, BenchRootConfig
-from hotrec.planning.policies import choose_fraction
+from hotrec.planner.plan import Plan, TorchrecTables
+from hotrec.planner.policies import choose_fraction
 from hotrec.report.render import markdown_table
 from hotrec.report.units import show_bytes, show_count, show_frac, show_seconds
 from hotrec.runtime.memory import read_memory
 from hotrec.runtime.ranks import process_group
-from hotrec.types import ColdTier, Partition, PipelineKind, Rows, TorchrecPlan
+from hotrec.types import ColdTier, Partition, PipelineKind, PipelineSpec, Rows, TorchrecPlan
 
 GIB = 1 << 30
 # Free memory that is left to activations, batches and the libraries, of the GPU and of the host.
@@ -102,42 +103,28 @@ def hottest_rows(counts: Mapping[str, Rows], num_bytes: float, dim: int) -> Part
 def case_chooser(budget_bytes: float, dim: int) -> CaseChooser:
     """The cases of the module docstring, for a budget."""
 
-    def choose(bench: BenchConfig, counts: Mapping[str, Rows], world_size: int) -> list[Case]:
+    def choose(
+        bench: BenchConfig, counts: Mapping[str, Rows], world_size: int, device: str
+    ) -> list[Case]:
         cached_frac = budget_bytes / (4 * dim * sum(bench.table_rows))
-        plan = TorchrecPlan.table_wise
-        on_device: dict[str, Any] = {"routing": Routing.device}
+        uvm, cache = ColdTier.fused_uvm, ColdTier.fused_uvm_caching
+
+        def torchrec(name: str, *tier: Any, kind: PipelineKind = PipelineKind.sparse_dist) -> Case:
+            tables = TorchrecTables(TorchrecPlan.table_wise, *tier)
+            return Case(name, Plan(tables, PipelineSpec(kind)))
+
+        def split(name: str, hot_bytes: float, tier: ColdTier) -> Case:
+            hot = hottest_rows(counts, hot_bytes, dim)
+            placed = place(hot, device, tier=tier, cache_load_frac=cached_frac / 2)
+            return split_case(name, placed)
+
         return [
-            Case("all_hbm", TorchrecPlacement(plan=plan, tier=ColdTier.fused), None),
-            Case("uvm", TorchrecPlacement(plan=plan, tier=ColdTier.fused_uvm), None),
-            Case(
-                "uvm_cache",
-                TorchrecPlacement(
-                    plan=plan, tier=ColdTier.fused_uvm_caching, cache_load_frac=cached_frac
-                ),
-                None,
-            ),
-            Case(
-                "uvm_cache_prefetch",
-                TorchrecPlacement(
-                    plan=plan, tier=ColdTier.fused_uvm_caching, cache_load_frac=cached_frac
-                ),
-                None,
-                PipelineKind.prefetch,
-            ),
-            Case(
-                "hot_cold_uvm",
-                FractionPlacement(cold_tier=ColdTier.fused_uvm, **on_device),
-                hottest_rows(counts, budget_bytes, dim),
-            ),
-            Case(
-                "hot_cold_cache",
-                FractionPlacement(
-                    cold_tier=ColdTier.fused_uvm_caching,
-                    cache_load_frac=cached_frac / 2,
-                    **on_device,
-                ),
-                hottest_rows(counts, budget_bytes / 2, dim),
-            ),
+            torchrec("all_hbm", ColdTier.fused),
+            torchrec("uvm", uvm),
+            torchrec("uvm_cache", cache, cached_frac),
+            torchrec("uvm_cache_prefetch", cache, cached_frac, kind=PipelineKind.prefetch),
+            split("hot_cold_uvm", budget_bytes, uvm),
+            split("hot_cold_cache", budget_bytes / 2, cache),
         ]
 
     return choose
@@ -155,14 +142,14 @@ def check_memory(
     Raises:
         ValueError: if they are too large for either.
     """
-    for place, copies, free in (
+    for memory, copies, free in (
         ("GPU", table_gib + NUM_BUDGETS * budget_gib, device_bytes / GIB),
         ("host", table_gib * NUM_HOST_CASES, host_bytes / GIB),
     ):
         if copies + SPARE_GIB > free:
             raise ValueError(
                 f"--table-gib: expected all cases side by side and {SPARE_GIB:g} GiB to fit the "
-                f"{free:.1f} GiB of free {place} memory, got {copies:g} GiB with tables of "
+                f"{free:.1f} GiB of free {memory} memory, got {copies:g} GiB with tables of "
                 f"{table_gib:g}. Make the tables smaller."
             )
 

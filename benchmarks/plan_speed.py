@@ -27,7 +27,7 @@ from hotrec.cost_model.demand import TableDemand, build_demand
 from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.histogram import CountHistogram, merge_histograms
 from hotrec.cost_model.memory import memory_by_rank
-from hotrec.planning.search import Choice, InfeasibleError, Limits, search_placement
+from hotrec.planner.search import Choice, InfeasibleError, Limits, search_placement
 
 TARGET_S, TARGET_BYTES = 10.0, 4e9
 NUM_SAMPLES = 100_000_000

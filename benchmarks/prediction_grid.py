@@ -24,7 +24,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hotrec.bench.cases import Case, build_runner, case_scenario
+from hotrec.assemble.torchrec_plan import shardings_of
+from hotrec.bench.cases import Case, bench_situation, build_runner, split_case
 from hotrec.bench.figures import gather_measured, summarize
 from hotrec.bench.machine import machine_facts
 from hotrec.bench.measure import num_steps, run_cases
@@ -33,23 +34,20 @@ from hotrec.calibrate.measure import measure_costs
 from hotrec.calibrate.workload import CalibrationTarget
 from hotrec.cli.output import quiet_torch
 from hotrec.cli.store import build_config, compose_config
-from hotrec.config.groups import CostPlacement, FractionPlacement, Routing, TorchrecPlacement
 from hotrec.config.roots import BenchRootConfig
 from hotrec.cost_model.histogram import CountHistogram, build_histogram
-from hotrec.planning.optimum import fastest_placement
-from hotrec.planning.policies import choose_all_cold, choose_fraction
-from hotrec.planning.predict import (
-    HOT_COLD,
-    Predicted,
-    make_placement,
-    predict_placement,
-    predict_plan,
-)
-from hotrec.planning.scenario import Scenario
+from hotrec.planner.partition import most_accessed
+from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
+from hotrec.planner.policies import choose_all_cold, choose_fraction
+from hotrec.planner.predict import Prediction, predict
+from hotrec.planner.propose import fastest_split
+from hotrec.planner.request import ByCost, PlanRequest
+from hotrec.planner.situation import Situation
 from hotrec.runtime.ranks import Ranks, broadcast_object, process_group
-from hotrec.types import Partition, PipelineKind, TablePlacement, TorchrecPlan
+from hotrec.types import PipelineKind, PipelineSpec, Placement, TorchrecPlan
 
 logger = logging.getLogger("prediction_grid")
+HOT_COLD = "hot_cold"
 EXPONENTS = (0.8, 1.05, 1.2)
 BATCH_SIZES = (512, 2048)
 # Those of conf/bench/criteo_like_b2048.yaml, the largest cut so that six plans fit side by side.
@@ -147,19 +145,18 @@ def run_cell(config: BenchRootConfig, pipeline: str, costs: Any, ranks: Ranks) -
     )
     counts = samples.count(PROFILE_SAMPLES)
     histograms = {table: build_histogram(c) for table, c in counts.items()}
-    case = Case(HOT_COLD, CostPlacement(routing=Routing.device), None, PipelineKind[pipeline])
-    scenario = case_scenario(
-        config, case, samples.schema, histograms, PROFILE_SAMPLES, costs, ranks
-    )
-    cases, predicted = make_cases(config, scenario, counts, histograms)
+    situation = bench_situation(config, samples.schema, histograms, PROFILE_SAMPLES, costs, ranks)
+    spec = PipelineSpec(PipelineKind[pipeline])
+    cases = make_cases(spec, situation, counts, histograms)
     batches = samples.batches(
         num_steps(bench), batch_size=bench.batch_size, rank=ranks.rank, world_size=ranks.world_size
     )
     runners = [build_runner(config, case, samples.schema, batches, ranks) for case in cases]
+    predicted = dict[str, Prediction]()
     for runner in runners:
-        if runner.case.name not in predicted:
-            plan = broadcast_object(runner.sharded.plan)
-            predicted[runner.case.name] = predict_plan(scenario, plan)
+        sharding = broadcast_object(runner.trainable.sharding)
+        shardings = None if runner.case.plan.is_hotrec else shardings_of(sharding, counts)
+        predicted[runner.case.name] = predict(runner.case.plan, situation, shardings)
     run_cases(runners, bench, ranks)
     measured = summarize(
         gather_measured(runners, ranks),
@@ -170,7 +167,10 @@ def run_cell(config: BenchRootConfig, pipeline: str, costs: Any, ranks: Ranks) -
     cell = {
         "zipf_exponent": bench.zipf_exponent,
         "batch_size": bench.batch_size,
-        "plans": {name: compare(predicted[name], measured[name]) for name in measured},
+        "plans": {
+            case.name: compare(case.plan, predicted[case.name], measured[case.name])
+            for case in cases
+        },
     }
     del runners, batches
     gc.collect()
@@ -179,38 +179,31 @@ def run_cell(config: BenchRootConfig, pipeline: str, costs: Any, ranks: Ranks) -
 
 
 def make_cases(
-    config: BenchRootConfig,
-    scenario: Scenario,
+    pipeline: PipelineSpec,
+    situation: Situation,
     counts: Mapping[str, Any],
     histograms: Mapping[str, CountHistogram],
-) -> tuple[list[Case], dict[str, Predicted]]:
-    """The plans to run, and the predictions of those that are known before they are built."""
-    total_rows = sum(config.bench.table_rows)
-    chosen = fastest_placement(CostPlacement(routing=Routing.device, may_pool=False), scenario)
-    placement = make_placement(chosen, counts, histograms, "cost")
-    pipeline = scenario.pipeline.kind
-    cases = [case_of(HOT_COLD, placement.partition, pipeline)]
-    predicted = {HOT_COLD: chosen}
-    for name, partition in {
-        **{f"hot_{rows}": choose_fraction(counts, hot_frac=rows / total_rows) for rows in HOT_ROWS},
-        "all_cold": choose_all_cold(counts),
-    }.items():
-        cases.append(case_of(name, partition, pipeline))
-        predicted[name] = predict_placement(
-            scenario,
-            {table: partition.num_hot(table) for table in counts},
-            dict.fromkeys(counts, TablePlacement()),
-        )
+) -> list[Case]:
+    """The plans to run."""
+    total_rows = sum(rows.size for rows in counts.values())
+    by_cost = ByCost(may_pool=False)
+    chosen, _ = fastest_split(PlanRequest(by_cost), by_cost, pipeline, situation)
+    assert isinstance(chosen.tables, SplitTables)
+    placements = {
+        HOT_COLD: most_accessed(chosen.tables, counts, histograms, "cost"),
+        **{
+            f"hot_{rows}": Placement.alike(choose_fraction(counts, hot_frac=rows / total_rows))
+            for rows in HOT_ROWS
+        },
+        "all_cold": Placement.alike(choose_all_cold(counts)),
+    }
+    cases = [split_case(name, placement, pipeline) for name, placement in placements.items()]
     for plan in (TorchrecPlan.planner, TorchrecPlan.hand_tuned):
-        cases.append(Case(plan.name, TorchrecPlacement(plan=plan), None))
-    return cases, predicted
+        cases.append(Case(plan.name, Plan(TorchrecTables(plan))))
+    return cases
 
 
-def case_of(name: str, partition: Partition, pipeline: PipelineKind) -> Case:
-    return Case(name, FractionPlacement(routing=Routing.device), partition, pipeline)
-
-
-def compare(predicted: Predicted, measured: Mapping[str, Any]) -> dict[str, Any]:
+def compare(plan: Plan, predicted: Prediction, measured: Mapping[str, Any]) -> dict[str, Any]:
     step = predicted.step
     return {
         "predicted_s": step.step_s,
@@ -221,7 +214,7 @@ def compare(predicted: Predicted, measured: Mapping[str, Any]) -> dict[str, Any]
         "bytes_error_frac": step.total_sent_bytes / measured["sent_bytes"] - 1,
         "predicted_stage_s": dict(step.stage_s),
         "measured_stage_s": measured["stage_s"],
-        "hot_rows": sum(predicted.num_hot.values()),
+        "hot_rows": plan.num_hot,
     }
 
 

@@ -32,7 +32,7 @@ from hotrec.cost_model.locality import step_draws
 from hotrec.cost_model.profile import Profile, read_profile
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader, num_steps
-from hotrec.planning.policies import choose_fraction
+from hotrec.planner.policies import choose_fraction
 from hotrec.report.render import markdown_table
 from hotrec.types import Partition, Rows, Schema
 

@@ -7,7 +7,7 @@
 Each argument is a directory in which ``hotrec compare`` or ``hotrec run`` left compare.json. Plans
 are matched by the last part of their run directory (train, torchrec, counterpart). Five starts are
 ten pairs. It also prints the standard deviation of the logarithm of a ratio between the starts, and
-what the blocks of one start let expect: START_SPREAD of hotrec/planning/trial.py is what is left.
+what the blocks of one start let expect: START_SPREAD of hotrec/planner/trial.py is what is left.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 
-from hotrec.planning.trial import CONFIDENCE, START_SPREAD, Trial
+from hotrec.planner.trial import CONFIDENCE, START_SPREAD, Trial
 from hotrec.report.render import markdown_table
 
 

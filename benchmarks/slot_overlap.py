@@ -24,19 +24,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from hotrec.assemble.job import model_spec, place
+from hotrec.assemble.trainable import assemble
 from hotrec.bench.machine import machine_facts
 from hotrec.bench.samples import ZipfTables
-from hotrec.build import build_sharded
-from hotrec.config.groups import AllColdPlacement, DlrmConfig, Routing, RowwiseAdagradConfig
-from hotrec.config.roots import Config, PipelineConfig, TrainerConfig
+from hotrec.config.groups import AllColdPlacement, DlrmConfig, RowwiseAdagradConfig
+from hotrec.config.roots import Config
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.embedding.cached_rows import RowMover
 from hotrec.embedding.table_memory import SlotCounters
-from hotrec.planning.machine import Machine
-from hotrec.planning.policies import choose_all_cold, choose_popular_rows
-from hotrec.planning.unsharded import as_placement
+from hotrec.planner.machine import Machine
+from hotrec.planner.plan import Plan
+from hotrec.planner.policies import choose_all_cold, choose_popular_rows
+from hotrec.planner.propose import split_of
+from hotrec.planner.request import GivenTables, PlanRequest
 from hotrec.runtime.ranks import process_group
-from hotrec.types import ColdTier, PipelineKind
+from hotrec.types import ColdTier, PipelineKind, PipelineSpec
 
 RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
 NUM_SKIPPED = 10  # first steps, in which the slots fill
@@ -75,9 +78,6 @@ def measure(options: argparse.Namespace, bytes_per_s: float | None) -> dict[str,
     """Median step, and bytes moved per step the way that has more, after the first steps."""
     samples = ZipfTables([options.rows] * options.tables, exponent=1.05, num_dense=13, seed=0)
     counts = samples.count(NUM_PROFILED)
-    placement = AllColdPlacement(
-        cold_tier=ColdTier.cached, cache_load_frac=options.load_frac, routing=Routing.loader
-    )
     partition = choose_all_cold(counts)
     popular = choose_popular_rows(
         partition,
@@ -90,21 +90,28 @@ def measure(options: argparse.Namespace, bytes_per_s: float | None) -> dict[str,
         dataset_name="slot_overlap",
         run_name="slot_overlap",
         model=DlrmConfig(embedding_dim=64, dense_layer_sizes=[512, 64], over_layer_sizes=[512, 1]),
-        placement=placement,
+        placement=AllColdPlacement(),
         optimizer=RowwiseAdagradConfig(learning_rate=0.01),
-        pipeline=PipelineConfig(kind=PipelineKind.look_ahead),
-        trainer=TrainerConfig(batch_size=options.batch),
     )
     with process_group(device="cpu") as ranks, link(bytes_per_s):
-        placed = as_placement(placement, partition, "cpu", lambda _: popular)
+        placed = place(
+            partition,
+            "cpu",
+            tier=ColdTier.cached,
+            cache_load_frac=options.load_frac,
+            popular=lambda _: popular,
+        )
+        request = PlanRequest(GivenTables(placed), is_routed_by_loader=True)
+        plan = Plan(split_of(request, placed), PipelineSpec(PipelineKind.look_ahead))
         machine = Machine(1, 1, "cpu", 0, 64 << 30, options.batch)
-        sharded = build_sharded(config, samples.schema, placed, machine, ranks.device)
-        route: Any = sharded.transform
+        spec = model_spec(config, samples.schema)
+        trainable = assemble(spec, plan, placed, machine, ranks.device)
+        route: Any = trainable.route
         num_steps = NUM_SKIPPED + options.steps
         batches = samples.batches(num_steps, batch_size=options.batch, rank=0, world_size=1)
         for batch in batches:
             batch.sparse = route(batch.sparse)
-        pipeline, counters = sharded.make_pipeline(ranks.device), SlotCounters(sharded.model)
+        pipeline, counters = trainable.pipeline(), SlotCounters(trainable.model)
         pipeline.start()
         stream, steps_s = iter(batches), []
         for step in range(num_steps):

@@ -52,7 +52,7 @@ from hotrec.cost_model.quantities import (
 )
 from hotrec.cost_model.step import make_step_model
 from hotrec.models.flops import dense_flops
-from hotrec.planning.search import Limits, search_placement
+from hotrec.planner.search import Limits, search_placement
 from hotrec.report.render import markdown_table
 from hotrec.report.units import show_count, show_frac
 from hotrec.types import TablePlacement, Tier

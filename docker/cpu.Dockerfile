@@ -4,10 +4,10 @@ ARG BASE_IMAGE=python:3.12-slim
 FROM ${BASE_IMAGE} AS build
 # A package index with torch's CPU builds keeps the image small: requirements/README.md.
 ARG TORCH_INDEX=
-# The package index; pip takes an empty one for the common index.
+# The package index; empty: pip's default index.
 ARG PIP_INDEX_URL=
 WORKDIR /build
-# The pins change seldom, the code often: two layers.
+# The pins rarely change, the code often does: two layers.
 COPY requirements requirements
 RUN PIP_NO_CACHE_DIR=1 TORCH_INDEX="${TORCH_INDEX}" requirements/make_venv.sh /opt/venv cpu pins
 COPY pyproject.toml README.md LICENSE ./

@@ -9,7 +9,7 @@ RUN apt-get update \
 
 FROM python AS build
 WORKDIR /build
-# The pins change seldom, the code often: two layers.
+# The pins rarely change, the code often does: two layers.
 COPY requirements requirements
 RUN PIP_NO_CACHE_DIR=1 requirements/make_venv.sh /opt/venv cuda pins
 COPY pyproject.toml README.md LICENSE ./

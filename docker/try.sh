@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Build the CPU image, train on the two hosts of compose.yaml, and see that they trained together.
+# Build the CPU image, train on the two hosts of compose.yaml, and check that they trained together.
 #
 #   docker/try.sh [--debootstrap]
 #
 # Options:
-#   --debootstrap   the base is a Debian that debootstrap makes (needs root), for a machine that reaches
-#                   no image registry; it trusts the certificates that were added to this machine's
+#   --debootstrap   create the base image with debootstrap (needs root), for a machine without access to
+#                   an image registry; it trusts the certificates added to this machine
 #
 # Needs a running Docker engine and Compose 1 (docker-compose 1.29) or 2 (docker compose); without them it
-# ends with 77 and the reason. Containers, network and volumes are a project of their own, hotrec-try, and
-# are removed at the end, whatever that is. The images hotrec:try and hotrec-try-base stay, so that the
-# next try only builds what has changed.
+# prints the reason and exits with 77. Containers, network and volumes belong to a separate project,
+# hotrec-try, and are always removed at the end. The images hotrec:try and hotrec-try-base are kept, so that
+# the next run only builds what has changed.
 #
 # Environment:
-#   BASE_IMAGE      what the image is built from; default that of the Dockerfile
-#   BUILD_NETWORK   network of the build; host, where an index is at 127.0.0.1
-#   PIP_INDEX_URL, TORCH_INDEX    package indexes (requirements/README.md); they do not get into the image
+#   BASE_IMAGE      the base image; default that of the Dockerfile
+#   BUILD_NETWORK   network of the build; host, if an index is at 127.0.0.1
+#   PIP_INDEX_URL, TORCH_INDEX    package indexes (requirements/README.md); not stored in the image
 #   COMPOSE         default "docker compose", else "docker-compose"
 #   LIMIT_S         seconds that the hosts may take without the build; default 360
 #
@@ -72,13 +72,13 @@ trap clean_up EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# Service, state and exit code of each container, a line each.
+# Service, state and exit code, one line per container.
 states() {
     docker ps --all --quiet --filter "label=com.docker.compose.project=$project" | xargs -r docker inspect \
         --format '{{index .Config.Labels "com.docker.compose.service"}} {{.State.Status}} {{.State.ExitCode}}'
 }
 
-# The last lines, without what Compose 2 adds for a terminal also where there is none.
+# The last lines, without the terminal codes that Compose 2 adds even without a terminal.
 logs() { # lines, services
     compose logs --no-color --tail "$@" 2>&1 | sed 's/\x1b\[2K//' | cut -c -160 >&2
 }
@@ -113,9 +113,9 @@ say "built in $((SECONDS - begin_s)) s; starting the hosts, at most $limit_s s"
 ! states | grep -q ' running ' ||
     fail 1 "project $project: expected no running containers, got $(states | xargs). Wait for the other try, or end it: $COMPOSE -p $project down."
 is_up=yes
-compose down --volumes >"$folder/down" 2>&1 # What a try left that was killed.
+compose down --volumes >"$folder/down" 2>&1 # What a killed run left behind.
 begin_s=$SECONDS said_s=$SECONDS
-# It returns when the dataset and the plan are made and both trainers have started.
+# It returns once the dataset and the plan exist and both trainers have started.
 compose up -d --no-build >"$folder/up" 2>&1 &
 up=$!
 while

@@ -23,6 +23,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "configuration_reference",
+    "figures_reference",
     "notebook",
 ]
 exclude_patterns = ["_ext"]

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
+    from hotrec.assemble.torchrec_plan import plan_document, plan_text
     from hotrec.cli.call import command
     from hotrec.cli.fit import Run, fit, predict
     from hotrec.cost_model.profile import Profile
@@ -18,8 +19,7 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from hotrec.embedding.update_rules import OptimizerSpec
     from hotrec.models.encoder import load_encoder
     from hotrec.models.plain import load_model
-    from hotrec.planning.machine import Machine
-    from hotrec.planning.torchrec_plan import plan_document, plan_text
+    from hotrec.planner.machine import Machine
     from hotrec.program.checkpoint import load_checkpoint, save_checkpoint
     from hotrec.program.choice import Choice
     from hotrec.program.count import profile
@@ -75,7 +75,7 @@ __all__ = [
 _HOME = {
     "AdaptiveHotSet": "hotrec.embedding.adapt",
     "Choice": "hotrec.program.choice",
-    "Machine": "hotrec.planning.machine",
+    "Machine": "hotrec.planner.machine",
     "OptimizerSpec": "hotrec.embedding.update_rules",
     "Pipeline": "hotrec.program.pipeline",
     "Profile": "hotrec.cost_model.profile",
@@ -90,8 +90,8 @@ _HOME = {
     "load_encoder": "hotrec.models.encoder",
     "load_model": "hotrec.models.plain",
     "parallelize": "hotrec.program.parallel",
-    "plan_document": "hotrec.planning.torchrec_plan",
-    "plan_text": "hotrec.planning.torchrec_plan",
+    "plan_document": "hotrec.assemble.torchrec_plan",
+    "plan_text": "hotrec.assemble.torchrec_plan",
     "predict": "hotrec.cli.fit",
     "profile": "hotrec.program.count",
     "save_checkpoint": "hotrec.program.checkpoint",

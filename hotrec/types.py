@@ -12,9 +12,11 @@ update. Ids: ``raw_id`` (value in the log) -> ``row`` (0..num_rows-1) -> ``hot_s
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,8 @@ Rows = npt.NDArray[np.int64]
 # Rows of a table, and the probability that a global batch reads each of them.
 POPULAR_ROW = np.dtype([("row", np.int64), ("prob", np.float32)])
 PopularRows = npt.NDArray[np.void]
+# Fraction of the rows that a device cache keeps where none is given: FBGEMM's default.
+DEFAULT_LOAD_FRAC = 0.2
 
 # The parts of a step, in the order in which a step comes to them.
 STAGES = (
@@ -181,6 +185,14 @@ class Partition:
     def total_hot(self) -> int:
         return sum(self.num_hot(table) for table in self.num_rows)
 
+    @cached_property
+    def digest(self) -> str:
+        """What tells the hot rows of two partitions apart."""
+        found = hashlib.sha256()
+        for table in sorted(self.hot_rows):
+            found.update(table.encode() + np.ascontiguousarray(self.hot(table)).tobytes())
+        return found.hexdigest()[:16]
+
     @property
     def total_rows(self) -> int:
         return sum(self.num_rows.values())
@@ -292,6 +304,16 @@ class ColdTier(Enum):
     cached = "cached"
 
 
+# The tier of rows on each kernel, and back.
+TIER_OF_KERNEL = {
+    ColdTier.fused: Tier.DEVICE,
+    ColdTier.fused_uvm: Tier.HOST,
+    ColdTier.fused_uvm_caching: Tier.HOST_CACHED,
+    ColdTier.cached: Tier.CACHED,
+}
+KERNEL_OF_TIER = {tier: kernel for kernel, tier in TIER_OF_KERNEL.items()}
+
+
 class RowFetch(Enum):
     """How rows behind slots come to the device; auto chooses by costs.
 
@@ -312,12 +334,54 @@ class TorchrecPlan(Enum):
     hand_tuned = "hand_tuned"
 
 
-class HugectrLink(Enum):
-    """HugeCTR's communication types: what joins its GPUs."""
+@dataclass(frozen=True)
+class PipelineSpec:
+    """A train pipeline: how steps overlap, and the type of what travels.
 
-    ib_nvlink = "ib_nvlink"
-    ib_nvlink_hier = "ib_nvlink_hier"
-    nvlink_single_node = "nvlink_single_node"
+    Args:
+        kind: Kind of the pipeline; auto only in a request, never in a plan.
+        wire: Type of rows and gradients on the wire.
+        depth: Batches whose rows look-ahead exchanges in advance.
+        window: Further batches whose rows it knows, to choose which rows stay in slots.
+        micro_batches: Whether it first computes the samples that need no row of another rank.
+    """
+
+    kind: PipelineKind = PipelineKind.sparse_dist
+    wire: WireType = WireType.fp32
+    depth: int = 1
+    window: int = 32
+    micro_batches: bool = False
+
+    @property
+    def narrow_frac(self) -> float:
+        """Bytes of a value on the wire, over those of a float32."""
+        return 1.0 if self.wire is WireType.fp32 else 0.5
+
+    @property
+    def is_look_ahead(self) -> bool:
+        return self.kind is PipelineKind.look_ahead
+
+    @property
+    def of_torchrec(self) -> PipelineSpec:
+        """The pipeline of unsplit tables where this one trains hot and cold rows."""
+        return self.with_kind(PipelineKind.sparse_dist) if self.is_look_ahead else self
+
+    @property
+    def batches_in_slots(self) -> int:
+        """Batches that hold slots at once: the one that is computed, and those to come.
+
+        One more than are requested is known where there is a window, and its rows are fetched.
+        """
+        return self.depth + 1 + (self.window > 0)
+
+    @property
+    def batches_foreseen(self) -> int:
+        """Batches after those that hold slots whose rows are known: the others of the window."""
+        return max(self.window - 1, 0)
+
+    def with_kind(self, kind: PipelineKind) -> PipelineSpec:
+        """The same with another kind."""
+        return replace(self, kind=kind)
 
 
 @dataclass(frozen=True)

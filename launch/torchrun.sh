@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Start one host's ranks of a hotrec command with torchrun. On several hosts, start it on each.
+# Start the ranks of a hotrec command on this host with torchrun. With several hosts, run it on each.
 #
 #   launch/torchrun.sh [options] COMMAND [overrides]
 #
@@ -12,25 +12,25 @@
 # Options:
 #   --nproc-per-node N    ranks on this host; default: one per GPU, or 1 without GPUs
 #   --nnodes N            hosts; default 1
-#   --node-rank N         this host's number; host 0 holds the rendezvous. Without it torchrun finds
-#                         out by comparing names, which fails where a host goes by several names
+#   --node-rank N         this host's number; host 0 has the rendezvous. By default torchrun compares
+#                         host names, which fails if a host has several names
 #   --rdzv-endpoint H:P   host 0's address and a free port there; needed with several hosts
 #   --rdzv-id ID          name of this run, the same on all hosts; also the name of its directory
-#   --local-addr ADDR     this host's address as the others see it, where its name does not resolve
-#   --max-restarts N      start all ranks again after a failure, N times; default 0
-#   --shutdown-timeout S  seconds that ranks get after SIGTERM to save and end; torchrun's default 30
+#   --local-addr ADDR     this host's address for the others, if its name does not resolve
+#   --max-restarts N      restart all ranks after a failure, up to N times; default 0
+#   --shutdown-timeout S  seconds for ranks to save and exit after SIGTERM; torchrun's default 30
 #   --run-dir DIR         the run's directory; default $HOTREC_RUN_DIR, else
 #                         runs/<experiment or command>/<rdzv-id, or time and a number>
 #   --python PYTHON       default: the checkout's .venv, else python3
 #
-# Of the environment, ranks on GPUs heed besides what torch and NCCL read:
-#   CUDA_MODULE_LOADING   several ranks load all kernels when CUDA starts (EAGER), so that none waits
-#                         for another in the middle of an exchange; LAZY gives the memory back
+# Environment variables of ranks on GPUs, besides those of torch and NCCL:
+#   CUDA_MODULE_LOADING   EAGER with several ranks: all kernels are loaded when CUDA starts, so that no
+#                         load blocks in the middle of an exchange; LAZY saves the memory
 #   CUDA_DEVICE_MAX_CONNECTIONS
 #                         hardware queues for streams; default 32
-#   TORCH_FR_BUFFER_SIZE  collectives that the flight recorder keeps; default 2000, 0 for none. When
-#                         a rank is lost the others write them to the run's flight_recorder/
-# Each keeps to the processors of its GPU's NUMA node, among those that the launcher allows.
+#   TORCH_FR_BUFFER_SIZE  collectives kept by the flight recorder; default 2000, 0 for none. When a
+#                         rank is lost, the others write them to the run's flight_recorder/
+# Each rank is bound to the cores of its GPU's NUMA node, among those that the launcher allows.
 #
 # torchrun replaces this script (exec), so signals reach it. The exit code is that of the rank that
 # failed first, or 128 + n after signal n.
@@ -102,8 +102,8 @@ if [ -z "$python" ]; then
 fi
 command -v "$python" >/dev/null || fail "--python: expected an interpreter, got '$python'."
 
-# Without an id the choice is left to rank 0, which makes a directory that no other run can take; with
-# one the same directory is meant, to go on in it.
+# Without an id rank 0 chooses a directory that no other run can take; an id names a fixed directory, so
+# that the run can be resumed in it.
 if [ -z "$run_dir" ] && [ -n "$rdzv_id" ]; then
     name=$command
     for word in "${@:2}"; do
@@ -122,8 +122,8 @@ fi
 
 options=(--nnodes "$nnodes" --nproc-per-node "$nproc_per_node" --max-restarts "$max_restarts")
 if ((nnodes == 1)) && [ -z "$endpoint" ]; then
-    # The ranks are all here. Without this torchrun hands out the host's own name, and where that
-    # name has no address (a container, a laptop) they wait for minutes and fail.
+    # All ranks are on this host. By default torchrun uses the host's own name, and if that does not
+    # resolve (a container, a laptop) the ranks wait for minutes and fail.
     options+=(--standalone --local-addr "${local_addr:-localhost}")
 else
     options+=(--rdzv-backend c10d --rdzv-endpoint "$endpoint" --rdzv-id "${rdzv_id:-hotrec}")
@@ -134,7 +134,7 @@ else
 fi
 [ -z "$shutdown_timeout" ] || options+=(--shutdown-timeout "$shutdown_timeout")
 
-# torchrun would set 1 with a warning. Ranks share the cores of their host.
+# By default torchrun sets 1, with a warning. Ranks share the cores of their host.
 cores=$(nproc)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > nproc_per_node ? cores / nproc_per_node : 1))}
 

@@ -71,9 +71,9 @@ class Time:
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     """The time of stage clocks and of a run's meter."""
     from hotrec.runtime import stages
-    from hotrec.train import run_log
+    from hotrec.train import meters, segment
 
     time = Time()
-    for module in (stages, run_log):
+    for module in (stages, meters, segment):
         monkeypatch.setattr(module, "time", time)
     return time

@@ -16,12 +16,11 @@ import torch
 
 from benchmarks.gpu_day.record import OK, Parts, Summary, Table
 from benchmarks.gpu_day.stage import Day, bench_config, free_memory, main
-from hotrec.bench.cases import Case, build_runner
+from hotrec.bench.cases import build_runner, split_case
 from hotrec.bench.samples import ZipfTables
-from hotrec.config.groups import FractionPlacement, Routing
-from hotrec.planning.policies import choose_fraction
+from hotrec.planner.policies import choose_fraction
 from hotrec.runtime.ranks import process_group
-from hotrec.types import ColdTier, PipelineKind
+from hotrec.types import PipelineKind, PipelineSpec, Placement
 
 ON = {"GPU": ("cuda", PipelineKind.look_ahead), "CPU": ("cpu", PipelineKind.sparse_dist)}
 PICTURE = "picture"
@@ -42,12 +41,8 @@ def train(device: str, pipeline: PipelineKind, day: Day) -> dict[str, Any]:
     batches = samples.batches(
         num_steps + 4, batch_size=config.bench.batch_size, rank=0, world_size=1
     )
-    case = Case(
-        device,
-        FractionPlacement(cold_tier=ColdTier.fused, routing=Routing.loader),
-        choose_fraction(samples.count(10000), hot_frac=0.02),
-        pipeline,
-    )
+    placed = Placement.alike(choose_fraction(samples.count(10000), hot_frac=0.02))
+    case = split_case(device, placed, PipelineSpec(pipeline), is_routed_by_loader=True)
     with process_group(device=device) as ranks:
         runner = build_runner(config, case, samples.schema, batches, ranks, samples)
         for _ in range(num_steps - 1):

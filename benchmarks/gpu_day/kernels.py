@@ -9,13 +9,21 @@ import torch
 
 from benchmarks.gpu_day.stage import bench_config, free_memory
 from benchmarks.gpu_day.tbe import DEVICE, LOCATIONS, MAPPED_SLOTS, SLOTS, UVM, UVM_CACHE, Tables
-from hotrec.bench.cases import Case, build_runner
+from hotrec.assemble.job import place
+from hotrec.bench.cases import Case, build_runner, split_case
 from hotrec.bench.samples import ZipfTables
-from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
 from hotrec.embedding.update_rules import sum_by_row, update_rows
-from hotrec.planning.policies import choose_fraction
+from hotrec.planner.plan import Plan, TorchrecTables
+from hotrec.planner.policies import choose_fraction
 from hotrec.runtime.ranks import Ranks
-from hotrec.types import ColdTier, OptimizerKind, PipelineKind, RowFetch, TorchrecPlan
+from hotrec.types import (
+    ColdTier,
+    OptimizerKind,
+    PipelineKind,
+    PipelineSpec,
+    RowFetch,
+    TorchrecPlan,
+)
 
 COLD_TIERS = {
     DEVICE: ColdTier.fused,
@@ -93,19 +101,19 @@ def make_case(name: str, tier: str, counts: Mapping[str, Any]) -> Case:
     """A step of the program: hot and cold rows, with look-ahead, or TorchRec's own tables."""
     cold = COLD_TIERS[tier]
     if name.startswith("torchrec"):
-        placement = TorchrecPlacement(plan=TorchrecPlan.table_wise, tier=cold)
         is_ahead = name == "torchrec_prefetch"
-        pipeline = PipelineKind.prefetch if is_ahead else PipelineKind.sparse_dist
-        return Case(name, placement, None, pipeline)
-    fetch = RowFetch.mapped if tier == MAPPED_SLOTS else RowFetch.staged
-    return Case(
-        name,
-        FractionPlacement(
-            cold_tier=cold, routing=Routing.device, row_fetch=fetch, cache_load_frac=SLOTS_FRAC
-        ),
+        kind = PipelineKind.prefetch if is_ahead else PipelineKind.sparse_dist
+        return Case(name, Plan(TorchrecTables(TorchrecPlan.table_wise, cold), PipelineSpec(kind)))
+    placed = place(
         choose_fraction(counts, hot_frac=0.02),
-        PipelineKind.look_ahead if name == "look_ahead" else PipelineKind.sparse_dist,
+        "cuda",
+        tier=cold,
+        cache_load_frac=SLOTS_FRAC,
+        row_fetch=RowFetch.mapped if tier == MAPPED_SLOTS else RowFetch.staged,
     )
+    is_ahead = name == "look_ahead"
+    kind = PipelineKind.look_ahead if is_ahead else PipelineKind.sparse_dist
+    return split_case(name, placed, PipelineSpec(kind))
 
 
 def check_step(

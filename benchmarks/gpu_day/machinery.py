@@ -20,18 +20,18 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.gpu_day.record import DoesNotFitError, Parts, Summary, Table
 from benchmarks.gpu_day.stage import Day, bench_config, free_memory, main
-from hotrec.bench.cases import Case, build_runner
+from hotrec.bench.cases import Case, build_runner, split_case
 from hotrec.bench.figures import gather_measured, losses_apart
 from hotrec.bench.figures import summarize as sum_up
 from hotrec.bench.measure import num_steps, run_cases
 from hotrec.bench.samples import ZipfTables
-from hotrec.config.groups import AllColdPlacement, Routing, TorchrecPlacement
 from hotrec.config.roots import BenchRootConfig
 from hotrec.data.batch import Batch
-from hotrec.planning.policies import choose_all_cold
+from hotrec.planner.plan import Plan, TorchrecTables
+from hotrec.planner.policies import choose_all_cold
 from hotrec.report.units import show_bytes, show_count, show_seconds
 from hotrec.runtime.ranks import Ranks, process_group
-from hotrec.types import ColdTier, PipelineKind, Rows, TorchrecPlan
+from hotrec.types import ColdTier, PipelineKind, PipelineSpec, Placement, Rows
 
 BASELINE = "TorchRec's planner"
 # MLPerf Training, DLRM-DCNv2 on Criteo 1TB: rows and ids per sample of its 26 features.
@@ -81,12 +81,11 @@ class MultiHotTables(ZipfTables):
 
 def make_cases(counts: Mapping[str, Rows]) -> list[Case]:
     """TorchRec's plan, and all rows cold in two ways; every row in the device's memory."""
-    fused, partition = ColdTier.fused, choose_all_cold(counts)
-    cold = AllColdPlacement(cold_tier=fused, routing=Routing.loader)
+    cold, ahead = Placement.alike(choose_all_cold(counts)), PipelineSpec(PipelineKind.look_ahead)
     return [
-        Case(BASELINE, TorchrecPlacement(plan=TorchrecPlan.planner, tier=fused), None),
-        Case("all cold", cold, partition, PipelineKind.sparse_dist),
-        Case("all cold, look_ahead", cold, partition, PipelineKind.look_ahead),
+        Case(BASELINE, Plan(TorchrecTables(tier=ColdTier.fused))),
+        split_case("all cold", cold, is_routed_by_loader=True),
+        split_case("all cold, look_ahead", cold, ahead, is_routed_by_loader=True),
     ]
 
 

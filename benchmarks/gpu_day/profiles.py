@@ -28,13 +28,13 @@ from benchmarks.gpu_day.stage import (
     quantiles,
     show,
 )
-from hotrec.bench.cases import Case, Runner, build_runner
+from hotrec.bench.cases import Case, Runner, build_runner, split_case
 from hotrec.bench.samples import ZipfTables
-from hotrec.config.groups import AllColdPlacement, Routing, TorchrecPlacement
-from hotrec.planning.policies import choose_all_cold
+from hotrec.planner.plan import Plan, TorchrecTables
+from hotrec.planner.policies import choose_all_cold
 from hotrec.report.units import show_seconds
 from hotrec.runtime.ranks import Ranks, process_group
-from hotrec.types import ColdTier, PipelineKind, TorchrecPlan
+from hotrec.types import ColdTier, PipelineKind, PipelineSpec, Placement
 
 # Calls of CUDA's runtime in which the host waits, by the names that the profiler gives them.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
@@ -49,12 +49,12 @@ CASES: dict[str, tuple[PipelineKind, bool]] = {
 
 
 def make_case(name: str, samples: ZipfTables) -> Case:
-    pipeline, is_cold = CASES[name]
+    kind, is_cold = CASES[name]
+    pipeline = PipelineSpec(kind)
     if not is_cold:
-        placement = TorchrecPlacement(plan=TorchrecPlan.planner, tier=ColdTier.fused)
-        return Case(name, placement, None, pipeline)
-    cold = AllColdPlacement(cold_tier=ColdTier.fused, routing=Routing.loader)
-    return Case(name, cold, choose_all_cold(samples.count(1)), pipeline)
+        return Case(name, Plan(TorchrecTables(tier=ColdTier.fused), pipeline))
+    cold = Placement.alike(choose_all_cold(samples.count(1)))
+    return split_case(name, cold, pipeline, is_routed_by_loader=True)
 
 
 def profile_case(name: str, day: Day, ranks: Ranks) -> dict[str, Any]:

@@ -26,7 +26,7 @@ SETTINGS = (
     *("counted_steps", "loss_tolerance"),
 )
 
-CaseChooser = Callable[[BenchConfig, Mapping[str, Rows], int], list[Case]]
+CaseChooser = Callable[[BenchConfig, Mapping[str, Rows], int, str], list[Case]]
 
 
 def measure(
@@ -40,8 +40,9 @@ def measure(
     Args:
         config: A validated configuration.
         ranks: Ranks of the process group, which must exist.
-        choose_cases: Chooses the cases, given the configuration, the lookups per row by table, and
-            the number of ranks; ``hotrec.bench.cases.make_cases`` takes those of ``config``.
+        choose_cases: Chooses the cases, given the configuration, the lookups per row by table, the
+            number of ranks and the device; ``hotrec.bench.cases.make_cases`` takes those of
+            ``config``.
         baselines: Names of the cases that the others are compared with.
 
     Returns:
@@ -60,7 +61,9 @@ def measure(
         num_dense=bench.num_dense,
         seed=bench.seed,
     )
-    cases = choose_cases(bench, samples.count(bench.profile_samples), ranks.world_size)
+    cases = choose_cases(
+        bench, samples.count(bench.profile_samples), ranks.world_size, ranks.device.type
+    )
     batches = samples.batches(
         num_steps(bench), batch_size=bench.batch_size, rank=ranks.rank, world_size=ranks.world_size
     )
@@ -95,7 +98,7 @@ def measure(
             "num_dense_values": next(iter(measured.values()))[0].num_dense_values,
         },
         "partitions": _partition_facts(cases, config),
-        "pipelines": {case.name: _describe_pipeline(case, bench) for case in cases},
+        "pipelines": {case.name: _describe_pipeline(case) for case in cases},
         "assigned": [c.name for c in cases if c.assign is OrderAssign.by_owner],
         "cases": figures,
         "losses_apart": losses_apart(figures, bench.loss_tolerance),
@@ -118,14 +121,15 @@ def _partition_facts(cases: Sequence[Case], config: BenchRootConfig) -> dict[str
     }
 
 
-def _describe_pipeline(case: Case, bench: BenchConfig) -> str:
-    words = [(case.pipeline or bench.pipeline).name]
-    if case.depth != 1:
-        words.append(f"depth {case.depth}")
-    if case.micro_batches:
+def _describe_pipeline(case: Case) -> str:
+    pipeline = case.plan.pipeline
+    words = [pipeline.kind.name]
+    if pipeline.depth != 1:
+        words.append(f"depth {pipeline.depth}")
+    if pipeline.micro_batches:
         words.append("micro-batches")
-    if case.wire is not WireType.fp32:
-        words.append(case.wire.name)
+    if pipeline.wire is not WireType.fp32:
+        words.append(pipeline.wire.name)
     if case.assign is OrderAssign.by_owner:
         words.append("samples by owner")
     return " ".join(words)

@@ -6,26 +6,17 @@ import dataclasses
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
-from typing import Any
 
 import numpy as np
 import torch
 
+from hotrec.assemble.job import make_machine, optimizer_specs, place, shapes_of
+from hotrec.assemble.model import ModelSpec
+from hotrec.assemble.order import by_owner
+from hotrec.assemble.trainable import Trainable, assemble
 from hotrec.bench.machine import resident_bytes
 from hotrec.bench.samples import ZipfTables, assigned_batches
-from hotrec.build import Sharded, build_sharded, by_owner
-from hotrec.config.groups import (
-    AllColdPlacement,
-    AllHotPlacement,
-    FractionPlacement,
-    HotColdConfig,
-    OrderAssign,
-    PlacementConfig,
-    Routing,
-    ShuffledOrder,
-    TorchrecPlacement,
-)
+from hotrec.config.groups import OrderAssign
 from hotrec.config.roots import (
     HOT_COLD_CASES,
     BenchCase,
@@ -33,32 +24,34 @@ from hotrec.config.roots import (
     BenchRootConfig,
     BenchRouting,
     BenchVariant,
-    Config,
     HotRowsRule,
-    PipelineConfig,
-    TrainerConfig,
 )
 from hotrec.cost_model.costs import Costs
+from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.data.batch import Batch
-from hotrec.planning.machine import Machine
-from hotrec.planning.policies import (
+from hotrec.models.shape import architecture_of, work_of
+from hotrec.planner.machine import Machine
+from hotrec.planner.plan import Plan, TorchrecTables
+from hotrec.planner.policies import (
     choose_all_cold,
     choose_all_hot,
     choose_fraction,
     choose_min_accesses,
     choose_popular_rows,
 )
-from hotrec.planning.scenario import Scenario, describe_scenario
-from hotrec.planning.unsharded import as_placement, make_machine
+from hotrec.planner.propose import split_of
+from hotrec.planner.request import GivenTables, PlanRequest
+from hotrec.planner.situation import Situation, build_situation
 from hotrec.runtime.ranks import Ranks, barrier, broadcast_object
 from hotrec.runtime.stages import StageClock
 from hotrec.train.pipelines import Pipeline
 from hotrec.types import (
-    ColdTier,
+    HotExchange,
     Partition,
-    PipelineKind,
+    PipelineSpec,
+    Placement,
     PopularRows,
     Rows,
     Schema,
@@ -66,25 +59,53 @@ from hotrec.types import (
     WireType,
 )
 
+IN_LINE = PipelineSpec()
+
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration to measure, as ``hotrec train`` would train it."""
+    """A plan to measure, as ``hotrec train`` would train it.
+
+    Args:
+        name: Its name.
+        plan: The plan.
+        placement: The hot rows of split tables and the place of the others; None for TorchRec's
+            plans.
+        assign: Which rank computes which sample.
+    """
 
     name: str
-    placement: PlacementConfig
-    partition: Partition | None  # hot rows; None for TorchRec's plans on unsplit tables
-    pipeline: PipelineKind | None = None  # other than auto; None for ``bench.pipeline``
-    wire: WireType = WireType.fp32  # type in which rows and gradients are sent
-    depth: int = 1  # number of batches that look_ahead prefetches
-    micro_batches: bool = False  # look_ahead first computes the samples whose rows have arrived
-    assign: OrderAssign = OrderAssign.as_read  # which rank computes which sample
-    popular_rows: Mapping[str, PopularRows] = field(default_factory=dict)  # that begin in slots
+    plan: Plan
+    placement: Placement | None = None
+    assign: OrderAssign = OrderAssign.as_read
+
+    @property
+    def partition(self) -> Partition | None:
+        return None if self.placement is None else self.placement.partition
 
     @property
     def is_exact(self) -> bool:
         """Whether it must have the same losses as the other exact cases."""
-        return self.wire is WireType.fp32
+        return self.plan.pipeline.wire is WireType.fp32
+
+
+def split_case(
+    name: str,
+    placement: Placement,
+    pipeline: PipelineSpec = IN_LINE,
+    *,
+    hot_exchange: HotExchange = HotExchange.auto,
+    is_routed_by_loader: bool = False,
+    assign: OrderAssign = OrderAssign.as_read,
+) -> Case:
+    """The case of a placement with hot and cold rows."""
+    request = PlanRequest(
+        GivenTables(placement),
+        pipeline,
+        hot_exchange=hot_exchange,
+        is_routed_by_loader=is_routed_by_loader,
+    )
+    return Case(name, Plan(split_of(request, placement), pipeline), placement, assign)
 
 
 def choose_hot_rows(bench: BenchConfig, counts: Mapping[str, Rows], world_size: int) -> Partition:
@@ -106,71 +127,86 @@ def choose_hot_rows(bench: BenchConfig, counts: Mapping[str, Rows], world_size: 
     return dataclasses.replace(chosen, policy=f"the {chosen.total_hot} most accessed rows")
 
 
-def make_cases(bench: BenchConfig, counts: Mapping[str, Rows], world_size: int) -> list[Case]:
+def make_cases(
+    bench: BenchConfig, counts: Mapping[str, Rows], world_size: int, device: str = "cpu"
+) -> list[Case]:
     """The chosen cases, in the configuration's order."""
-    cases = []
-    for name in bench.cases:
-        variant = bench.variants.get(name) or BenchVariant(BenchCase[name])
-        placement, partition = _place(variant, bench, counts, world_size)
-        pipeline = variant.pipeline or bench.pipeline
-        same = {key: getattr(variant, key) for key in ("wire", "depth", "micro_batches", "assign")}
-        popular = {}
-        if variant.tier is ColdTier.cached and partition is not None:
-            popular = choose_popular_rows(
-                partition,
-                Profile(bench.profile_samples, 0, bench.profile_samples, Sampling(), counts),
-                load_frac=variant.cache_load_frac,
-                global_batch_size=bench.batch_size * world_size,
-                world_size=world_size,
-            )
-        cases.append(Case(name, placement, partition, pipeline, **same, popular_rows=popular))
-    return cases
+    variants = {name: bench.variants.get(name) for name in bench.cases}
+    return [
+        _make_case(
+            name, variant or BenchVariant(BenchCase[name]), bench, counts, world_size, device
+        )
+        for name, variant in variants.items()
+    ]
 
 
-def _place(
-    variant: BenchVariant, bench: BenchConfig, counts: Mapping[str, Rows], world_size: int
-) -> tuple[PlacementConfig, Partition | None]:
+def _make_case(
+    name: str,
+    variant: BenchVariant,
+    bench: BenchConfig,
+    counts: Mapping[str, Rows],
+    world_size: int,
+    device: str,
+) -> Case:
+    pipeline = PipelineSpec(
+        variant.pipeline or bench.pipeline,
+        variant.wire,
+        variant.depth,
+        micro_batches=variant.micro_batches,
+    )
     if variant.placement not in HOT_COLD_CASES:
         plan = TorchrecPlan[variant.placement.name]
-        return TorchrecPlacement(
-            plan=plan, tier=variant.tier, cache_load_frac=variant.cache_load_frac
-        ), None
-    shared: dict[str, Any] = {
-        "cold_tier": variant.tier,
-        "cache_load_frac": variant.cache_load_frac,
-        "hot_exchange": variant.hot_exchange or bench.hot_exchange,
-        "routing": Routing.loader if bench.routing is BenchRouting.loader else Routing.device,
-    }
+        tables = TorchrecTables(plan, variant.tier, variant.cache_load_frac)
+        return Case(name, Plan(tables, pipeline))
+    partition = _hot_rows(variant, bench, counts, world_size)
+    exchange = variant.hot_exchange or bench.hot_exchange
+
+    def popular(load_frac: float) -> dict[str, PopularRows]:
+        return choose_popular_rows(
+            partition,
+            Profile(bench.profile_samples, 0, bench.profile_samples, Sampling(), counts),
+            load_frac=load_frac,
+            global_batch_size=bench.batch_size * world_size,
+            world_size=world_size,
+        )
+
+    placement = place(
+        partition,
+        device,
+        tier=variant.tier,
+        cache_load_frac=variant.cache_load_frac,
+        hot_exchange=exchange,
+        popular=popular,
+    )
+    return split_case(
+        name,
+        placement,
+        pipeline,
+        hot_exchange=exchange,
+        is_routed_by_loader=bench.routing is BenchRouting.loader,
+        assign=variant.assign,
+    )
+
+
+def _hot_rows(
+    variant: BenchVariant, bench: BenchConfig, counts: Mapping[str, Rows], world_size: int
+) -> Partition:
     if variant.placement is BenchCase.all_cold:
-        return AllColdPlacement(**shared), choose_all_cold(counts)
+        return choose_all_cold(counts)
     if variant.placement is BenchCase.all_hot:
-        return AllHotPlacement(**shared), choose_all_hot(counts)
+        return choose_all_hot(counts)
     if variant.num_hot_rows is not None:
         bench = dataclasses.replace(
             bench, hot_rows=HotRowsRule.top, num_hot_rows=variant.num_hot_rows
         )
-    # The policy's own keys are not read: the partition is given.
-    return FractionPlacement(**shared), choose_hot_rows(bench, counts, world_size)
+    return choose_hot_rows(bench, counts, world_size)
 
 
-def case_config(config: BenchRootConfig, case: Case) -> Config:
-    """The configuration with which ``hotrec train`` would train the case."""
-    return Config(
-        dataset_name=config.bench.name,
-        run_name=case.name,
-        model=config.model,
-        placement=case.placement,
-        optimizer=config.optimizer,
-        planner=config.planner,
-        pipeline=PipelineConfig(
-            kind=case.pipeline or config.bench.pipeline,
-            wire=case.wire,
-            depth=case.depth,
-            micro_batches=case.micro_batches,
-        ),
-        order=ShuffledOrder(assign=case.assign),
-        trainer=TrainerConfig(batch_size=config.bench.batch_size, seed=config.bench.seed),
-    )
+def bench_model(config: BenchRootConfig, schema: Schema) -> ModelSpec:
+    """What all cases train."""
+    embedding, dense = optimizer_specs(config.optimizer)
+    shape = architecture_of(config.model, schema)
+    return ModelSpec(schema, shape, embedding, dense, seed=config.bench.seed)
 
 
 def machine_of(config: BenchRootConfig, ranks: Ranks) -> Machine:
@@ -215,7 +251,7 @@ class Runner:
     """A case on this rank, and its measurements so far."""
 
     case: Case
-    sharded: Sharded
+    trainable: Trainable
     pipeline: Pipeline
     clock: StageClock  # stage times of the timed steps
     batches: Iterator[Batch]  # of the whole run, and some for the pipeline to hold ahead
@@ -259,33 +295,26 @@ def build_runner(
     before = resident_bytes(ranks.device)
     # Free device memory differs between ranks, but all must plan the same.
     machine = broadcast_object(machine_of(config, ranks))
-    placed = None
-    if case.partition is not None:
-        assert isinstance(case.placement, HotColdConfig)
-        device = ranks.device.type
-        placed = as_placement(case.placement, case.partition, device, lambda _: case.popular_rows)
-    sharded = build_sharded(case_config(config, case), schema, placed, machine, ranks.device)
-    pipeline = sharded.make_pipeline(ranks.device)
+    spec, placed = bench_model(config, schema), case.placement
+    trainable = assemble(spec, case.plan, placed, machine, ranks.device)
+    pipeline = trainable.pipeline()
     if case.assign is OrderAssign.by_owner:
         assert placed is not None, case.name
         assert samples is not None, case.name
         batches = assigned_batches(
             samples,
-            by_owner(schema, placed, sharded.plan),
+            by_owner(schema, placed, trainable.sharding),
             len(batches),
             batch_size=config.bench.batch_size,
             ranks=ranks,
         )
     fed = list(batches)
-    if isinstance(case.placement, HotColdConfig) and sharded.transform is not None:
-        fed = [
-            dataclasses.replace(batch, sparse=route(batch.sparse))
-            for batch, route in zip(batches, repeat(sharded.transform))
-        ]
+    if (route := trainable.route) is not None:
+        fed = [dataclasses.replace(batch, sparse=route(batch.sparse)) for batch in batches]
     if ranks.device.type == "cuda":
         # As a loader hands them over, of which routing has made new tensors.
         fed = [batch.pin_memory() for batch in fed]
-    runner = Runner(case, sharded, pipeline, StageClock(ranks.device), iter(fed), batches)
+    runner = Runner(case, trainable, pipeline, StageClock(ranks.device), iter(fed), batches)
     runner.step()
     runner.drain()
     gc.collect()
@@ -293,22 +322,17 @@ def build_runner(
     return runner
 
 
-def case_scenario(
+def bench_situation(
     config: BenchRootConfig,
-    case: Case,
     schema: Schema,
     histograms: Mapping[str, CountHistogram],
     num_samples: int,
     costs: Costs,
     ranks: Ranks,
-) -> Scenario:
-    """The scenario in which the case is run; see ``describe_scenario``."""
-    machine, trained = machine_of(config, ranks), case_config(config, case)
-    return describe_scenario(
-        trained,
-        schema,
-        histograms,
-        num_samples,
-        machine,
-        costs,
-    )
+) -> Situation:
+    """What the cases are run in; see ``build_situation``."""
+    machine, spec = machine_of(config, ranks), bench_model(config, schema)
+    shapes = shapes_of(schema, config.model.embedding_dim, spec.row_bytes)
+    work = work_of(config.model, schema)
+    workload = Workload(machine.batch_size, work.flops, work.bottom_frac, work.num_dense_values)
+    return build_situation(shapes, workload, histograms, num_samples, machine, (costs, None))

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torchrec.distributed.types import ShardingPlan
 
+from hotrec.assemble.torchrec_plan import plan_document, rank_of_shard
 from hotrec.bench.cases import Block, Case, Runner, step_seconds
-from hotrec.planning.torchrec_plan import plan_document, rank_of_shard
 from hotrec.runtime.ranks import Ranks, all_gather_object
 from hotrec.runtime.stages import exposed_s
 from hotrec.runtime.traffic import (
@@ -19,7 +19,6 @@ from hotrec.runtime.traffic import (
     lower_bound_bytes,
 )
 from hotrec.train.dense_sync import count_dense_values
-from hotrec.types import WireType
 
 BASELINES = ("planner", "hand_tuned")
 
@@ -64,7 +63,7 @@ def _measured(runner: Runner, ranks: Ranks) -> Measured:
         requested = {t: np.unique(rows[~is_hot[0][t]]) for t, rows in requested.items()}
     return Measured(
         is_exact=case.is_exact,
-        bytes_per_value=4 if case.wire is WireType.fp32 else 2,
+        bytes_per_value=4 if case.is_exact else 2,
         blocks=dict(runner.blocks),
         stage_s=runner.clock.seconds(),
         losses=[float(loss) for loss in runner.losses],
@@ -73,9 +72,9 @@ def _measured(runner: Runner, ranks: Ranks) -> Measured:
         num_distinct=[sum(np.unique(r).size for r in rows.values()) for rows in counted],
         num_lookups=[sum(r.size for r in rows.values()) for rows in counted],
         num_hot_lookups=[int(sum(hot.sum() for hot in by_table.values())) for by_table in is_hot],
-        served=_served_values(runner.sharded.plan, requested, ranks.world_size),
+        served=_served_values(runner.trainable.sharding, requested, ranks.world_size),
         memory_bytes=runner.memory_bytes,
-        num_dense_values=count_dense_values(runner.sharded.model),
+        num_dense_values=count_dense_values(runner.trainable.model),
     )
 
 

@@ -17,13 +17,16 @@ from typing import Any
 import numpy as np
 from torchrec.distributed.types import ShardingPlan
 
+from hotrec.assemble.model import build_unsharded
+from hotrec.assemble.torchrec_plan import shardings_of
 from hotrec.bench.cases import (
     Case,
     Runner,
+    bench_model,
+    bench_situation,
     build_runner,
-    case_config,
-    case_scenario,
     machine_of,
+    split_case,
     step_seconds,
 )
 from hotrec.bench.measure import run_block
@@ -31,7 +34,6 @@ from hotrec.bench.samples import ZipfTables
 from hotrec.calibrate.probes import row_spec
 from hotrec.calibrate.timing import Budget, Point, Repeats, fit_line, slowest_rank
 from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
-from hotrec.config.groups import FractionPlacement, Routing, TorchrecPlacement
 from hotrec.config.roots import BenchConfig, BenchRootConfig, LaunchConfig, PlannerConfig
 from hotrec.cost_model.costs import (
     TORCHREC_STAGE,
@@ -44,13 +46,20 @@ from hotrec.cost_model.costs import (
 from hotrec.cost_model.forms import TIERS
 from hotrec.cost_model.histogram import CountHistogram, build_histogram
 from hotrec.data.batch import Batch
-from hotrec.planning.policies import choose_all_cold, choose_all_hot, choose_coverage
-from hotrec.planning.predict import Predicted, predict_placement, predict_plan
-from hotrec.planning.scenario import Scenario
-from hotrec.planning.unsharded import build_unsharded
+from hotrec.planner.plan import Plan, TorchrecTables
+from hotrec.planner.policies import choose_all_cold, choose_all_hot, choose_coverage
+from hotrec.planner.predict import Prediction, Shardings, predict
 from hotrec.runtime.ranks import Ranks, all_gather_object, broadcast_object
 from hotrec.runtime.stages import StageClock
-from hotrec.types import STAGES, Partition, PipelineKind, Rows, TablePlacement, TorchrecPlan
+from hotrec.types import (
+    STAGES,
+    Partition,
+    PipelineKind,
+    PipelineSpec,
+    Placement,
+    Rows,
+    TorchrecPlan,
+)
 
 # Hot and cold rows in every stage; and all rows hot, since a large replica is slower to read.
 COVERAGES = (0.8, 1.0)
@@ -139,7 +148,7 @@ class MeasuredCase:
 
     family: str
     coverage: float | None
-    predict: Callable[[Costs], Predicted]
+    predict: Callable[[Costs], Prediction]
     repeats: Repeats = field(default_factory=lambda: Repeats(slowest_rank))
     stage_s: list[Mapping[str, float]] = field(default_factory=list)
 
@@ -427,7 +436,7 @@ class _Run:
     Args:
         case: What is built in each round.
         coverage: Fraction of lookups that are hot; None for TorchRec's plans.
-        plan: TorchRec's plan; None for placements with hot rows.
+        shardings: How TorchRec's plan shards the tables; None for placements with hot rows.
         sizes: Batch sizes, rising.
         num_warm: Untimed steps of each size in a round.
         num_steps: Timed steps after them.
@@ -438,7 +447,7 @@ class _Run:
 
     case: Case
     coverage: float | None = None
-    plan: ShardingPlan | None = None
+    shardings: Shardings | None = None
     sizes: Sequence[int] = ()
     num_warm: int = 0
     num_steps: int = 0
@@ -487,16 +496,16 @@ class StepTarget:
         """The case in which a fraction of the lookups is hot."""
         partition = choose_hot(self.counts, coverage)
         kind = PipelineKind.look_ahead if family == AHEAD else PipelineKind.sparse_dist
-        return Case(family, FractionPlacement(routing=Routing.device), partition, kind)
+        return split_case(family, Placement.alike(partition), PipelineSpec(kind))
 
     def runs(self) -> list[_Run]:
         """The cases to measure."""
         if row_spec(self.workload) != self.workload.specs[0]:  # Adam has no cold rows on CPU
             return [_Run(self.case(HOT_COLD, 1.0), 1.0)]
         found = [
-            _Run(case, plan=self.plan(case))
+            _Run(case, shardings=self.shardings(case))
             for case in (
-                Case(TORCHREC, TorchrecPlacement(plan=plan), None, kind)
+                Case(TORCHREC, Plan(TorchrecTables(plan), PipelineSpec(kind)))
                 for plan, kind in THEIR_STEPS
             )
         ]
@@ -506,28 +515,24 @@ class StepTarget:
             found += [_Run(self.case(AHEAD, coverage), coverage) for coverage in AHEAD_COVERAGES]
         return found
 
-    def plan(self, case: Case) -> ShardingPlan:
-        """The plan of TorchRec that the case is sharded by; collective."""
+    def shardings(self, case: Case) -> Shardings:
+        """How TorchRec's plan of the case shards the tables; collective."""
         config = self.config(self.workload.target.batch_size)
         # Free memory differs between ranks, but all must plan the same.
         machine = broadcast_object(machine_of(config, self.workload.ranks))
-        unsharded = build_unsharded(case_config(config, case), self.samples.schema, None, machine)
-        return unsharded.plan(machine)
+        spec = bench_model(config, self.samples.schema)
+        return self.shardings_of(build_unsharded(spec, case.plan, None, machine).plan(machine))
 
-    def scenario(self, case: Case, batch_size: int, costs: Costs) -> Scenario:
-        config, schema, ranks = self.config(batch_size), self.samples.schema, self.workload.ranks
-        return case_scenario(config, case, schema, self.histograms, PROFILE_SAMPLES, costs, ranks)
+    def shardings_of(self, plan: ShardingPlan) -> Shardings:
+        return shardings_of(plan, self.counts.keys())
 
     def predict(
-        self, case: Case, batch_size: int, plan: ShardingPlan | None, costs: Costs
-    ) -> Predicted:
-        """The prediction of a case with hot rows, or of TorchRec's ``plan``."""
-        scenario = self.scenario(case, batch_size, costs)
-        if case.partition is None:
-            assert plan is not None, case.name
-            return predict_plan(scenario, plan)
-        num_hot = {t: case.partition.num_hot(t) for t in case.partition.num_rows}
-        return predict_placement(scenario, num_hot, dict.fromkeys(num_hot, TablePlacement()))
+        self, case: Case, batch_size: int, shardings: Shardings | None, costs: Costs
+    ) -> Prediction:
+        """The prediction of a case with hot rows, or of a plan of TorchRec."""
+        config, schema, ranks = self.config(batch_size), self.samples.schema, self.workload.ranks
+        situation = bench_situation(config, schema, self.histograms, PROFILE_SAMPLES, costs, ranks)
+        return predict(case.plan, situation, shardings)
 
     def batches(self, batch_size: int, num_batches: int) -> list[Batch]:
         ranks = self.workload.ranks
@@ -590,7 +595,7 @@ def _fit_in(target: StepTarget, run: _Run, costs: Costs, seconds: float, draw_s:
     while True:
         sizes = [max(MIN_BATCH, batch_size // part) for part in BATCH_PARTS]
         of_sizes_s = [
-            target.predict(run.case, size, run.plan, costs).step.step_s + draw_s * size
+            target.predict(run.case, size, run.shardings, costs).step.step_s + draw_s * size
             for size in sizes
         ]
         num_steps = int((seconds - NUM_AHEAD * of_sizes_s[0]) / sum(of_sizes_s))
@@ -616,9 +621,13 @@ def _measure(target: StepTarget, run: _Run) -> None:
     run.build_s = time.perf_counter() - start_s
     if not run.measured:
         # The plan that was made before, unless another amount of memory was free.
-        plan = broadcast_object(runner.sharded.plan)
+        shardings = run.shardings and target.shardings_of(
+            broadcast_object(runner.trainable.sharding)
+        )
         run.measured += [
-            MeasuredCase(run.case.name, run.coverage, partial(target.predict, run.case, size, plan))
+            MeasuredCase(
+                run.case.name, run.coverage, partial(target.predict, run.case, size, shardings)
+            )
             for size in sizes
         ]
     num_ahead = 0  # of the other size, which the pipeline holds

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.assemble.job import optimizer_specs
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.groups import ModelConfig, OptimizerConfig
 from hotrec.cost_model.skew import DEFAULT_EXPONENT
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.planning.policies import choose_all_cold, choose_fraction
-from hotrec.planning.unsharded import optimizer_specs
+from hotrec.planner.policies import choose_all_cold, choose_fraction
 from hotrec.routing.features import Column, RoutedGroup
 from hotrec.routing.router import Router
 from hotrec.runtime.ranks import Group, Ranks

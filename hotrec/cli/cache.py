@@ -13,14 +13,10 @@ import numpy as np
 from tqdm import tqdm
 
 from hotrec.artifact import check_made_from
-from hotrec.config.roots import Config
-from hotrec.cost_model.profile import read_profile
-from hotrec.data.chunks import Dataset
-from hotrec.planning.policies import choose_popular_rows
-from hotrec.planning.replay import (
+from hotrec.assemble.job import pipeline_spec, row_bytes, training_order
+from hotrec.assemble.replay import (
     LOOK_AHEAD,
     POLICIES,
-    Replayed,
     SlotReplay,
     number_popular,
     read_stream,
@@ -28,8 +24,12 @@ from hotrec.planning.replay import (
     sample_rows,
     sampling_step,
 )
-from hotrec.planning.unsharded import row_bytes
-from hotrec.report.figures import draw_caches
+from hotrec.config.roots import Config
+from hotrec.cost_model.profile import read_profile
+from hotrec.data.chunks import Dataset
+from hotrec.planner.policies import choose_popular_rows
+from hotrec.planner.request import Replayed
+from hotrec.report.pictures import draw_caches
 from hotrec.report.style import write_png
 from hotrec.types import Partition, WireType
 
@@ -45,15 +45,10 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     profile, artifact = read_profile(Path(config.paths.profile))
     check_made_from(artifact, dataset.artifact)
     cache = config.cache
-    pipeline = config.pipeline
+    pipeline = pipeline_spec(config)
     settings = {"depth": pipeline.batches_in_slots - 1, "window": pipeline.batches_foreseen}
-    stream = read_stream(
-        config,
-        dataset,
-        profile.counts,
-        world_size=config.plan.world_size,
-        num_batches=cache.num_batches,
-    )
+    order = training_order(config, config.plan.world_size)
+    stream = read_stream(order, dataset, profile.counts, num_batches=cache.num_batches)
     num_ids = sum(int(lookups.sum()) for lookups in stream.lookups)
     num_skipped = int(cache.skip_frac * len(stream.rows))
     partition = Partition({table.name: table.num_rows for table in dataset.schema.tables})
@@ -65,7 +60,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             partition,
             profile,
             load_frac=load_frac,
-            global_batch_size=config.trainer.batch_size * config.plan.world_size,
+            global_batch_size=order.batch_size,
             world_size=1,
         )
         of_all = number_popular(popular, profile.counts)
@@ -77,7 +72,9 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         if by_policy[LOOK_AHEAD] is not None:
             every = sampling_step(num_ids, size)
             numbers = sample_rows(stream.counts, every)
-            sampled = SlotReplay(config, profile.counts, numbers, stream.sample(numbers, every))
+            sampled = SlotReplay(
+                profile.counts, numbers, stream.sample(numbers, every), pipeline, cache.skip_frac
+            )
             planned = sampled.predict(load_frac, popular)
             assert planned is not None
             predicted.append(planned)

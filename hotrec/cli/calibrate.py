@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hotrec.assemble.job import chosen_device
 from hotrec.calibrate.fit import fit_from_run
 from hotrec.calibrate.loader import SPLIT
 from hotrec.calibrate.measure import costs_table, measure_costs
@@ -22,7 +23,6 @@ from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.skew import fit_zipf_exponent
 from hotrec.cost_model.store import write_costs
 from hotrec.data.chunks import Dataset, Integers, Jagged
-from hotrec.planning.unsharded import chosen_device
 from hotrec.runtime.ranks import broadcast_object, same_verdict
 from hotrec.types import Rows, Schema
 

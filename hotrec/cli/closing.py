@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from hotrec.cli.launch import BRIEF
 from hotrec.cli.made import command_text
 from hotrec.cli.store import quoted
-from hotrec.planning.names import TORCHREC, plan_name
+from hotrec.planner.names import TORCHREC, plan_name
 from hotrec.report.units import (
     show_bytes,
     show_count,

@@ -38,8 +38,8 @@ _PLAN = ("placement", "planner", "plan", *_MODEL)
 
 
 COMMANDS = {
-    "init": Command("look at a log and describe it in conf/data", "init", first="path={}"),
-    "run": Command("prepare, profile, calibrate, plan, train and report, where not yet done"),
+    "init": Command("inspect a log and describe it in conf/data", "init", first="path={}"),
+    "run": Command("prepare, profile, calibrate, plan, train and report; skip what is current"),
     "prepare": Command(
         "turn raw click logs into a dataset of memory-mapped chunks",
         is_parallel=True,
@@ -71,7 +71,7 @@ COMMANDS = {
         first="run_dir={}",
     ),
     "compare": Command(
-        "train the plans of several runs in turns, and say which is faster and by how much",
+        "interleave training with the plans of several runs, and report which is faster",
         "compare",
         is_parallel=True,
         first="runs=[{}]",
@@ -91,7 +91,7 @@ COMMANDS = {
         "time hot/cold against TorchRec's plans, interleaved in one run", "bench", is_parallel=True
     ),
     "report": Command(
-        "make one HTML page and one JSON of run directories or a sweep",
+        "make one HTML page and one JSON file from run directories or a sweep",
         "report",
         first="runs=[{}]",
     ),

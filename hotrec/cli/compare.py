@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hotrec.assemble.job import chosen_device
 from hotrec.cli.store import read_config
 from hotrec.cli.watched import watched_ranks
 from hotrec.config.roots import CompareConfig, Config
-from hotrec.planning.unsharded import chosen_device
 from hotrec.report.compared import COMPARED_JSON, Comparison
 from hotrec.report.read import read_runs
 from hotrec.report.render import write_files

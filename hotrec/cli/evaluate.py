@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hotrec.assemble.job import chosen_device
 from hotrec.cli.store import read_config
 from hotrec.cli.watched import watched_ranks
 from hotrec.config.roots import Config, EvaluateConfig
-from hotrec.planning.unsharded import chosen_device
 from hotrec.runs.evaluate import evaluate_run
 from hotrec.runs.train import placement_name
 from hotrec.runtime.ranks import broadcast_object, same_verdict
@@ -33,7 +33,7 @@ def run(config: EvaluateConfig, run_dir: Path) -> dict[str, Any]:
         "step": result.step,
         "is_best": result.is_best,
         "split": config.split,
-        "placement": placement_name(result.config),
+        "placement": placement_name(trained, result.plan),
         **result.quality.to_json(),
         "unknown_ids": None if result.unknown is None else result.unknown.to_json(),
         **({"suspicious": result.suspicious} if result.suspicious else {}),

@@ -18,9 +18,9 @@ from hotrec.config.roots import ROOTS
 
 _MOST_COLUMNS, _INDENT = 100, 8
 _FLAGS = """Flags:
-  --cfg job         print every key with the value that these overrides give it
+  --cfg job         print every key with its value under these overrides
   --multirun, -m    run every combination of values separated by commas
-  --config-dir DIR  look for groups in DIR too
+  --config-dir DIR  also search DIR for groups
   --hydra-help      list all of Hydra's flags"""
 
 
@@ -66,17 +66,17 @@ def help_text(name: str, topics: Sequence[str] = (), own: Sequence[Path] = ()) -
             _filled(f"{_with_default(group, groups)}: {', '.join(options_of(group, own))}", 2, 4)
             for group in groups
         )
-        parts.append("\n".join(["Groups, with the choice that is the default:", *choices]))
+        parts.append("\n".join(["Groups, with their default choices:", *choices]))
     parts += [_shown_section(section) for section in sections if is_read[section.name]]
     of_others = [section.name for section in sections if not is_read[section.name]]
     if of_others:
-        text = f"Accepted too, for the commands beside this one: keys of {', '.join(of_others)}."
+        text = f"Also accepted, for use by other commands: keys of {', '.join(of_others)}."
         parts.append(_filled(text, 0, 0))
     parts.append(_FLAGS)
     shown = [*groups, *(section.name for section in sections if section.name)]
     if shown:
         example = next((topic for topic in ("trainer", "placement") if topic in shown), shown[-1])
-        parts.append(f"`hotrec {name} --help {example}` shows one section, group or key alone.")
+        parts.append(f"`hotrec {name} --help {example}` shows only one section, group or key.")
     return "\n\n".join(parts)
 
 

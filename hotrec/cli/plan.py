@@ -14,15 +14,16 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
+from hotrec.assemble.job import chosen_device, make_machine
+from hotrec.assemble.model import build_unsharded
+from hotrec.assemble.planning import SettledPlan, make_proposal
 from hotrec.cli.launch import BRIEF
 from hotrec.cli.profile import sampling_of
 from hotrec.config.roots import Config, PlannerConfig
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.outline import write_outline
 from hotrec.data.chunks import Dataset
-from hotrec.planning.machine import Machine
-from hotrec.planning.training_plan import TrainingPlan, propose
-from hotrec.planning.unsharded import build_unsharded, chosen_device, make_machine
+from hotrec.planner.machine import Machine
 from hotrec.report.plan_page import write_plan_page
 from hotrec.runs.record import write_plan
 from hotrec.runtime.memory import GIB
@@ -56,17 +57,17 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
     machine = _machine(config)
     # Each job of a sweep keeps its own partition.
     output = run_dir / PARTITION if _is_in_sweep() else Path(config.paths.partition)
-    proposal = propose(config, dataset, machine, is_plan=True)
-    training_plan = proposal.settle(output, proposal.recorded_trial if config.plan.trial else None)
+    proposal = make_proposal(config, dataset, machine, is_plan=True)
+    settled = proposal.settle(output, proposal.recorded_trial if config.plan.trial else None)
     unsharded = build_unsharded(
-        training_plan.config,
-        dataset.schema,
-        training_plan.placement,
+        proposal.spec,
+        settled.plan,
+        settled.placement,
         machine,
-        cache_stats=training_plan.cache_stats,
+        cache_stats=settled.cache_stats,
     )
-    plan = unsharded.plan(training_plan.machine(machine))
-    text = write_plan(plan, run_dir, training_plan.prediction)
+    sharding = unsharded.plan(settled.machine(machine))
+    text = write_plan(sharding, run_dir, settled.prediction)
     figures: dict[str, Any] = {
         "command": "plan",
         "placement": config.placement.kind.name,
@@ -75,13 +76,13 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
         "plan_json": run_dir / PLAN_JSON,
         "plan_text": run_dir / PLAN_TEXT,
     }
-    if training_plan.prediction is not None:
-        figures |= _predicted_figures(training_plan)
-        figures["page"] = write_plan_page(training_plan.prediction, run_dir)
+    if settled.prediction is not None:
+        figures |= _predicted_figures(settled)
+        figures["page"] = write_plan_page(settled.prediction, run_dir)
     # When everything has been written: an error is then the only thing that is said.
     if BRIEF not in os.environ and not _is_in_sweep():
         print(text, file=sys.stderr)
-    return figures | _partition_figures(training_plan)
+    return figures | _partition_figures(settled)
 
 
 def _use_outline(config: Config) -> Config:
@@ -106,8 +107,8 @@ def _use_outline(config: Config) -> Config:
     return replace(config, paths=paths)
 
 
-def _predicted_figures(training_plan: TrainingPlan) -> dict[str, Any]:
-    document, entry = training_plan.prediction, training_plan.predicted
+def _predicted_figures(settled: SettledPlan) -> dict[str, Any]:
+    document, entry = settled.prediction, settled.predicted
     assert document is not None
     assert entry is not None
     return {
@@ -120,8 +121,8 @@ def _predicted_figures(training_plan: TrainingPlan) -> dict[str, Any]:
     }
 
 
-def _partition_figures(training_plan: TrainingPlan) -> dict[str, Any]:
-    artifact = training_plan.artifact
+def _partition_figures(settled: SettledPlan) -> dict[str, Any]:
+    artifact = settled.artifact
     if artifact is None:
         return {}
     total = artifact.content["total"]

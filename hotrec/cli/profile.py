@@ -13,7 +13,7 @@ from hotrec.cost_model.blocks import Block
 from hotrec.cost_model.histogram import merge_histograms
 from hotrec.cost_model.profile import Profile, Sampling, landmarks, write_profile
 from hotrec.data.chunks import Dataset, Jagged
-from hotrec.report.figures import plot_coverage
+from hotrec.report.pictures import plot_coverage
 from hotrec.runtime.progress import Progress
 
 logger = logging.getLogger(__name__)

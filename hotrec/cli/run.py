@@ -34,7 +34,7 @@ from hotrec.cost_model.store import KIND as COSTS
 from hotrec.cost_model.store import check_host, read_costs
 from hotrec.data.chunks import DATASET
 from hotrec.data.readers import find_files
-from hotrec.planning.names import TORCHREC
+from hotrec.planner.names import TORCHREC
 from hotrec.report.compared import COMPARED_JSON
 from hotrec.runtime.run_dir import (
     CHECKPOINTS,
@@ -128,16 +128,16 @@ class _Chain:
         self.made: list[str] = []
 
     def run(self) -> Figures:
+        from hotrec.assemble.job import chosen_device
         from hotrec.data.chunks import Dataset
-        from hotrec.planning.unsharded import chosen_device
         from hotrec.runs.check import check_settings, check_with_data
 
         config, words = self.config, self.words
         num_ranks, device = config.launch.num_ranks, chosen_device(config.trainer.device)
-        check_settings(config, device=device, world_size=num_ranks)
+        check_settings(config, device=device)
         if config.run.compare:
             theirs = replace(config, placement=TorchrecPlacement(PlacementKind.torchrec))
-            check_settings(theirs, device=device, world_size=num_ranks)
+            check_settings(theirs, device=device)
         num_files = _num_files(config.data.source)
         # More ranks than files have nothing to do.
         few = [f"launch.num_ranks={min(config.launch.num_ranks, num_files)}"]
@@ -201,7 +201,7 @@ class _Chain:
 
     def find_costs(self) -> Figures | None:
         """Costs that were measured on this machine, for as many ranks and samples, and well."""
-        from hotrec.planning.unsharded import chosen_device
+        from hotrec.assemble.job import chosen_device
         from hotrec.runtime.memory import read_fingerprint
 
         config = self.config

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hotrec.cli.output import print_error
 from hotrec.config.roots import ReportConfig
-from hotrec.runtime.run_dir import COMPARISON, COUNTERPART, POINT, TRAINED
+from hotrec.runtime.run_dir import COMPARISON, COUNTERPART, METRICS, POINT, SUMMARY, TRAINED
 
 PLAN, TRAIN, RUN = "plan", "train", "run"
 # What the page of a sweep of plan needs of each job besides its overrides.
@@ -112,7 +112,7 @@ def write_report_of_sweep(sweep_dir: Path) -> None:
     errors have been printed.
     """
     from hotrec.cli.report import make_report_of
-    from hotrec.report.read import METRICS, SUMMARY, find_jobs
+    from hotrec.report.read import find_jobs
     from hotrec.report.runs import HTML_NAME, SWEEP_SECTION
 
     if not find_jobs(sweep_dir, SUMMARY, METRICS):

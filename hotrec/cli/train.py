@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hotrec.assemble.job import chosen_device
 from hotrec.cli.launch import RUN_DIR
 from hotrec.cli.output import EndedEarly
 from hotrec.cli.watched import watched_ranks
 from hotrec.config.roots import Config
-from hotrec.planning.unsharded import chosen_device
 from hotrec.runs.train import run_training
 from hotrec.runtime.run_dir import CHECKPOINTS
 from hotrec.train.checkpoint import find_latest

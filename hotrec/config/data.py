@@ -103,11 +103,11 @@ class ColumnSpec:
     utc_offset_h: float = key("for hour_of_day and day_of_week, hours to add to UTC", 0.0)
     separator: str = key(
         "for lists, sequences and vectors in text files, the character between ids or numbers; "
-        "brackets around them, and blanks and quotes around each inside brackets, are left out",
+        "brackets around them, and blanks and quotes around each inside brackets, are ignored",
         " ",
     )
     max_length: int = key(
-        "for lists and sequences, how many of the last ids to keep; 0: all, of a list", 0, ge=0
+        "for lists and sequences, how many of the last ids to keep; 0: all, for lists only", 0, ge=0
     )
     fill: float = key("for dense, the value that replaces a missing one", 0.0)
     transform: DenseTransform = key(
@@ -128,9 +128,9 @@ class ColumnSpec:
         "missing one. Empty: 0 and 1, false and true, f and t, no and yes, or n and y in any case",
         [],
     )
-    decimal: str = key("for numbers in text, the decimal sign", ".")
-    thousands: str = key("for numbers in text, the sign between groups of digits; empty: none", "")
-    ignore: str = key("for numbers in text, characters to leave out, such as $, \u20ac and %", "")
+    decimal: str = key("for numbers in text, the decimal separator", ".")
+    thousands: str = key("for numbers in text, the separator of digit groups; empty: none", "")
+    ignore: str = key("for numbers in text, characters to ignore, such as $, \u20ac and %", "")
 
     @property
     def number_form(self) -> NumberForm:
@@ -194,13 +194,13 @@ class TableSpec:
         Encoding.vocabulary,
     )
     min_count: int = key(
-        "for vocabulary, least occurrences in the training split of a value with its own row",
+        "for vocabulary, minimum occurrences of a value in the training split to get its own row",
         1,
         ge=1,
     )
     num_rows: int = key(
-        "number of rows: for hashing, with row 0 for missing values; for rows, 0 means the largest "
-        "id of the log + 1; for vocabulary the most there may be, or 0 for any number",
+        "number of rows: for hashing, with row 0 for missing values; for rows, 0 means the "
+        "largest id of the log + 1; for vocabulary, the maximum, or 0 for no limit",
         0,
         le=MAX_ROWS,
     )
@@ -239,7 +239,7 @@ class SplitSpec:
     """How samples are divided."""
 
     kind: SplitKind = key(
-        "how to split: fraction (by a hash of the position: at random, always the same), last (the "
+        "how to split: fraction (by a hash of the position: random but reproducible), last (the "
         "end of the log) or time (by the bounds of a column)",
         SplitKind.fraction,
     )
@@ -312,14 +312,14 @@ class SourceSpec:
     """A log to read and how to prepare its columns."""
 
     format: SourceFormat = key(
-        "how the files are stored: criteo (tab separated without a header: label, 13 integers, 26 "
-        "hexadecimal texts), delimited (text with a header line), json (JSON Lines: text with an "
-        "object a line), parquet, or arrow (IPC file or stream)"
+        "how the files are stored: criteo (tab separated without a header: label, 13 integers, "
+        "26 hexadecimal texts), delimited (text with a header line), json (JSON Lines: text with "
+        "one object per line), parquet, or arrow (IPC file or stream)"
     )
     files: list[str] = key(
         "paths, directories or glob patterns, relative to the current directory; read in this "
-        "order, matches of a pattern or directory in order of name. Text may be compressed (.gz, "
-        ".zst, .bz2). Directories named key=value are columns of the files in them",
+        "order, matches of a pattern or directory by name. Text can be compressed (.gz, .zst, "
+        ".bz2). Directories named key=value are columns of the files in them",
         size=1,
     )
     columns: dict[str, ColumnSpec] = key(
@@ -331,19 +331,19 @@ class SourceSpec:
     table_defaults: TableSpec = section("settings of all other tables", TableSpec)
     joins: dict[str, JoinSpec] = key("side tables by name", {})
     times: dict[str, str] = key(
-        "columns that hold times, with their form: iso (text such as 2024-05-01T12:30:00+02:00 or "
-        "2024-05-01 12:30:00 UTC, UTC where it has no offset), the unit of numbers since 1970: s, "
-        "ms, us or ns, or the directives of Python's strptime, such as %Y%m%d. Without an entry "
-        "numbers are ms; what Parquet and Arrow files store as times needs none",
+        "columns of times, with their format: iso (text such as 2024-05-01T12:30:00+02:00 or "
+        "2024-05-01 12:30:00 UTC, UTC if it has no offset), the unit of numbers since 1970: s, "
+        "ms, us or ns, or directives of Python's strptime, such as %Y%m%d. Without an entry "
+        "numbers are ms; typed times in Parquet and Arrow files need none",
         {},
     )
     split: SplitSpec = section("how samples are divided into train, valid and test", SplitSpec)
     separator: str = key("for delimited text, the ASCII character between two columns", "\t")
-    null_values: list[str] = key('texts that mean "missing", of delimited and json', [""])
+    null_values: list[str] = key('strings that mean "missing", for delimited and json', [""])
     on_bad_line: OnBadLine = key(
-        "stop at a line, or row, that cannot be read, or leave it out and count it: one with "
-        "another number of columns than the header, an open quote or a carriage return in it, of "
-        "no UTF-8, or with a label, number, time, vector or id that is none",
+        "what to do with a bad line or row: error (stop) or skip (and count it). It has another "
+        "number of columns than the header, an open quote or a lone carriage return, invalid "
+        "UTF-8, or an invalid label, number, time, vector or id",
         OnBadLine.error,
     )
     rows_per_chunk: int = key("samples per chunk, the window of the shuffle", 262_144, ge=1)
@@ -479,10 +479,10 @@ class SyntheticSpec:
     )
     num_periods: int = key('number of equal periods ("days") of constant popularity', 1, ge=1)
     drift_frac: float = key(
-        "fraction of the rows that change places after a period", 0.0, ge=0, le=1
+        "fraction of the rows that swap their popularity after each period", 0.0, ge=0, le=1
     )
     rows_by_popularity: bool = key(
-        "number rows by falling popularity, which makes row-wise shards unbalanced", False
+        "number rows by decreasing popularity, which makes row-wise shards unbalanced", False
     )
     num_dense: int = key("number of dense columns, which are standard normal", 13, ge=0)
     num_train: int = key(
@@ -522,7 +522,7 @@ class OutlineTableSpec:
 class OutlineSpec:
     """What is known of a log before it is there: enough to plan. One id per sample and table."""
 
-    origin: str = key("where the figures come from")
+    origin: str = key("source of the figures")
     num_train: int = key("number of samples of the training split", ge=1)
     num_dense: int = key("number of dense columns", ge=0)
     tables: dict[str, OutlineTableSpec] = key("tables by name, each read by one feature", {})
@@ -538,9 +538,10 @@ class DataSpec:
     """A dataset: a log to read or a synthetic log; neither where others prepared it."""
 
     source: SourceSpec | None = key("the log to read", None)
-    synthetic: SyntheticSpec | None = key("the log to draw", None)
+    synthetic: SyntheticSpec | None = key("the log to generate", None)
     outline: OutlineSpec | None = key(
-        "what `hotrec plan` plans with where paths.dataset does not exist; null: nothing", None
+        "description of the data for `hotrec plan` if paths.dataset does not exist; null: none",
+        None,
     )
 
     @property

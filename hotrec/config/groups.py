@@ -8,9 +8,9 @@ from typing import Any, Union
 
 from hotrec.config.fields import Rules, key, option, section
 from hotrec.types import (
+    DEFAULT_LOAD_FRAC,
     ColdTier,
     HotExchange,
-    HugectrLink,
     ModelKind,
     OptimizerKind,
     RowFetch,
@@ -21,8 +21,7 @@ from hotrec.types import (
 # Enumerations in lower case: YAML shows their names.
 PlacementKind = StrEnum(
     "PlacementKind",
-    "cost fraction coverage budget break_even hugectr fae freq_cache scars all_hot all_cold saved "
-    "torchrec",
+    "cost fraction coverage budget break_even fae freq_cache scars all_hot all_cold saved torchrec",
 )
 Routing = StrEnum("Routing", "loader device")
 OrderKind = StrEnum("OrderKind", "shuffled all_hot time")
@@ -37,11 +36,13 @@ DIM_MULTIPLE = 4
 MAX_LAYER_SIZE = 2**20
 # Meanings of keys that several dataclasses have.
 MEMORY = "memory for hot rows and their optimizer state, in MiB per device"
-AVAILABLE_MEMORY = f"largest {MEMORY}; null: as much as is free"
+AVAILABLE_MEMORY = f"maximum {MEMORY}; null: all free memory"
 CACHE_LOAD = "fraction of the sharded rows that fused_uvm_caching and cached keep on the device"
-DEFAULT_LOAD_FRAC = 0.2
-ACCESSES = "smallest expected lookups per global batch of a hot row"
-ASSIGN = "rank of each sample of a global batch: as_read, or by_owner (of its cold rows)"
+ACCESSES = "minimum expected lookups of a hot row per global batch"
+ASSIGN = (
+    "rank that computes each sample of a global batch: as_read (the one that reads it) or "
+    "by_owner (the owner of most of its cold rows)"
+)
 
 
 @dataclass
@@ -55,18 +56,18 @@ class PlacementConfig:
 class HotColdConfig(PlacementConfig):
     """What all placements with hot and cold rows share."""
 
-    routing: Routing = key("where ids are split: loader (its workers) or device", Routing.loader)
+    routing: Routing = key(
+        "where ids are routed: loader (by its workers) or device", Routing.loader
+    )
     adapt_every_steps: int = key(
-        "steps between decisions of which rows are hot, from the lookups so far; rows then change "
-        "between replica and shard, each table keeps its number of hot rows, and ids are split by "
-        "the ranks, not by loader workers; 0: the hot rows stay those of the plan",
+        "steps between changes of the hot rows by the lookups so far: rows move between replica "
+        "and shard, each table keeps its number of hot rows, and ids are routed by the ranks, "
+        "not by loader workers; 0: the hot rows of the plan stay",
         0,
         ge=0,
     )
-    adapt_decay: float = key(
-        "what counts of lookups keep from decision to decision", 0.5, ge=0, lt=1
-    )
-    adapt_max_rows: int = key("most rows that a decision makes hot", 65_536, ge=1)
+    adapt_decay: float = key("factor applied to lookup counts at each decision", 0.5, ge=0, lt=1)
+    adapt_max_rows: int = key("maximum number of rows that a decision makes hot", 65_536, ge=1)
 
     @property
     def routes_in_loader(self) -> bool:
@@ -96,11 +97,11 @@ class CostPlacement(OverridableConfig):
 
     hot_budget_mib: float | None = key(AVAILABLE_MEMORY, None, ge=0)
     may_pool: bool = key(
-        "let tables exchange pooled vectors where these are cheaper than rows", True
+        "allow tables to exchange pooled vectors where these are cheaper than rows", True
     )
     may_decline: bool = key(
-        "whether to train with TorchRec's own plan where no placement with hot and cold rows is "
-        "predicted to be faster; false: always use the best such placement",
+        "use TorchRec's own plan if no placement with hot and cold rows is predicted to be "
+        "faster; false: always use the best such placement",
         True,
     )
 
@@ -116,25 +117,25 @@ class TieredConfig(HotColdConfig):
         HotExchange.auto,
     )
     cold_tier: ColdTier = key(
-        "memory of the cold rows: the device's (fused), the host's (fused_uvm, fused_uvm_caching), "
-        "or the host's behind slots on the device that pipeline=look_ahead fills (cached, also on "
-        "CPU); auto: fused on CPU, fused_uvm_caching on CUDA",
+        "memory of the cold rows: device (fused), host (fused_uvm, fused_uvm_caching), or host "
+        "behind device slots filled by pipeline=look_ahead (cached, also on CPU); auto: fused on "
+        "CPU, fused_uvm_caching on CUDA",
         ColdTier.auto,
     )
     cold_rows: WireType = key(
-        "type of the rows that cold_tier=cached keeps in host memory: fp32, fp16 or bf16; they are "
-        "fp32 in slots, with their optimizer state, and rounded at random when written back",
+        "type of the rows in host memory with cold_tier=cached: fp32, fp16 or bf16; in slots, "
+        "rows and optimizer state are fp32, and rows are rounded stochastically when written back",
         WireType.fp32,
     )
     row_fetch: RowFetch = key(
-        "how rows of cold_tier=cached come to a CUDA device: staged (the host gathers them into "
-        "pinned memory, and one copy crosses the bus), mapped (the device reads them in host "
-        "memory itself, without a host core), or auto (the one that takes less by the costs)",
+        "how rows of cold_tier=cached are copied to a CUDA device: staged (the host gathers them "
+        "into pinned memory for one copy over the bus), mapped (the device reads mapped host "
+        "memory, without a host core), or auto (the faster one by the costs)",
         RowFetch.auto,
     )
     cache_load_frac: float | None = key(
         f"{CACHE_LOAD}; null: {DEFAULT_LOAD_FRAC} for fused_uvm_caching; for cached the smallest "
-        "with which a step is predicted to take at most 1% longer than with all slots that fit",
+        "for which the predicted step is at most 1% longer than with all slots that fit",
         None,
         gt=0,
         lt=1,
@@ -145,7 +146,7 @@ class TieredConfig(HotColdConfig):
 class PolicyConfig(OverridableConfig, TieredConfig):
     """What all policies that read a profile share."""
 
-    small_table_rows: int = key("make tables of at most this number of rows all hot", 0, ge=0)
+    small_table_rows: int = key("tables with at most this number of rows are all hot", 0, ge=0)
 
 
 @option("placement", PlacementKind.fraction)
@@ -153,7 +154,7 @@ class FractionPlacement(PolicyConfig):
     """A fixed fraction of the rows."""
 
     hot_frac: float = key("fraction of the rows that is hot", 0.01, ge=0, le=1)
-    per_table: bool = key("apply hot_frac to each table instead of all rows together", False)
+    per_table: bool = key("apply hot_frac to each table instead of to all rows together", False)
 
 
 @option("placement", PlacementKind.coverage)
@@ -161,7 +162,9 @@ class CoveragePlacement(PolicyConfig):
     """The fewest rows that serve a fraction of the lookups."""
 
     coverage_frac: float = key("fraction of the lookups that the hot rows serve", 0.8, ge=0, le=1)
-    per_table: bool = key("apply coverage_frac to each table, not to all lookups together", False)
+    per_table: bool = key(
+        "apply coverage_frac to each table instead of to all lookups together", False
+    )
 
 
 @option("placement", PlacementKind.budget)
@@ -178,32 +181,12 @@ class BreakEvenPlacement(PolicyConfig):
     min_accesses_per_step: float = key(ACCESSES, 1.0, gt=0)
 
 
-@option("placement", PlacementKind.hugectr)
-class HugectrPlacement(PolicyConfig):
-    """HugeCTR's hybrid embedding: a threshold from datasheet bandwidths."""
-
-    link: HugectrLink = key(
-        "link between the GPUs: ib_nvlink, ib_nvlink_hier (both between hosts) or "
-        "nvlink_single_node",
-        HugectrLink.nvlink_single_node,
-    )
-    all_to_all_bytes_per_s: float = key("all-to-all bandwidth; with ib_* links", 1.9e11, gt=0)
-    all_reduce_bytes_per_s: float = key("all-reduce bandwidth; with ib_* links", 1.3e11, gt=0)
-    efficiency: float = key("efficiency of all-reduce over all-to-all; with ib_* links", 1.0, gt=0)
-    max_duplicate_prob: float = key(
-        "largest probability that a rank's batch reads a cold row twice; with nvlink_single_node",
-        0.01,
-        gt=0,
-        le=1,
-    )
-
-
 @option("placement", PlacementKind.fae)
 class FaePlacement(PolicyConfig):
     """FAE: one access threshold that fills a memory budget; small tables wholly hot."""
 
     hot_budget_mib: float = key(MEMORY, 256.0, ge=0)
-    small_table_mib: float = key("make tables below this size all hot", 1.0, ge=0)
+    small_table_mib: float = key("tables below this size are all hot", 1.0, ge=0)
 
 
 @option("placement", PlacementKind.freq_cache)
@@ -247,8 +230,7 @@ class TorchrecPlacement(PlacementConfig):
         TorchrecPlan.planner,
     )
     tier: ColdTier = key(
-        "memory of the rows: the device's (fused) or the host's (fused_uvm, fused_uvm_caching); "
-        "auto: fused",
+        "memory of the rows: device (fused) or host (fused_uvm, fused_uvm_caching); auto: fused",
         ColdTier.auto,
     )
     cache_load_frac: float = key(CACHE_LOAD, DEFAULT_LOAD_FRAC, gt=0, le=1)
@@ -272,13 +254,13 @@ class TimeOrder(OrderConfig):
     """Samples in the order of the log, the earliest first."""
 
     evaluate_ahead: bool = key(
-        "evaluate each day of the training split before training on it; a step then ends with each "
-        "day",
+        "evaluate each day of the training split before training on it; no step then spans two "
+        "days",
         False,
     )
     new_only: bool = key(
-        "after trainer.warm_start from an earlier generation of the dataset, train on the samples "
-        "that were appended since, not on all",
+        "after trainer.warm_start from an earlier generation of the dataset, train only on the "
+        "samples that were appended since",
         False,
     )
 
@@ -294,12 +276,14 @@ class AllHotOrder(OrderConfig):
         le=1,
     )
     least_rate: float = key(
-        "shortest length, as the same fraction, that blocks are cut to when the loss rises",
+        "minimum length of blocks, as the same fraction, when the loss rises",
         0.01,
         gt=0,
         le=1,
     )
-    patience: int = key("evaluations in a row with a lower loss before blocks are doubled", 4, ge=1)
+    patience: int = key(
+        "consecutive evaluations with a lower loss before blocks are doubled", 4, ge=1
+    )
 
 
 @dataclass
@@ -393,7 +377,7 @@ class Dcnv2Config(LayeredConfig):
 
 @option("model", ModelKind.deepfm)
 class DeepFmConfig(LayeredConfig):
-    """DeepFM: a factorization machine beside deep layers."""
+    """DeepFM: a factorization machine in parallel with deep layers."""
 
     deep_layer_sizes: list[int] = key(
         "sizes of the deep layers over all vectors", [256, 128], ge=1, le=MAX_LAYER_SIZE, size=1
@@ -405,13 +389,13 @@ class DinConfig(LayeredConfig):
     """DIN: attention of one feature over the ids of a sequence."""
 
     attention: dict[str, str] = key(
-        "columns of kind sequence, each with the feature that its ids are compared with, such as "
+        "columns of kind sequence, each with the feature to compare its ids with, such as "
         "{history: item}",
         {},
         size=1,
     )
     attention_layer_sizes: list[int] = key(
-        "sizes of the layers that give an id its weight, before the last, of size 1",
+        "sizes of the layers that compute the weight of an id, without the last, of size 1",
         [64, 32],
         ge=1,
         le=MAX_LAYER_SIZE,
@@ -450,7 +434,7 @@ class OwnModelConfig(ModelConfig):
     """A model of your own: a torch.nn.Module over the pooled columns."""
 
     _target_: str = key("import path of its class, such as my_package.my_model.MyModel")
-    args: dict[str, Any] = key("further keyword arguments of its constructor", {})
+    args: dict[str, Any] = key("additional keyword arguments of its constructor", {})
 
 
 @dataclass
@@ -463,7 +447,7 @@ class ScheduleConfig:
         "last step at the full learning rate; 0: the last of the warm-up", 0, ge=0
     )
     num_decay_steps: int = key(
-        "number of steps of the decay, to end_factor; 0: those that are left of the run", 0, ge=0
+        "number of steps of the decay, to end_factor; 0: the rest of the run", 0, ge=0
     )
     end_factor: float = key("final learning rate, as a fraction of the full one", 0.0, ge=0, le=1)
     power: float = key("exponent of the polynomial decay", 2.0, gt=0)

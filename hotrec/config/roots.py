@@ -14,7 +14,6 @@ from hotrec.config.groups import (
     ACCESSES,
     ASSIGN,
     CACHE_LOAD,
-    DEFAULT_LOAD_FRAC,
     ModelConfig,
     OptimizerConfig,
     OrderAssign,
@@ -23,7 +22,7 @@ from hotrec.config.groups import (
     ProfilerConfig,
     TimeOrder,
 )
-from hotrec.types import ColdTier, HotExchange, PipelineKind, Precision, WireType
+from hotrec.types import DEFAULT_LOAD_FRAC, ColdTier, HotExchange, PipelineKind, Precision, WireType
 
 Device = StrEnum("Device", "auto cpu cuda")
 ProfileMode = StrEnum("ProfileMode", "exact sample")
@@ -43,20 +42,20 @@ TIMEOUT = "seconds that a collective waits for the slowest rank"
 BATCH_SIZE = "number of samples per rank and step"
 FINISHED_RUN = "directory of the finished training run; latest: the newest under runs/"
 CHECKPOINT = (
-    "checkpoint: best or latest, a name in the run's checkpoints/, or auto (best where the run "
+    "checkpoint: best or latest, a name in the run's checkpoints/, or auto (best if the run "
     "keeps it, see trainer.keep_best, else latest)"
 )
-SCORED_AT_ONCE = "number of samples that are scored at once"
+SCORED_AT_ONCE = "number of samples to score at once"
 NUM_WORKERS = (
-    "number of loader processes per rank; 0: read in the rank itself; null: 0 on a CPU whose cores "
-    "the ranks fill, else 1; on a GPU as many as a rank has cores beside two of its own, 1 to 8"
+    "number of loader processes per rank; 0: the rank reads by itself; null: on CPU 0 if the "
+    "ranks occupy all cores, else 1; on a GPU the cores of a rank minus two, from 1 to 8"
 )
 WINDOW = (
-    "number of further batches whose rows look_ahead knows, to choose which rows stay in the slots "
-    "of placement.cold_tier=cached; 32 at most"
+    "number of further batches whose rows look_ahead knows in advance, to choose which rows "
+    "stay in the slots of placement.cold_tier=cached; at most 32"
 )
 DEPTH = "number of batches whose rows look_ahead exchanges in advance; 0: none"
-MICRO_BATCHES = "let look_ahead first compute the samples that need no row of another rank"
+MICRO_BATCHES = "in look_ahead, first compute the samples that need no row of another rank"
 WIRE = "type of rows and gradients in messages: fp32 (exact), fp16 or bf16"
 
 
@@ -65,11 +64,11 @@ class PipelineConfig:
     """How steps overlap."""
 
     kind: PipelineKind = key(
-        "the train pipeline: look_ahead (exchange the rows of the next batches during this step), "
-        "sparse_dist (exchange only their ids), base, prefetch (TorchRec's, with "
-        "placement=torchrec and its tier fused_uvm_caching), or auto (the one that is predicted or "
-        "measured to be fastest, see plan.trial; without a profile look_ahead for hot and cold "
-        "rows on CPU over several hosts or with at least 2048 samples per rank, else sparse_dist); "
+        "the train pipeline: look_ahead (exchange the rows of the next batches during this "
+        "step), sparse_dist (exchange only their ids), base, prefetch (TorchRec's, with "
+        "placement=torchrec and its tier fused_uvm_caching), or auto (the fastest by prediction "
+        "or measurement, see plan.trial; without a profile look_ahead for hot and cold rows on "
+        "CPU over several hosts or with at least 2048 samples per rank, else sparse_dist); "
         "choose it with pipeline=",
         PipelineKind.auto,
     )
@@ -78,19 +77,6 @@ class PipelineConfig:
     micro_batches: bool = key(MICRO_BATCHES, False)
     wire: WireType = key(WIRE, WireType.fp32)
 
-    @property
-    def batches_in_slots(self) -> int:
-        """Batches that hold slots at once: the one that is computed, and those to come.
-
-        One more than are requested is known where there is a window, and its rows are fetched.
-        """
-        return self.depth + 1 + (self.window > 0)
-
-    @property
-    def batches_foreseen(self) -> int:
-        """Batches after those that hold slots whose rows are known: the others of the window."""
-        return max(self.window - 1, 0)
-
 
 @dataclass
 class TrainerConfig:
@@ -98,9 +84,7 @@ class TrainerConfig:
 
     batch_size: int = key(BATCH_SIZE, 2048, ge=1)
     num_epochs: int = key("number of passes over the training split", 1, ge=1)
-    max_steps: int | None = key(
-        "number of steps to stop after, if num_epochs are longer; null: no limit", None, ge=1
-    )
+    max_steps: int | None = key("upper bound on steps; null: no limit", None, ge=1)
     seed: int = key("seed of the weights and of the order of samples", 0, ge=0)
     device: Device = key(DEVICE, Device.auto)
     precision: Precision = key(
@@ -109,86 +93,90 @@ class TrainerConfig:
         Precision.fp32,
     )
     compile: bool = key(
-        "compile the dense layers with torch.compile; needs a C++ compiler, and warmup_steps, "
-        "which excludes the steps that compile from rates",
+        "compile the dense layers with torch.compile; needs a C++ compiler, and warmup_steps to "
+        "exclude the compiling steps from rates",
         False,
     )
     grad_clip_norm: float | None = key(
-        "largest norm of the mean gradient of all dense layers together; null: no clipping. "
-        "Gradients of embedding rows are neither clipped nor part of the norm, because backward "
-        "updates the rows",
+        "maximum global norm of the mean gradient of the dense layers; null: no clipping. "
+        "Gradients of embedding rows are neither clipped nor part of the norm, because rows are "
+        "updated in backward",
         None,
         gt=0,
     )
     num_workers: int | None = key(NUM_WORKERS, None, ge=0, le=256)
     label_weights: dict[str, float] = key(
-        "weights of the labels in the loss, of datasets with several; 1 for those left out",
+        "weight of each label in the loss, for datasets with several; 1 if omitted",
         {},
         ge=0,
     )
     eval_splits: list[str] = key("splits to evaluate; the last is reported", ["valid", "test"])
     eval_batch_size: int = key("number of samples per rank and step of evaluation", 4096, ge=1)
     eval_every_steps: int = key(
-        "steps between evaluations of the first split; 0: at the end", 0, ge=0
+        "steps between evaluations of the first split; 0: only at the end", 0, ge=0
     )
     save_every_steps: int = key("steps between checkpoints; 0: not by steps", 0, ge=0)
     save_every_s: float = key(
-        "seconds from one checkpoint to the next, at a check-up (check_every_steps) by rank 0's "
-        "clock; 0: not by time",
+        "seconds between checkpoints by rank 0's clock, which is read at each check-up "
+        "(check_every_steps); 0: not by time",
         600.0,
         ge=0,
         le=MAX_SECONDS,
     )
     save_in_background: bool = key(
-        "write checkpoints while training goes on, which then stops only to copy dense layers and "
-        "hot rows; on CPU",
+        "write checkpoints during training, which pauses only to copy dense layers and hot rows; "
+        "CPU only",
         False,
     )
     early_stop_patience: int | None = key(
-        "evaluations of the first split in a row without a lower log loss, at eval_every_steps, "
-        "after which the run ends; null: never",
+        "end the run after this many evaluations (eval_every_steps) in a row without a new "
+        "minimum of the first split's log loss; null: never",
         None,
         ge=1,
     )
     keep_best: bool | None = key(
-        "also save a checkpoint whenever the first split's log loss is the lowest so far, and "
-        "evaluate the other splits; the last such checkpoint is kept, reported, evaluated and "
-        "exported; null: with early_stop_patience",
+        "also save a checkpoint at each new minimum of the first split's log loss, and evaluate "
+        "the other splits; the last such checkpoint is kept, reported, evaluated and exported; "
+        "null: only with early_stop_patience",
         None,
     )
     callbacks: list[str] = key(
-        "import paths of callbacks of the run, which derive from hotrec.train.callbacks.Callback",
+        "import paths of callbacks, classes derived from hotrec.train.callbacks.Callback",
         [],
     )
-    keep_checkpoints: int = key("number of newest checkpoints to keep", 2, ge=1)
+    keep_checkpoints: int = key("number of latest checkpoints to keep", 2, ge=1)
     log_every_steps: int = key("steps between lines of metrics.jsonl", 100, ge=1)
     metrics_port: int = key(
         "port on which rank 0's host serves /metrics for Prometheus; 0: none", 0, ge=0, le=65535
     )
     memory_stacks: bool = key(
-        "record which lines of Python allocate GPU memory, for the snapshot that is left when it "
-        "runs out; costs time in every step",
+        "record which lines of Python allocate GPU memory, for the snapshot that is written when "
+        "it runs out; slows every step",
         False,
     )
-    check_every_steps: int = key("steps between checks for infinite losses and signals", 10, ge=1)
+    check_every_steps: int = key(
+        "steps between check-ups for non-finite losses and signals", 10, ge=1
+    )
     check_replicas_every_steps: int = key(
         "steps between checks that all ranks hold the same hot rows; 0: never", 1000, ge=0
     )
-    warmup_steps: int = key("number of first steps that all rates exclude", 10, ge=0)
-    resume: str = key("checkpoint to resume: latest (of this directory), none, or a path", "latest")
+    warmup_steps: int = key("number of first steps that are excluded from all rates", 10, ge=0)
+    resume: str = key(
+        "checkpoint to resume from: latest (of this directory), none, or a path", "latest"
+    )
     warm_start: str | None = key(
-        "run or checkpoint whose weights and optimizer state a new run starts from; a row gets "
-        "those of its raw id there, so the dataset may be another; null: initial weights",
+        "run or checkpoint that provides the first weights and optimizer state of a new run; "
+        "rows are matched by raw id, so the dataset can differ; null: initial weights",
         None,
     )
     warm_start_names: dict[str, str | None] = key(
-        "new names by those in trainer.warm_start, of tables, parameters, or modules of the model; "
-        "null: do not load it",
+        "names in trainer.warm_start and what they are called in this model, for tables, "
+        "parameters or modules; null: do not load it",
         {},
     )
     timeout_s: float = key(TIMEOUT, 600.0, gt=0, le=MAX_SECONDS)
     watchdog_s: float = key(
-        "seconds without progress after which the run ends and names the rank",
+        "seconds without progress after which the run fails and reports the rank",
         120.0,
         gt=0,
         le=MAX_SECONDS,
@@ -239,14 +227,12 @@ class RunConfig:
     """What ``hotrec run`` does besides its stages."""
 
     compare: bool = key(
-        "also train with the plan of TorchRec's planner, and with hot rows where the chosen plan "
-        "has none, or without where it has some; then let the plans take turns, and say which is "
-        "faster",
+        "also train with the plan of TorchRec's planner, and with hot rows if the chosen plan "
+        "has none, else without; then interleave the plans and report which is faster",
         False,
     )
     from_: Stage | None = key(
-        "stage to begin again at: it and those after it are made anew, though they are current; "
-        "null: none",
+        "repeat this stage and those after it, even if they are current; null: none",
         None,
     )
 
@@ -255,7 +241,9 @@ class RunConfig:
 class LaunchConfig:
     """Processes on this host."""
 
-    num_ranks: int = key("ranks to start on this host, unless torchrun did", 1, ge=1, le=1024)
+    num_ranks: int = key(
+        "number of ranks to start on this host, unless torchrun started them", 1, ge=1, le=1024
+    )
 
 
 def _directory_rules(name: str, path: str) -> Rules:
@@ -277,11 +265,11 @@ class PathsConfig:
     dataset: str = key("directory of the dataset", "data/${dataset_name}/dataset")
     profile: str = key("directory of the profile", "data/${dataset_name}/profile")
     partition: str = key("directory of the planned partition", "data/${dataset_name}/partition")
-    costs: str = key("directory of the costs of this machine that calibrate measures", "data/costs")
+    costs: str = key("directory of the costs that calibrate measured on this machine", "data/costs")
     trials: str = key("directory in which runs record their trials", "data/trials")
     verify: Verify = key(
-        "checksums of the dataset to compare: size (a chunk's when it is first read) or full (all, "
-        "when it is opened)",
+        "checksums of the dataset to verify: size (of a chunk when it is first read) or full (of "
+        "all when it is opened)",
         Verify.size,
     )
 
@@ -299,14 +287,14 @@ class ProfileConfig:
     )
     sample_frac: float = key("fraction of the samples to count", 0.05, gt=0, le=1)
     seed: int = key("seed of the choice of samples", 0, ge=0)
-    min_count: int = key("smallest number of lookups of a hot row", 1, ge=1)
+    min_count: int = key("minimum number of lookups of a hot row", 1, ge=1)
     confidence: float = key("confidence level of a sampled profile's intervals", 0.95, gt=0, lt=1)
     heldout_frac: float = key(
         "fraction of the training split to hold out; 0: the validation split", 0.0, ge=0, lt=1
     )
     half_life_samples: float | None = key(
-        "training samples, back from the last one, in which a sample's chance to be counted "
-        "halves, so that popularity is that of the latest days; null: all count alike",
+        "half-life of the probability that a training sample is counted, in samples back from "
+        "the last one, so that popularity is that of the latest days; null: all count equally",
         None,
         gt=0,
     )
@@ -316,10 +304,12 @@ class ProfileConfig:
 class PlannerConfig:
     """The machine that the plan is for."""
 
-    hbm_gib: float | None = key("GPU memory per device; null: what is free, or 80", None, gt=0)
+    hbm_gib: float | None = key(
+        "GPU memory per device; null: the free memory, or 80 without a GPU", None, gt=0
+    )
     host_gib: float | None = key(
-        "host memory per host; null: that of this host, for hotrec plan with built-in costs that "
-        "of their machine",
+        "memory per host; null: that of this host or, for hotrec plan with built-in costs, of "
+        "their machine",
         None,
         gt=0,
     )
@@ -338,37 +328,39 @@ class PlanConfig:
     ranks_per_host: int | None = key("number of ranks per host; null: all on one", None, ge=1)
     device: Device = key(DEVICE, Device.auto)
     sensitivity: bool | None = key(
-        "also predict with half and twice the memory, batch and ranks; null: unless it is a job of "
-        "a sweep, which varies them itself",
+        "also predict half and twice the memory, batch and ranks; null: true except in jobs of a "
+        "sweep, which varies them itself",
         None,
     )
     min_samples_per_s: float | None = key(
-        "smallest rate of the machine that a sweep recommends; null: any rate", None, gt=0
+        "minimum rate of the machine that a sweep recommends; null: any rate", None, gt=0
     )
     trial: bool = key(
-        "train the candidates that predictions cannot tell apart on the run's first batches, and "
-        "go on with the fastest; false: believe the predictions",
+        "train the candidates whose predictions are too close on the run's first batches, and "
+        "continue with the fastest; false: trust the predictions",
         True,
     )
     trial_s: float | None = key(
-        "seconds of a trial; null: the larger of 5 s and 1% of the predicted run, at most 60 s, "
-        "and none before a run that is predicted to take less",
+        "time budget of a trial in seconds; null: the larger of 5 s and 1% of the predicted run, "
+        "at most 60 s, and no trial if the run is predicted to be shorter than that",
         None,
         gt=0,
         le=MAX_SECONDS,
     )
-    keep_going: bool = key("record jobs of a sweep whose plan does not fit, do not fail", True)
+    keep_going: bool = key("record infeasible sweep jobs instead of failing", True)
 
 
 @dataclass
 class CalibrateConfig:
     """What ``hotrec calibrate`` measures."""
 
-    name: str | None = key("name of the costs; null: named by device and host", None)
-    max_bytes: float = key("size of the largest message that a rank sends", 16777216.0, ge=4096)
-    budget_s: float = key("seconds for all measurements; each is made at least once", 60.0, gt=0)
-    repeats: int = key("largest number of timed calls of each size", 24, ge=3)
-    cap_mib: int = key("memory per rank of the tables on which lookups are timed", 256, ge=1)
+    name: str | None = key("name of the costs; null: that of device and host", None)
+    max_bytes: float = key("maximum size of a message that a rank sends", 16777216.0, ge=4096)
+    budget_s: float = key(
+        "time budget of all measurements in seconds; each is made at least once", 60.0, gt=0
+    )
+    repeats: int = key("maximum number of timed calls of each size", 24, ge=3)
+    cap_mib: int = key("memory per rank for the tables whose lookups are timed", 256, ge=1)
     from_run: str | None = key(
         "run directory whose measured stages correct the costs; null: measure the machine", None
     )
@@ -378,8 +370,12 @@ class CalibrateConfig:
 class CacheConfig:
     """What ``hotrec cache`` replays."""
 
-    num_batches: int = key("number of global batches to replay, if the data has them", 400, ge=2)
-    skip_frac: float = key("fraction of these, the first, that is not counted", 0.25, ge=0, lt=1)
+    num_batches: int = key(
+        "number of global batches to replay; fewer if the data ends before", 400, ge=2
+    )
+    skip_frac: float = key(
+        "fraction of these batches, from the first, that is not counted", 0.25, ge=0, lt=1
+    )
     load_fracs: list[float] = key(
         "sizes of the cache, as fractions of all rows",
         [0.002, 0.005, 0.01, 0.015, 0.02, 0.05, 0.1, 0.2, 0.5],
@@ -401,7 +397,7 @@ class BenchVariant:
     )
     tier: ColdTier = key("memory of the sharded rows, as in placement", ColdTier.auto)
     cache_load_frac: float = key(CACHE_LOAD, DEFAULT_LOAD_FRAC, gt=0, lt=1)
-    num_hot_rows: int | None = key("number of hot rows, those looked up most", None, ge=0)
+    num_hot_rows: int | None = key("number of hot rows, the most-read ones", None, ge=0)
     hot_exchange: HotExchange | None = key("how gradients of hot rows are reduced", None)
     wire: WireType = key(WIRE, WireType.fp32)
     depth: int = key(DEPTH, 1, ge=0, le=16)
@@ -453,9 +449,9 @@ class BenchConfig:
 
     name: str = key("title of the page; by default the bench= choice")
     cases: list[str] = key(
-        "cases to compare: placements, names of bench.variants", [*map(str, BenchCase)], size=1
+        "cases to compare: placements or names in bench.variants", [*map(str, BenchCase)], size=1
     )
-    variants: dict[str, BenchVariant] = key("more cases by name", {})
+    variants: dict[str, BenchVariant] = key("additional cases by name", {})
     table_rows: list[int] = key(
         "rows of each table, each read by one feature; by default those of the bench= choice",
         ge=1,
@@ -465,7 +461,9 @@ class BenchConfig:
     num_dense: int = key("number of dense columns", 13, ge=0)
     batch_size: int = key(BATCH_SIZE, 2048, ge=1)
     rounds: int = key("number of timed blocks of steps of each case", 5, ge=1)
-    rounds_of: dict[str, int] = key("blocks of single cases, if fewer than rounds", {}, ge=1)
+    rounds_of: dict[str, int] = key(
+        "number of blocks of individual cases, if fewer than rounds", {}, ge=1
+    )
     block_steps: int = key("number of consecutive steps of a case in a block", 12, ge=1)
     block_skip: int = key("number of first steps of a block that are not timed", 2, ge=0)
     warmup_rounds: int = key("number of steps of each case before the first timed block", 4, ge=1)
@@ -475,7 +473,9 @@ class BenchConfig:
     )
     num_hot_rows: int = key("number of hot rows with hot_rows=top", 20000, ge=0)
     min_accesses_per_step: float = key(f"{ACCESSES} with hot_rows=break_even", 1.0, gt=0)
-    profile_samples: int = key("samples from which the hot rows are chosen", 1000000, ge=1)
+    profile_samples: int = key(
+        "number of samples from which the hot rows are chosen", 1000000, ge=1
+    )
     hot_exchange: HotExchange = key(
         "how gradients of hot rows are reduced, as in placement", HotExchange.auto
     )
@@ -483,17 +483,21 @@ class BenchConfig:
         "where ids are routed: main (timed) or loader (before the step)", BenchRouting.main
     )
     pipeline: PipelineKind = key(
-        "pipeline of all cases without one in bench.variants: sparse_dist or base",
+        "pipeline of all cases that set none in bench.variants: sparse_dist or base",
         PipelineKind.sparse_dist,
     )
     seed: int = key("seed of weights, popularity and samples", 0, ge=0)
     device: Device = key(DEVICE, Device.auto)
-    loss_tolerance: float = key("largest allowed difference of losses between cases", 1e-4, gt=0)
+    loss_tolerance: float = key("maximum difference of losses between cases", 1e-4, gt=0)
     profile: bool = key("also profile the operators of some steps", False)
     profile_steps: int = key("number of steps of each case to profile", 4, ge=1)
-    interface: str | None = key("interface whose sent bytes are also read; null: none", None)
-    network: str = key("network between the ranks, for the page", "loopback of one host")
-    page: str | None = key("path of another copy of the page; null: none", None)
+    interface: str | None = key(
+        "network interface whose sent bytes are also read; null: none", None
+    )
+    network: str = key(
+        "description of the network between the ranks, for the page", "loopback of one host"
+    )
+    page: str | None = key("path of a second copy of the page; null: none", None)
     timeout_s: float = key(TIMEOUT, 600.0, gt=0, le=MAX_SECONDS)
 
     def rules(self) -> Rules:
@@ -542,21 +546,21 @@ class Config:
     run_name: str = key("name of the run in reports; by default the placement= choice")
     data: DataSpec = section("the raw log and how to prepare it", DataSpec)
     append: list[str] = key(
-        "for `hotrec prepare`, files that extend the dataset at paths.dataset, as in "
-        "data.source.files: its training split grows, and so do its vocabularies",
+        "for `hotrec prepare`, files that extend the dataset at paths.dataset, given as in "
+        "data.source.files; its training split and vocabularies grow",
         [],
     )
     overwrite: bool = key(
-        "let `hotrec prepare` and `hotrec run` prepare a dataset anew that files were appended to, "
-        "without them",
+        "allow `hotrec prepare` and `hotrec run` to prepare a dataset with appended files from "
+        "scratch, without those files",
         False,
     )
     allow_repeats: bool = key(
-        "let `hotrec prepare` take files with samples that other files have, too", False
+        "allow `hotrec prepare` to read samples that other files also have", False
     )
     prune: int | None = key(
-        "for `hotrec prepare`, number of earlier generations of the dataset to keep, after append= "
-        "or, without it, in place of preparing; null: all",
+        "for `hotrec prepare`, number of earlier generations of the dataset to keep; applied "
+        "after append=, or instead of preparing if there is none; null: all",
         None,
         ge=0,
     )
@@ -567,12 +571,12 @@ class Config:
     order: OrderConfig = section("the order of training samples", OrderConfig)
     pipeline: PipelineConfig = section("how steps and communication overlap", PipelineConfig)
     trainer: TrainerConfig = section("the training run", TrainerConfig)
-    profiler: ProfilerConfig = section("the recording of single steps", ProfilerConfig)
+    profiler: ProfilerConfig = section("the profiling of single steps", ProfilerConfig)
     planner: PlannerConfig = section("the machine that the plan is for", PlannerConfig)
-    plan: PlanConfig = section("the machine size that `hotrec plan` plans for", PlanConfig)
+    plan: PlanConfig = section("the machine for `hotrec plan`, and trials of plans", PlanConfig)
     calibrate: CalibrateConfig = section("what `hotrec calibrate` measures", CalibrateConfig)
     cache: CacheConfig = section("what `hotrec cache` replays", CacheConfig)
-    run: RunConfig = section("what `hotrec run` does besides its stages", RunConfig)
+    run: RunConfig = section("additional settings of `hotrec run`", RunConfig)
     launch: LaunchConfig = section("the processes on this host", LaunchConfig)
     paths: PathsConfig = section("the directories of each stage", PathsConfig)
 
@@ -634,12 +638,12 @@ class CompareConfig:
     """The configuration of compare."""
 
     runs: list[str] = key(
-        "directories of training runs, of the same data, model and batch, whose plans train in "
-        "turns; `hotrec compare DIRECTORY DIRECTORY ...` sets them",
+        "directories of training runs with the same data, model and batch, whose plans are "
+        "interleaved; `hotrec compare DIRECTORY DIRECTORY ...` sets them",
         size=2,
     )
     seconds: float = key(
-        "seconds of training in turns; each plan has at least three of them",
+        "seconds of interleaved training; each plan trains for at least three blocks",
         20.0,
         gt=0,
         le=MAX_SECONDS,
@@ -658,9 +662,11 @@ class ExportFormConfig:
         "own)",
         RowType.fp32,
     )
-    onnx: bool = key("also write model.onnx, a graph over the same tables (hotrec[onnx])", False)
+    onnx: bool = key(
+        "also write model.onnx, a graph over the same tables (needs hotrec[onnx])", False
+    )
     eval_split: str | None = key(
-        "split of the run's dataset on which the exported model is evaluated; null: none", "test"
+        "split of the run's dataset to evaluate the exported model on; null: none", "test"
     )
     batch_size: int = key(SCORED_AT_ONCE, 4096, ge=1)
 
@@ -673,7 +679,7 @@ class ExportConfig:
     run_dir: str = key(FINISHED_RUN, "latest")
     checkpoint: str = key(CHECKPOINT, "auto")
     since: str | None = key(
-        "directory of an earlier export: write only the rows that have changed since; null: all",
+        "directory of an earlier export: only write the rows that have changed since; null: all",
         None,
     )
     export: ExportFormConfig = section("the form of the exported model", ExportFormConfig)
@@ -686,10 +692,10 @@ class ExportConfig:
 class PredictFormConfig:
     """What is scored, and what stands beside the scores."""
 
-    keep: list[str] = key("columns of the files that the scores have, too, such as ids", [])
+    keep: list[str] = key("columns of the input files to copy to the scores, such as ids", [])
     max_unknown_frac: float = key(
-        "largest share of a column's ids in a file that may have no row of their own, of those "
-        "that would have one at the share of the held-out samples; 1: any",
+        "maximum share of a column's ids in a file that have no row of their own, of those that "
+        "should have one by the share in the held-out samples; 1: any",
         0.5,
         ge=0,
         le=1,
@@ -705,14 +711,14 @@ class PredictConfig:
         "directories or glob patterns",
         size=1,
     )
-    output: str = key("directory of the scores, with a Parquet file for each file of input")
+    output: str = key("directory of the scores, with a Parquet file for each input file")
     run_dir: str = key(FINISHED_RUN, "latest")
     checkpoint: str = key(CHECKPOINT, "auto")
     joins: dict[str, list[str]] = key(
-        "files of side tables by name, in place of those in the run's data.source.joins", {}
+        "files of side tables by name, instead of those in the run's data.source.joins", {}
     )
     predict: PredictFormConfig = section(
-        "what is scored, and what stands beside the scores", PredictFormConfig
+        "further columns of the scores, and checks of the input", PredictFormConfig
     )
     batch_size: int = key(SCORED_AT_ONCE, 4096, ge=1)
     timeout_s: float = key(TIMEOUT, 600.0, gt=0, le=MAX_SECONDS)
@@ -728,16 +734,16 @@ class ReportConfig:
 
     runs: list[str] = key(
         "directories of runs or of sweeps; latest: the newest run under runs/; `hotrec report "
-        "DIRECTORY` sets one",
+        "DIRECTORY ...` sets them",
         ["latest"],
     )
-    text: bool = key("also print the page on standard error, without its pictures", False)
+    text: bool = key("also print the page on standard error, without charts", False)
     output: str | None = key("directory of the page; null: the run directory of this command", None)
-    profile: str | None = key("profile to draw; null: that of the first run", None)
-    partition: str | None = key("partition to draw; null: that of the first run", None)
+    profile: str | None = key("profile to plot; null: that of the first run", None)
+    partition: str | None = key("partition to plot; null: that of the first run", None)
     baseline: str | None = key("name of the run that the others are compared with", None)
     compared: str | None = key(
-        "what `hotrec compare` wrote of these runs: its directory; null: no verdict on speed", None
+        "directory of a `hotrec compare` of these runs; null: no verdict on speed", None
     )
     title: str = key("title of the page", "hotrec report")
 
@@ -757,11 +763,11 @@ class InitConfig:
     )
     name: str | None = key("name of the dataset; null: that of the file", None)
     label: Any = key(
-        "column of 0 and 1 to train for, or several as [clicked,bought]; null: found by name", None
+        "column of 0 and 1 to predict, or several as [clicked,bought]; null: detected by name", None
     )
-    time: str | None = key("column of times to split by; null: the first there is", None)
+    time: str | None = key("column of times to split by; null: the first one", None)
     directory: str = key(
-        "directory of your configuration, in which data/<name>.yaml is made", "conf"
+        "directory of your configuration, in which data/<name>.yaml is created", "conf"
     )
 
 

@@ -184,6 +184,11 @@ def expected_distinct(demand: TableDemand, num_hot: int = 0) -> tuple[float, flo
     return hot, cold, float(hot_G @ demand.by_any_G)
 
 
+def expected_cold_of_any(demand: TableDemand, num_hot: int = 0) -> float:
+    """Expected distinct cold rows that any rank reads in a step."""
+    return float((demand.rows_G - take_rows(demand, num_hot)) @ demand.by_any_G)
+
+
 def expected_urgent(demand: TableDemand, num_hot: int = 0) -> float:
     """Expected distinct cold rows that a rank reads in a step and some rank in the next step.
 

@@ -3,44 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from hotrec.cost_model.costs import Costs, Line
-from hotrec.types import PipelineKind
+from hotrec.types import PipelineKind, PipelineSpec
 
 BYTES_PER_ID = 8
 BYTES_PER_FLOAT = 4
-
-
-@dataclass(frozen=True)
-class PipelineSpec:
-    """A pipeline for the step models. The effect of micro-batches is not predicted.
-
-    Args:
-        kind: Kind of the pipeline.
-        wire: Type of rows and gradients on the wire: fp32, fp16 or bf16.
-        depth: Batches whose rows travel ahead in look-ahead. Of 1 and more the prediction is the
-            same: as many rows and gradients travel, and those of the next step are as urgent. With
-            0 all of them are.
-    """
-
-    kind: PipelineKind = PipelineKind.sparse_dist
-    wire: str = "fp32"
-    depth: int = 1
-
-    @property
-    def narrow_frac(self) -> float:
-        """Bytes of a value on the wire, over those of a float32."""
-        return {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5}[self.wire]
-
-    @property
-    def is_look_ahead(self) -> bool:
-        return self.kind is PipelineKind.look_ahead
-
-    @property
-    def of_torchrec(self) -> PipelineSpec:
-        """The pipeline of unsplit tables where this one trains hot and cold rows."""
-        return replace(self, kind=PipelineKind.sparse_dist) if self.is_look_ahead else self
 
 
 SPARSE_DIST = PipelineSpec()

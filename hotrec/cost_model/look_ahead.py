@@ -17,7 +17,6 @@ from hotrec.cost_model.forms import (
     BYTES_PER_ID,
     TIERS,
     Form,
-    PipelineSpec,
     StageForm,
     StepPrediction,
     Workload,
@@ -25,7 +24,7 @@ from hotrec.cost_model.forms import (
     add_hot_pack,
     add_overhead,
 )
-from hotrec.types import STAGES, RowFetch
+from hotrec.types import STAGES, PipelineSpec, RowFetch
 
 # Share of the dense layers' time, forward and backward, that is left when the gradients of rows are
 # there: the bottom layers' backward pass, and the weight gradients of the others, which can wait.

@@ -7,6 +7,7 @@ placement and are not counted; planners keep a reserve for them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -67,6 +68,48 @@ def cached_row_bytes(
     num_bytes = BYTES_PER_FLOAT * (demand.dim if widest is None else widest)
     num_bytes += CACHE_TAG_BYTES + CACHE_CLOCK_BYTES
     return num_bytes + CACHE_LOCK_BYTES if is_prefetched else num_bytes
+
+
+def mean_bytes(
+    demand: TableDemand,
+    exchange: Exchange,
+    tier: Tier,
+    num_hot: Floats | float,
+    num_cached: Floats | float,
+    num_ranks: int,
+    *,
+    is_one_memory: bool,
+    is_routed_on_device: bool,
+) -> Floats:
+    """Memory of a table on the mean rank, which adds up over tables; linear in its rows.
+
+    It agrees with ``memory_by_rank``, except that wholly hot tables keep their shards.
+
+    Args:
+        demand: The table.
+        exchange: How it is exchanged.
+        tier: Tier of its shards.
+        num_hot: Hot rows, a number or float64 (P,).
+        num_cached: Rows that a device cache holds, over all ranks.
+        num_ranks: World size W.
+        is_one_memory: Whether all of it is the host's, as on CPU.
+        is_routed_on_device: Whether ranks route the ids, not loader workers.
+
+    Returns:
+        float64 (..., 3): of the device, of the host, and of hot rows with their optimizer state.
+    """
+    on_device, on_host = shard_row_bytes(demand, tier)
+    router = ROUTER_BYTES * demand.num_rows if exchange is Exchange.ROWS else 0
+    device: Any = demand.num_rows * on_device / num_ranks + num_hot * replica_row_bytes(demand)
+    if tier is Tier.HOST_CACHED:
+        device = device + num_cached * (cached_row_bytes(demand) / num_ranks)
+    host: Any = demand.num_rows * on_host / num_ranks + router
+    if is_one_memory:
+        device, host = 0.0 * device, host + device
+    elif is_routed_on_device:
+        device = device + router
+    parts = np.broadcast_arrays(device, host, num_hot * float(demand.row_bytes))
+    return np.stack(parts, axis=-1).astype(np.float64)
 
 
 def memory_by_rank(

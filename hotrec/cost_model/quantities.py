@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -19,10 +19,10 @@ from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import (
     Floats,
     TableDemand,
+    expected_cold_of_any,
     expected_distinct,
     expected_urgent,
     prob_drawn,
-    take_rows,
 )
 from hotrec.cost_model.forms import (
     BYTES_OF,
@@ -33,11 +33,9 @@ from hotrec.cost_model.forms import (
 )
 from hotrec.cost_model.histogram import slices
 from hotrec.cost_model.step import StepModel
-from hotrec.types import Exchange, Rows, Sharding, TablePlacement, Tier
+from hotrec.types import DEFAULT_LOAD_FRAC, Exchange, Rows, Sharding, TablePlacement, Tier
 
 BYTES_PER_LENGTH = 4
-# FBGEMM's default.
-DEFAULT_CACHE_LOAD_FRAC = 0.2
 # Of tables without a cache, whose shares are not read.
 ALL_HIT = CacheShares(1.0, 0.0)
 REPLICATED = "data_parallel"
@@ -103,7 +101,7 @@ def cached_rows(demand: TableDemand, placed: TablePlacement | TableSharding) -> 
         return 0.0
     load_frac = placed.cache_load_frac
     if load_frac is None and isinstance(placed, TableSharding):
-        load_frac = DEFAULT_CACHE_LOAD_FRAC
+        load_frac = DEFAULT_LOAD_FRAC
     if load_frac is None or not 0 <= load_frac <= 1:
         raise ValueError(
             f"placement table {demand.name} cache_load_frac: expected a fraction in 0..1 with the "
@@ -166,7 +164,6 @@ def hot_cold_quantities(
     """
     check_tables(demands, num_hot, tables)
     done = dict.fromkeys(QUANTITIES, 0.0)
-    others = (world.num_ranks - 1) / world.num_ranks
     dims: dict[str, set[int]] = {name: set() for name in ("cold", "hot", "pooled")}
     for demand in demands:
         placed, hot = tables[demand.name], num_hot.get(demand.name, 0)
@@ -180,27 +177,103 @@ def hot_cold_quantities(
         if caches is None and placed.tier is Tier.HOST_CACHED:
             cached = cached_rows(demand, placed)
             shares = CacheShares(lfu_hit_frac(demand, cached, hot, is_per_lookup=is_pooled), 0.0)
-        num_ids = batch_size * demand.lookups_per_sample
-        row_bytes = BYTES_PER_FLOAT * demand.dim
-        if is_pooled:  # of which the mean rank owns a fraction 1 / W
-            dims["pooled"].add(demand.dim)
-            num_bags = batch_size * demand.num_columns
-            num_bags *= world.num_ranks if placed.sharding is Sharding.ROW_WISE else 1
-            _add_by_tier(done, "pooled_ids", placed.tier, num_ids, row_bytes, shares)
-            done["pooled_sent_ids"] += others * _with_lengths(num_ids, num_bags)
-            done["pooled_sent_bytes"] += others * num_bags * row_bytes
-        else:
-            dims["hot"] |= {demand.dim} if hot else set()
-            dims["cold"] |= {demand.dim} if hot < demand.num_rows else set()
-            of_hot, of_cold, of_any = expected_distinct(demand, hot)
-            _add_by_tier(done, "rows", placed.tier, of_cold, row_bytes, shares)
-            _add(done, "lookups", num_ids, row_bytes)
-            _add(done, "urgent_rows", expected_urgent(demand, hot), row_bytes)
-            _add(done, "hot_rows", of_hot, row_bytes)
-            _add(done, "union_rows", of_any, row_bytes)
-            _add(done, "replica_rows", hot, row_bytes)
-        _add_state(done, demand, placed.tier, hot, 1 / world.num_ranks)
+        dims["pooled"] |= {demand.dim} if is_pooled else set()
+        dims["hot"] |= {demand.dim} if hot else set()
+        dims["cold"] |= {demand.dim} if hot < demand.num_rows and not is_pooled else set()
+        rows = read_rows(demand, hot)
+        served = batch_size * demand.lookups_per_sample if is_pooled else rows.cold
+        found = table_quantities(
+            demand,
+            placed,
+            rows,
+            {kernel: served * share for kernel, share in _shares(placed.tier, shares).items()},
+            world,
+            batch_size,
+        )
+        for name, number in found.items():
+            done[name] += number
     return {**done, **{f"{name}_groups": float(len(of)) for name, of in dims.items()}}
+
+
+Number = TypeVar("Number", float, Floats)
+
+
+@dataclass(frozen=True)
+class ReadRows(Generic[Number]):
+    """Distinct rows of a table that a step reads, of one split or of many (arrays).
+
+    Args:
+        hot: Hot rows, read or not.
+        hot_of_rank: Hot rows that a rank reads.
+        hot_of_any: Hot rows that any rank reads.
+        cold: Cold rows that a rank reads.
+        cold_of_any: Cold rows that any rank reads.
+        urgent: Cold rows that a rank reads, and any rank in the next step.
+    """
+
+    hot: Number
+    hot_of_rank: Number
+    hot_of_any: Number
+    cold: Number
+    cold_of_any: Number
+    urgent: Number
+
+
+def read_rows(demand: TableDemand, num_hot: int) -> ReadRows[float]:
+    """The rows that a step reads where the ``num_hot`` most looked-up rows are hot."""
+    of_rank, cold, of_any = expected_distinct(demand, num_hot)
+    cold_of_any = expected_cold_of_any(demand, num_hot)
+    urgent = expected_urgent(demand, num_hot)
+    return ReadRows(float(num_hot), of_rank, of_any, cold, cold_of_any, urgent)
+
+
+def table_quantities(
+    demand: TableDemand,
+    placed: TablePlacement,
+    rows: ReadRows[Number],
+    served: Mapping[str, Number],
+    world: World,
+    batch_size: int,
+) -> dict[str, Number]:
+    """Returns the quantities of one table on the mean rank, without the groups that it shares.
+
+    The formulas of prediction and search.
+
+    Args:
+        demand: The table.
+        placed: Where its cold rows are; how many of them a cache holds is not read.
+        rows: The rows that a step reads.
+        served: What a rank reads on each of TIERS: distinct cold rows where rows travel, ids where
+            pooled vectors do.
+        world: Ranks and hosts.
+        batch_size: Batch B of a rank.
+    """
+    num_ids, row_bytes = batch_size * demand.lookups_per_sample, BYTES_PER_FLOAT * demand.dim
+    found: dict[str, Any] = {}
+
+    def add(items: str, number: Any) -> None:
+        found[items] = number
+        found[BYTES_OF[items]] = number * row_bytes
+
+    is_pooled = placed.exchange is Exchange.POOLED
+    for kernel, number in served.items():
+        add(f"{'pooled_ids' if is_pooled else 'rows'}_{kernel}", number)
+    if is_pooled:  # of which the mean rank owns a fraction 1 / W
+        others = (world.num_ranks - 1) / world.num_ranks
+        num_bags = batch_size * demand.num_columns
+        num_bags *= world.num_ranks if placed.sharding is Sharding.ROW_WISE else 1
+        found["pooled_sent_ids"] = others * _with_lengths(num_ids, num_bags)
+        found["pooled_sent_bytes"] = others * num_bags * row_bytes
+    else:
+        add("lookups", num_ids)
+        add("urgent_rows", rows.urgent)
+        add("hot_rows", rows.hot_of_rank)
+        add("union_rows", rows.hot_of_any)
+        add("replica_rows", rows.hot)
+    if placed.tier in (Tier.HOST, Tier.HOST_CACHED):
+        touched = rows.cold_of_any / world.num_ranks
+        found["state_bytes_host"] = touched * host_state_bytes(demand)
+    return found
 
 
 def hot_cold_caches(
@@ -236,30 +309,12 @@ def host_state_bytes(demand: TableDemand) -> int:
     return state_bytes if state_bytes > BYTES_PER_FLOAT else 0
 
 
-def _add_state(
-    done: dict[str, float], demand: TableDemand, tier: Tier, num_hot: int, share: float
-) -> None:
-    """Adds the optimizer state in host memory of ``share`` of the cold rows, each updated once."""
-    if tier in (Tier.HOST, Tier.HOST_CACHED):
-        cold_G = demand.rows_G - take_rows(demand, num_hot)
-        touched = share * float(cold_G @ demand.by_any_G)
-        done["state_bytes_host"] += touched * host_state_bytes(demand)
-
-
-def _add_by_tier(
-    done: dict[str, float],
-    items: str,
-    tier: Tier,
-    number: float,
-    row_bytes: float,
-    shares: CacheShares,
-) -> None:
-    # Look-ahead fills the slots of CACHED before they are read.
-    by_tier = {Tier.DEVICE.value if tier is Tier.CACHED else tier.value: 1.0}
+def _shares(tier: Tier, shares: CacheShares) -> dict[str, float]:
+    """The share of what is read on each of TIERS."""
     if tier is Tier.HOST_CACHED:
-        by_tier = {"hit": shares.hit, "miss": shares.miss, "host": shares.conflict}
-    for name, share in by_tier.items():
-        _add(done, f"{items}_{name}", number * share, row_bytes)
+        return {"hit": shares.hit, "miss": shares.miss, "host": shares.conflict}
+    # Look-ahead fills the slots of CACHED before they are read.
+    return {Tier.DEVICE.value if tier is Tier.CACHED else tier.value: 1.0}
 
 
 def _with_lengths(num_ids: float, num_lengths: float) -> float:
@@ -329,9 +384,11 @@ def torchrec_quantities(
                 done["pooled_sent_bytes"] += (world.num_ranks - 1) * of_batch
                 number = world.num_ranks * of_shard
                 columns_bytes = row_bytes / len(blocks)
-                _add_by_tier(done, "pooled_ids", sharding.tier, number, columns_bytes, shares)
-                share = 1 / (len(owners) * len(blocks))
-                _add_state(done, demand, sharding.tier, 0, share)
+                for kernel, share in _shares(sharding.tier, shares).items():
+                    _add(done, f"pooled_ids_{kernel}", number * share, columns_bytes)
+                if sharding.tier in (Tier.HOST, Tier.HOST_CACHED):
+                    touched = expected_cold_of_any(demand) / (len(owners) * len(blocks))
+                    done["state_bytes_host"] += touched * host_state_bytes(demand)
             for rank, done in enumerate(per_rank):
                 requested = _with_lengths(of_shard, batch_size * demand.num_columns)
                 done["pooled_sent_ids"] += sum(owner != rank for owner in owners) * requested

@@ -21,7 +21,6 @@ from hotrec.cost_model.forms import (
     SPARSE_DIST,
     TIERS,
     Form,
-    PipelineSpec,
     StageForm,
     StepPrediction,
     Workload,
@@ -30,7 +29,7 @@ from hotrec.cost_model.forms import (
     add_overhead,
 )
 from hotrec.cost_model.look_ahead import SLOT_BYTES, LookAheadModel
-from hotrec.types import STAGES, PipelineKind
+from hotrec.types import STAGES, PipelineKind, PipelineSpec
 
 COVERED = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 LEAST_LOOKUPS = 1e-12

@@ -11,7 +11,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +18,11 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.cpu_rows import RowsInMemory, fbgemm_rows, mapped_rows
-from hotrec.embedding.flat import put_rows, table_begins
+from hotrec.embedding.flat import put_rows
 from hotrec.embedding.random_bits import round_randomly
 from hotrec.embedding.slots import Moves, SlotMap, fetches
 from hotrec.embedding.snapshot import keep
+from hotrec.embedding.torchrec import kernels
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread, OnHost, record_use
 from hotrec.runtime.stages import named_range
@@ -448,41 +448,38 @@ def use_cached_rows(
     is_distinct: bool,
 ) -> None:
     """Replace the kernels of TorchRec's ``GroupedEmbeddingsLookup`` by ``CachedRows``, in place."""
-    kernels: Any = lookup._emb_modules
-    for kernel in kernels:
-        tables = kernel.config.embedding_tables
-        is_mapped = any(placement.tables[t.name].row_fetch is RowFetch.mapped for t in tables)
-        num_slots, popular = 0.0, [np.empty(0, POPULAR_ROW)]
-        begins = table_begins([table.local_rows for table in tables]).tolist()
-        for table, begin in zip(tables, begins, strict=True):
-            num_slots += (placement.tables[table.name].cache_load_frac or 0.0) * table.local_rows
-            first = table.local_metadata.shard_offsets[0] if table.local_rows else 0
-            of_table = placement.popular_rows.get(table.name, popular[0])
-            is_here = (of_table["row"] >= first) & (of_table["row"] < first + table.local_rows)
-            of_table = of_table[is_here]
-            of_table["row"] += begin - first
+    for kernel in kernels(lookup):
+        is_mapped, num_slots, popular = False, 0.0, [np.empty(0, POPULAR_ROW)]
+        for shard in kernel.shards:
+            placed = placement.tables[shard.table]
+            is_mapped = is_mapped or placed.row_fetch is RowFetch.mapped
+            num_slots += (placed.cache_load_frac or 0.0) * shard.num_rows
+            of_table = placement.popular_rows.get(shard.table, popular[0])
+            of_table = of_table[shard.holds(of_table["row"])]
+            of_table["row"] += shard.begin - shard.first_row
             popular.append(of_table)
-        kernel.forward = CachedRows(
-            fbgemm_rows(kernel.emb_module, spec),
-            math.ceil(num_slots),
-            np.concatenate(popular),
-            kernel.fused_optimizer,
-            spec,
-            device,
-            mapped_rows(kernel.emb_module, spec, is_wanted=is_mapped),
-            is_distinct=is_distinct,
+        kernel.replace(
+            CachedRows(
+                fbgemm_rows(kernel.fbgemm, spec),
+                math.ceil(num_slots),
+                np.concatenate(popular),
+                kernel.optimizer,
+                spec,
+                device,
+                mapped_rows(kernel.fbgemm, spec, is_wanted=is_mapped),
+                is_distinct=is_distinct,
+            )
         )
 
 
 def refresh_slots(lookup: nn.Module, written: Mapping[str, Rows]) -> bool:
     """Fetch rows again that were written in host memory, by table; whether the lookup has slots."""
-    kernels: Any = lookup._emb_modules
-    cached = [kernel for kernel in kernels if isinstance(kernel.forward, CachedRows)]
-    for kernel in cached:
-        tables = kernel.config.embedding_tables
-        begins = table_begins([table.local_rows for table in tables]).tolist()
-        for table, begin in zip(tables, begins, strict=True):
-            first = table.local_metadata.shard_offsets[0] if table.local_rows else 0
-            rows = written.get(table.name, np.empty(0, np.int64)) - first
-            kernel.forward.refresh(rows[(rows >= 0) & (rows < table.local_rows)] + begin)
-    return bool(cached)
+    has_slots = False
+    for kernel in kernels(lookup):
+        if isinstance(kernel.replacement, CachedRows):
+            has_slots = True
+            for shard in kernel.shards:
+                rows = written.get(shard.table, np.empty(0, np.int64))
+                rows = rows[shard.holds(rows)] - shard.first_row + shard.begin
+                kernel.replacement.refresh(rows)
+    return has_slots

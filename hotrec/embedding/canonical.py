@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec.distributed.types import ShardedModule
+from torchrec.distributed.types import ShardedModule, ShardedTensor
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from hotrec.embedding.fused import update_counters

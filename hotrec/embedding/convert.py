@@ -13,7 +13,7 @@ from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.initialize import copy_weights
 from hotrec.embedding.optimizers import hot_replicas
 from hotrec.embedding.table_memory import leave_tables_out_of_forks
-from hotrec.runtime.codecs import ddp_modules
+from hotrec.embedding.torchrec import children_of, ddp_modules, rebuild_buckets
 from hotrec.types import Partition, Placement
 
 
@@ -34,7 +34,7 @@ def use_hot_cold(model: nn.Module, placement: Placement | Partition) -> nn.Modul
     found = [
         (parent, name, child)
         for parent in model.modules()
-        for name, child in parent._modules.items()  # named_children skips repeated modules
+        for name, child in children_of(parent).items()
         if isinstance(child, EmbeddingBagCollection)
         and not isinstance(parent, HotColdEmbeddingBagCollection)
     ]
@@ -110,14 +110,7 @@ def _keep_buckets(model: nn.Module) -> None:
     run would differ. The last layers' gradients are ready first, so all-reduces overlap as before.
     """
     for ddp in ddp_modules(model):
-        parameters, is_sparse = ddp._build_params_for_reducer()
-        parameters.reverse()
-        is_sparse.reverse()
-        names = ddp._build_debug_param_to_name_mapping(parameters)
-        ddp._ddp_init_helper(parameters, is_sparse, names, ddp.static_graph)
-        if ddp.static_graph:
-            ddp.reducer._set_static_graph()
-        ddp.reducer._push_all_rebuilt_params()
+        rebuild_buckets(ddp)
 
 
 def check_replicas(model: nn.Module) -> None:

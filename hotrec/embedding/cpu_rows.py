@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.snapshot import keep
+from hotrec.embedding.torchrec import kernels
 from hotrec.embedding.update_rules import OptimizerSpec, sum_by_row, update_rows
 from hotrec.runtime.mapped_memory import host_view
 from hotrec.runtime.stages import mark
@@ -180,6 +181,5 @@ class ColdRowsOnCpu(RowsInMemory):
 
 def use_cpu_rows(lookup: nn.Module, spec: OptimizerSpec) -> None:
     """Replace the CPU kernels of TorchRec's ``GroupedEmbeddingsLookup``, in place."""
-    kernels: Any = lookup._emb_modules
-    for kernel in kernels:
-        kernel.forward = ColdRowsOnCpu(kernel.emb_module, kernel.fused_optimizer, spec)
+    for kernel in kernels(lookup):
+        kernel.replace(ColdRowsOnCpu(kernel.fbgemm, kernel.optimizer, spec))

@@ -15,6 +15,7 @@ from torch import nn
 from torchrec import optim
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
+from hotrec.embedding.torchrec import kernels
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.mapped_memory import keep_out_of_forks
 from hotrec.types import OptimizerKind
@@ -124,9 +125,8 @@ def set_update_count(module: nn.Module, count: int) -> None:
 
 def undo_update_count(lookup: nn.Module) -> None:
     """Undo the update that FBGEMM counts in forward for Adam, after a forward without backward."""
-    kernels: Any = lookup._emb_modules
-    for kernel in kernels:
-        for counter in update_counters(kernel.emb_module):
+    for kernel in kernels(lookup):
+        for counter in update_counters(kernel.fbgemm):
             if int(counter) > 0:
                 counter.sub_(1)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.types import ShardedTensor
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.random_bits import random_bits
@@ -20,6 +20,7 @@ from hotrec.embedding.tables import (
     table_parts,
     torchrec_collections,
 )
+from hotrec.embedding.torchrec import table_configs
 from hotrec.routing.features import hot_name, hot_rows
 from hotrec.runtime.ranks import world_size
 
@@ -120,7 +121,9 @@ def set_unsplit(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         model: The sharded model.
         weights: Float (R, D) of each table to set.
     """
-    unsplit = {config.name for _, bags in torchrec_collections(model) for config in _configs(bags)}
+    unsplit = {
+        config.name for _, bags in torchrec_collections(model) for config in table_configs(bags)
+    }
     for part in table_parts(model):
         if part.table not in unsplit or part.table not in weights:
             continue
@@ -138,10 +141,6 @@ def set_unsplit(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
                 dist.broadcast(part.value.detach(), src=0)
     for _, collection in sharded_collections(model):
         collection.drop_cached_rows()
-
-
-def _configs(bags: Any) -> list[Any]:
-    return bags._embedding_bag_configs
 
 
 @torch.no_grad()

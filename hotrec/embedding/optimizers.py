@@ -15,6 +15,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.tables import sharded_collections, torchrec_modules
+from hotrec.embedding.torchrec import has_fused_optimizer
 from hotrec.embedding.update_rules import OptimizerSpec, update_rows
 from hotrec.routing.features import hot_name
 from hotrec.types import OptimizerKind
@@ -138,14 +139,7 @@ def _has_fused(kind: OptimizerKind, params: list[torch.Tensor]) -> bool | None:
     """True if torch has this optimizer's fused kernel for the device, else None for its default."""
     devices = {param.device.type for param in params}
     name = {OptimizerKind.sgd: "sgd", OptimizerKind.adam: "adam"}.get(kind, "adagrad")
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    is_there = devices <= {"cpu", "cuda"} and all(
-        has_kernel(f"aten::_fused_{name}_", device.upper()) for device in devices
-    )
-    # torch 2.11 has this kernel for CUDA, but its Python half refuses the first step.
-    if name == "adagrad" and "cuda" in devices and torch.__version__ < "2.13":
-        return None
-    return True if devices and is_there else None
+    return True if devices and has_fused_optimizer(name, devices) else None
 
 
 def make_replicated_tables(

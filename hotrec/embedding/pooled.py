@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from hotrec.embedding.fused import fused_params, undo_update_count
 from hotrec.embedding.row_exchange import ShardSettings, check_sharding
+from hotrec.embedding.torchrec import lookups
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.stages import backward_point, mark, mark_backward
 
@@ -43,7 +44,7 @@ class ShardedPooledBags(ShardedEmbeddingBagCollection):
 
     def drop_cached_rows(self) -> None:
         """Invalidate the UVM caches, after rows in host memory were written directly."""
-        for lookup in self._lookups:
+        for lookup in lookups(self):
             lookup.purge()
 
     def start_lookups(
@@ -51,7 +52,7 @@ class ShardedPooledBags(ShardedEmbeddingBagCollection):
     ) -> LazyAwaitable[KeyedTensor]:
         """Pool the received ids of each sharding and start to send the columns (B, sum of D)."""
         vectors = []
-        for lookup, ids in zip(self._lookups, features, strict=True):
+        for lookup, ids in zip(lookups(self), features, strict=True):
             point = backward_point("row_update", ids.values())
             vectors.append(mark_backward(lookup(ids), "grads_exchange", point))
             if not torch.is_grad_enabled():

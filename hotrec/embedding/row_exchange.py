@@ -12,12 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
-from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
-from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
-from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
 from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -27,6 +23,15 @@ from hotrec.embedding.cpu_rows import use_cpu_rows
 from hotrec.embedding.flat import cut_bags
 from hotrec.embedding.fused import fused_params, undo_update_count
 from hotrec.embedding.hot_rows import HotReplicas, HotRowCounts
+from hotrec.embedding.torchrec import (
+    IdsRoute,
+    RowCollection,
+    keep_buckets,
+    kernels,
+    lookups,
+    output_dists,
+    tables_by_lookup,
+)
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.comm_thread import HostInts
@@ -37,33 +42,27 @@ from hotrec.types import HotExchange, Placement, Rows, WireType
 class IdsExchange(nn.Module):
     """Sends row ids to the owners of the rows, in place of TorchRec's input dist."""
 
-    def __init__(
-        self, replaced: RwSparseFeaturesDist | TwSparseFeaturesDist, device: torch.device
-    ) -> None:
+    def __init__(self, route: IdsRoute) -> None:
         super().__init__()
-        self.group: dist.ProcessGroup = replaced._dist._pg
-        self.num_keys_W: list[int] = list(replaced._dist._splits)
+        self.group, self.num_keys_W = route.group, route.num_keys_W
         self.world_size = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
-        # The number of rows per rank of each table; None if tables are whole on one rank.
-        self._block_sizes: torch.Tensor | None = None
-        if isinstance(replaced, RwSparseFeaturesDist):
-            self._block_sizes = replaced._feature_block_sizes_tensor.to(device)
+        self._block_sizes_T = route.block_sizes_T
         num_keys = self.num_keys_W[self.rank]
         # Ids arrive ordered by rank and key; lookups expect them by key and rank.
-        by_rank = torch.arange(self.world_size * num_keys, dtype=torch.int32, device=device)
+        by_rank = torch.arange(self.world_size * num_keys, dtype=torch.int32, device=route.device)
         self.by_key = by_rank.view(self.world_size, num_keys).t().flatten()
 
     def forward(self, features: KeyedJaggedTensor) -> IdsRequest:
         """Start the exchange of the distinct rows of each table, jagged (T, 1)."""
         with torch.no_grad():
-            if self._block_sizes is None:
+            if self._block_sizes_T is None:
                 return IdsRequest(self, features, None)
             is_cuda = features.values().is_cuda
             bucketized, order = bucketize_kjt_before_all2all(
                 cut_bags(features) if is_cuda else features,
                 num_buckets=self.world_size,
-                block_sizes=self._block_sizes,
+                block_sizes=self._block_sizes_T,
                 output_permute=True,
             )
             return IdsRequest(self, bucketized, order)
@@ -200,19 +199,19 @@ def _hook_up(
     settings: ShardSettings,
 ) -> HotReplicas:
     """Put replicas into the place of the lookup's kernel and of DDP's all-reduce."""
-    kernels: Any = list(lookup.module._emb_modules)
-    if len(kernels) != 1:
+    replaced = list(kernels(lookup))
+    if len(replaced) != 1:
         raise RuntimeError(
-            f"torchrec data-parallel lookup: expected 1 group of tables, got {len(kernels)}. "
+            f"torchrec data-parallel lookup: expected 1 group of tables, got {len(replaced)}. "
             "Use the pinned torchrec (see `hotrec doctor`)."
         )
-    weights, group = kernels[0].emb_module.weights, settings.env.process_group
+    weights, group = replaced[0].fbgemm.weights, settings.env.process_group
     replicas = HotReplicas(weights, num_rows_T, dim, group, settings.exchange, settings.wire_type)
-    kernels[0].forward = replicas
+    replaced[0].replace(replicas)
     # FBGEMM's buffers are constants; DDP would broadcast them in every forward pass.
     lookup.broadcast_buffers = False
-    # DDP would make its bucket, as large as all hot rows, a second time in the third step.
-    lookup.reducer._push_all_rebuilt_params()
+    # The only one is as large as all hot rows.
+    keep_buckets(lookup)
     lookup.register_comm_hook(None, replicas.reduce_gradient)
     return replicas
 
@@ -228,11 +227,11 @@ def check_sharding(table: str, sharding: ParameterSharding, wanted: Sequence[Sha
         raise ValueError(
             f"plan table {table}: expected sharding type {' or '.join(map(repr, types))}, got "
             f"{sharding.sharding_type!r}. Constrain the planner with "
-            "hotrec.planning.placement_constraints."
+            "hotrec.assemble.constraints.placement_constraints."
         )
 
 
-class ShardedRows(ShardedEmbeddingCollection):
+class ShardedRows(RowCollection):
     """The rows of one embedding dimension, hot tables first, exchanged unpooled."""
 
     def __init__(
@@ -255,8 +254,7 @@ class ShardedRows(ShardedEmbeddingCollection):
         self._num_hot = len(hot_tables)
         self.dim, self.spec = module.embedding_dim(), spec
         self._keys = [config.name for config in module.embedding_configs()]
-        # TorchRec groups tables by sharding, by owner if table-wise, and by compute kernel.
-        self._arriving = [list(names) for names in self._embedding_names_per_sharding]
+        self._arriving = tables_by_lookup(self)
         arriving = [name for names in self._arriving for name in names]
         if sorted(arriving) != sorted(self._keys):
             raise RuntimeError(
@@ -267,46 +265,19 @@ class ShardedRows(ShardedEmbeddingCollection):
         self._is_cuda = device.type == "cuda"
         cold_tables = [name for name in self._keys if name not in hot_tables]
         has_slots = is_cached(placement, cold_tables)
-        for lookup in self._lookups:
+        for lookup in lookups(self):
             if isinstance(lookup, DistributedDataParallel):
-                tables = [c for c in self._embedding_configs if c.name in hot_tables]
+                tables = [c for c in module.embedding_configs() if c.name in hot_tables]
                 num_rows_T = [config.num_embeddings for config in tables]
                 self.hot = _hook_up(lookup, num_rows_T, self.dim, settings)
             elif has_slots:
-                is_distinct = self._env.world_size == 1
+                is_distinct = env.world_size == 1
                 use_cached_rows(lookup, spec, placement, device, is_distinct=is_distinct)
             elif not self._is_cuda:
                 use_cpu_rows(lookup, spec)
 
-    # TorchRec sends rank 0's hot rows in both of these. ``shard`` makes replicas equal after them,
-    # or ``initialize_embeddings`` without a message.
-
-    def reset_parameters(self) -> None:
-        """Draw the initial weights of all rows on this rank."""
-        if self._device.type == "meta":
-            return
-        for config in self._embedding_configs:
-            assert config.init_fn is not None
-            config.init_fn(self.embeddings[config.name].weight)
-
-    def init_data_parallel(self) -> None:
-        """Wrap the lookup of hot rows in DDP; torchrec 1.6 does so in its constructor instead."""
-        for at, sharding in enumerate(self._sharding_type_to_sharding.values()):
-            if isinstance(sharding, DpSequenceEmbeddingSharding):
-                self._lookups[at] = DistributedDataParallel(
-                    self._lookups[at],
-                    device_ids=[self._device] if self._device.type == "cuda" else None,
-                    process_group=self._env.process_group,
-                    gradient_as_bucket_view=True,
-                    static_graph=True,
-                    init_sync=False,
-                )
-
-    def _create_input_dist(self, *args: Any, **kwargs: Any) -> None:
-        super()._create_input_dist(*args, **kwargs)
-        for at, input_dist in enumerate(self._input_dists):
-            if isinstance(input_dist, RwSparseFeaturesDist | TwSparseFeaturesDist):
-                self._input_dists[at] = IdsExchange(input_dist, self._device)
+    def make_ids_exchange(self, route: IdsRoute) -> IdsExchange:
+        return IdsExchange(route)
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Any:
         """Start the exchange of ids; one awaitable and one sharding context per sharding."""
@@ -326,13 +297,13 @@ class ShardedRows(ShardedEmbeddingCollection):
 
     def drop_cached_rows(self) -> None:
         """Invalidate the UVM caches, after rows in host memory were written directly."""
-        for lookup in self._lookups:
+        for lookup in lookups(self):
             if not isinstance(lookup, DistributedDataParallel):
                 lookup.purge()
 
     def refresh_cached_rows(self, written: Mapping[str, Rows]) -> None:
         """Let caches hold what was written to rows in host memory, by table, between steps."""
-        for lookup in self._lookups:
+        for lookup in lookups(self):
             if isinstance(lookup, DistributedDataParallel):
                 continue
             if not refresh_slots(lookup, written) and self._is_cuda:
@@ -352,7 +323,7 @@ class ShardedRows(ShardedEmbeddingCollection):
         if self.hot is not None:
             self.hot.next_counts = hot_counts
         awaitables = []
-        stages = list(zip(self._lookups, self._output_dists, features, contexts, strict=True))
+        stages = list(zip(lookups(self), output_dists(self), features, contexts, strict=True))
         # Cold rows first: they are sent while hot rows are read. Backward runs in reverse order,
         # so it sends hot gradients before it updates cold rows.
         for lookup, output_dist, ids, sharding_ctx in reversed(stages):

@@ -46,6 +46,7 @@ from hotrec.embedding.row_exchange import (
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.features import RoutedFeatures
 from hotrec.routing.popularity import Popularity
+from hotrec.routing.router import Router
 from hotrec.runtime.stages import mark
 from hotrec.types import HotExchange, Partition, Rows, WireType
 
@@ -135,6 +136,12 @@ class ShardedHotColdEmbeddingBagCollection(
     def sharded_rows(self) -> list[ShardedRows]:
         """By embedding dimension, in the router's order."""
         return list(self._rows().values())
+
+    @property
+    def routers(self) -> list[Router]:
+        """Its router, and that with the maps on the device once a batch needed it."""
+        both = (self.router, self._device_router)
+        return [router for router in both if router is not None]
 
     def _rows(self) -> dict[str, ShardedRows]:
         return dict(self.rows.items())  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
-from typing import Any
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -19,6 +18,7 @@ from hotrec.embedding.cpu_rows import ColdRowsOnCpu
 from hotrec.embedding.fused import leave_out_of_forks
 from hotrec.embedding.snapshot import Snapshot
 from hotrec.embedding.tables import sharded_collections
+from hotrec.embedding.torchrec import kernels
 
 HOT_ROWS, COLD_ROWS = "hot_rows", "cold_rows"
 STATE, CACHE, ROUTER = "optimizer_state", "cache", "router"
@@ -57,26 +57,17 @@ def _tensors(
                 for tensor in state.values():
                     if isinstance(tensor, torch.Tensor):
                         yield STATE, tensor, None
-    for kernel in _kernels(model):
-        yield from _tensors_of(kernel.emb_module)
-        if isinstance(kernel.forward, CachedRows):
-            for tensor in kernel.forward.tensors():
+    for kernel in kernels(model):
+        yield from _tensors_of(kernel.fbgemm)
+        if isinstance(kernel.replacement, CachedRows):
+            for tensor in kernel.replacement.tensors():
                 yield CACHE, tensor, None
     for _, collection in sharded_collections(model):
-        for router in (collection.router, collection._device_router):
-            for group in () if router is None else router.groups.values():
+        for router in collection.routers:
+            for group in router.groups.values():
                 for tensor in vars(group).values():
                     if isinstance(tensor, torch.Tensor):
                         yield ROUTER, tensor, None
-
-
-def _kernels(model: nn.Module) -> Iterator[Any]:
-    """TorchRec's kernels; it keeps its lookups in plain lists, not as submodules."""
-    for module in model.modules():
-        lookups: Any = getattr(module, "_lookups", ())
-        for lookup in lookups:
-            for inner in lookup.modules():
-                yield from getattr(inner, "_emb_modules", ())
 
 
 def _tensors_of(kernel: nn.Module) -> Iterator[tuple[str, torch.Tensor, str | None]]:
@@ -124,7 +115,7 @@ class CacheFigures:
 
 def fused_modules(model: nn.Module) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """FBGEMM's fused modules of a sharded model."""
-    modules = (kernel.emb_module for kernel in _kernels(model))
+    modules = (kernel.fbgemm for kernel in kernels(model))
     return [m for m in modules if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen)]
 
 
@@ -136,7 +127,7 @@ def leave_tables_out_of_forks(model: nn.Module) -> None:
 
 def cached_rows(model: nn.Module) -> list[CachedRows]:
     """The rows behind slots of a sharded model, on this rank."""
-    forwards = (kernel.forward for kernel in _kernels(model))
+    forwards = (kernel.replacement for kernel in kernels(model))
     return [part for part in forwards if isinstance(part, CachedRows)]
 
 
@@ -144,13 +135,13 @@ def take_snapshot(model: nn.Module) -> Snapshot:
     """A snapshot of this rank's shards of all tables, and of their optimizer state; on CPU."""
     watched: list[torch.Tensor] = []
     modules: list[SplitTableBatchedEmbeddingBagsCodegen] = []
-    for kernel in _kernels(model):
-        if isinstance(kernel.forward, CachedRows):
-            watched += kernel.forward.host_tensors
-        elif isinstance(kernel.forward, ColdRowsOnCpu):
-            watched += [kernel.forward.weights_RD, *kernel.forward.states.values()]
-        elif isinstance(kernel.emb_module, SplitTableBatchedEmbeddingBagsCodegen):
-            modules.append(kernel.emb_module)
+    for kernel in kernels(model):
+        if isinstance(kernel.replacement, CachedRows):
+            watched += kernel.replacement.host_tensors
+        elif isinstance(kernel.replacement, ColdRowsOnCpu):
+            watched += [kernel.replacement.weights_RD, *kernel.replacement.states.values()]
+        elif isinstance(kernel.fbgemm, SplitTableBatchedEmbeddingBagsCodegen):
+            modules.append(kernel.fbgemm)
     return Snapshot(watched, modules)
 
 

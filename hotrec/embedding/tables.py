@@ -9,10 +9,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardedModule
+from torchrec.distributed.types import ShardedModule, ShardedTensor
 
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.routing.features import hot_name, hot_rows

@@ -255,7 +255,8 @@ def _take_faster_parts(model: DLRM) -> None:
     if isinstance(model, DLRM_DCN):
         drawn = model.inter_arch.crossnet
         with torch.device("meta"):
-            crossnet = CrossNet(len(drawn.bias[0]), len(drawn.bias), drawn._low_rank)
+            low_rank = drawn.W_kernels[0].shape[1]
+            crossnet = CrossNet(len(drawn.bias[0]), len(drawn.bias), low_rank)
         crossnet.load_state_dict(drawn.state_dict(), assign=True)
         model.inter_arch.crossnet = crossnet
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,30 +11,28 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import CacheStatistics, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from hotrec.config.groups import CostPlacement
+from hotrec.assemble.constraints import cache_statistics, cold_tier_for, torchrec_constraints
+from hotrec.assemble.torchrec_plan import shardings_of
 from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.profile import Profile
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.planning.constraints import torchrec_constraints
-from hotrec.planning.machine import Machine
-from hotrec.planning.predict import (
-    Predicted,
-    baseline_name,
-    cache_statistics,
-    is_another,
-    is_own,
-    make_placement,
-    predict_plan,
+from hotrec.planner.machine import Machine
+from hotrec.planner.partition import most_accessed
+from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
+from hotrec.planner.predict import Shardings
+from hotrec.planner.propose import propose, unpredicted
+from hotrec.planner.request import ByCost, GivenTables, PlanRequest
+from hotrec.planner.situation import TableShape, build_situation, choose_costs
+from hotrec.runtime.memory import read_fingerprint
+from hotrec.types import (
+    DEFAULT_LOAD_FRAC,
+    Partition,
+    PipelineKind,
+    PipelineSpec,
+    Placement,
+    Tier,
+    TorchrecPlan,
 )
-from hotrec.planning.scenario import (
-    LEAST_BATCH_ON_ONE_HOST,
-    Scenario,
-    TableShape,
-    auto_pipelines,
-    build_scenario,
-    choose_costs,
-)
-from hotrec.types import Partition, PipelineKind, Placement, Tier, TorchrecPlan
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +41,6 @@ OFF = "off"
 COSTS_PATH = Path("data/costs")
 # Forward and backward multiply each weight of a linear layer three times with a sample's values.
 FLOPS_PER_WEIGHT = 6
-CACHE_LOAD_FRAC = 0.2
-# Plan of TorchRec and pipeline -> its name among the predictions.
-BASELINES = {
-    (plan, kind): baseline_name(plan, kind)
-    for plan in (TorchrecPlan.planner, TorchrecPlan.hand_tuned, TorchrecPlan.table_wise)
-    for kind in (PipelineKind.sparse_dist, PipelineKind.base)
-}
 
 
 @dataclass(frozen=True)
@@ -57,32 +48,49 @@ class Choice:
     """What ``parallelize`` chose; pass it instead of a profile to get the same again.
 
     Args:
-        name: "hot_cold <pipeline>", "torchrec <plan> <pipeline>" or "off".
+        plan: The plan.
         why: The reason as a sentence.
-        pipeline: The pipeline.
         placement: Hot rows and the place of the others; None for plans of TorchRec.
-        torchrec_plan: Which plan of TorchRec's; None with a placement, and with "off".
         batch_size: Samples of a rank's batch that it was chosen for; None if that is unknown.
         step_s: Predicted seconds of a step; None without a prediction.
         cache_stats: Statistics of the device caches of host tables, by table.
+        is_off: Whether plain TorchRec was asked for, whose sharders and planner shard the model.
     """
 
-    name: str
+    plan: Plan
     why: str
-    pipeline: PipelineKind
     placement: Placement | None = None
-    torchrec_plan: TorchrecPlan | None = None
     batch_size: int | None = None
     step_s: float | None = None
     cache_stats: Mapping[str, CacheStatistics] = field(default_factory=dict)
+    is_off: bool = False
+
+    @property
+    def name(self) -> str:
+        """Such as "hot_cold look_ahead", "torchrec planner base", or "off"."""
+        return OFF if self.is_off else self.plan.label
+
+    @property
+    def pipeline(self) -> PipelineKind:
+        """The pipeline."""
+        return self.plan.pipeline.kind
+
+    @property
+    def torchrec_plan(self) -> TorchrecPlan | None:
+        """Which plan of TorchRec's; None with hot and cold rows, and with "off"."""
+        return None if self.is_off else self.plan.torchrec_plan
 
     @property
     def num_hot(self) -> int:
         """Hot rows of all tables."""
-        return 0 if self.placement is None else self.placement.partition.total_hot
+        return self.plan.num_hot
 
 
-PLAIN = Choice(OFF, "TorchRec's own plan and pipeline were asked for.", PipelineKind.sparse_dist)
+def choose_off(kind: PipelineKind) -> Choice:
+    """Plain TorchRec, in sparse_dist unless another of its pipelines is asked for."""
+    spec = PipelineSpec(PipelineKind.sparse_dist if kind is PipelineKind.auto else kind)
+    why = "TorchRec's own plan and pipeline were asked for."
+    return Choice(Plan(TorchrecTables(), spec), why, is_off=True)
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class Tables:
     configs: Sequence[EmbeddingBagConfig]
     rule: OptimizerSpec
     num_dense_values: int
-    kinds: Collection[PipelineKind]
+    kinds: Sequence[PipelineKind]
     plan: Callable[[Mapping[str, ParameterConstraints] | None], ShardingPlan]
 
     @property
@@ -116,6 +124,11 @@ class Tables:
             for table in self.configs
         ]
 
+    def request(self, tables: ByCost | GivenTables, kind: PipelineKind, name: str) -> PlanRequest:
+        """What is asked of the planner; the caller's pipeline may be any."""
+        kinds = self.kinds if kind is PipelineKind.auto else (kind, *self.kinds)
+        return PlanRequest(tables, PipelineSpec(kind), tuple(kinds), name=name)
+
 
 def choose_given(
     given: Partition | Placement, kind: PipelineKind, tables: Tables, machine: Machine
@@ -124,19 +137,15 @@ def choose_given(
     placement = given
     if isinstance(placement, Partition):
         tier = Tier.DEVICE if machine.device == "cpu" else Tier.HOST_CACHED
-        placement = Placement.alike(placement, tier, CACHE_LOAD_FRAC)
-    if kind is PipelineKind.auto:
-        is_large = machine.num_hosts > 1 or machine.batch_size >= LEAST_BATCH_ON_ONE_HOST
-        kinds = _pipelines(tables, machine, is_own=True)
-        in_line = [found for found in kinds if found is not PipelineKind.look_ahead]
-        kind = kinds[0] if is_large else in_line[0]
+        placement = Placement.alike(placement, tier, DEFAULT_LOAD_FRAC)
+    plan = unpredicted(tables.request(GivenTables(placement), kind, "given"), machine)
     why = f"{placement.partition.total_hot} hot rows are given."
-    return Choice(f"hot_cold {kind.value}", why, kind, placement, batch_size=machine.batch_size)
+    return Choice(plan, why, placement, batch_size=machine.batch_size)
 
 
 def choose_by_cost(
     counted: Profile,
-    settings: CostPlacement,
+    by_cost: ByCost,
     kind: PipelineKind,
     tables: Tables,
     machine: Machine,
@@ -148,8 +157,6 @@ def choose_by_cost(
         ValueError: If the profile is of other tables, or the rows do not fit the memory.
         ArtifactError, CostsError: If the costs are missing, invalid or of another kind of device.
     """
-    is_auto = kind is PipelineKind.auto
-    kinds = _pipelines(tables, machine, is_own=True) if is_auto else (kind,)
     found = {table.name: table.num_embeddings for table in tables.configs}
     if counted.num_rows != found:
         raise ValueError(
@@ -157,9 +164,11 @@ def choose_by_cost(
             f"{dict(sorted(counted.num_rows.items())[:4])}. Profile this model."
         )
     name, path = ("measured", costs) if isinstance(costs, Path) else (costs, COSTS_PATH)
-    measured, note = choose_costs(name, path, machine)
+    measured, note = choose_costs(name, path, machine, read_fingerprint(machine.device))
+    if note is not None:
+        logger.info("prediction: %s", note)
     histograms = counted.build_histograms()
-    scenario = build_scenario(
+    situation = build_situation(
         tables.shapes,
         Workload(
             batch_size=machine.batch_size,
@@ -170,67 +179,40 @@ def choose_by_cost(
         histograms,
         counted.num_samples,
         machine,
-        measured,
-        note,
+        (measured, note),
         counted.locality,
     )
-    if note is not None:
-        logger.info("prediction: %s", note)
-    # Its solver starts slowly.
-    from hotrec.planning.optimum import decide_between
 
-    in_line = _pipelines(tables, machine, is_own=False)
-    wanted = in_line if is_auto else [k if k in in_line else in_line[0] for k in kinds]
-    baselines = _predict_baselines(tables, machine, wanted, scenario)
-    decision = decide_between(settings, scenario, kinds, baselines)
-    predicted = decision.predicted[decision.chosen]
-    chosen = predicted.pipeline.kind
-    if not is_own(decision.chosen):
-        of_name = {name: plan for (plan, _), name in BASELINES.items()}
-        return Choice(
-            decision.chosen,
-            decision.why,
-            chosen,
-            torchrec_plan=of_name[decision.chosen],
-            batch_size=machine.batch_size,
-            step_s=predicted.step.step_s,
-        )
-    policy = f"least step, {measured.name}"
-    placement = make_placement(predicted, counted.counts, histograms, policy)
+    def shardings(of_torchrec: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:
+        try:
+            sharding = tables.plan(constraints_of(of_torchrec, tables.configs, machine))
+        except ValueError as error:
+            return str(error)
+        return shardings_of(sharding, found, of_torchrec.cache_load_frac)
+
+    decision = propose(tables.request(by_cost, kind, "cost"), situation, shardings)
+    plan, placement = decision.chosen, None
+    if isinstance(plan.tables, SplitTables):
+        policy = f"least step, {measured.name}"
+        placement = most_accessed(plan.tables, counted.counts, histograms, policy)
     return Choice(
-        decision.chosen,
+        plan,
         decision.why,
-        chosen,
         placement,
         batch_size=machine.batch_size,
-        step_s=predicted.step.step_s,
-        cache_stats=cache_statistics(scenario, placement),
+        step_s=decision.prediction.step_s,
+        cache_stats={} if placement is None else cache_statistics(situation, placement),
     )
 
 
 def constraints_of(
-    plan: TorchrecPlan, tables: Sequence[EmbeddingBagConfig], machine: Machine
+    of_torchrec: TorchrecTables, tables: Sequence[EmbeddingBagConfig], machine: Machine
 ) -> dict[str, ParameterConstraints] | None:
     """The constraints of one of TorchRec's plans."""
-    return torchrec_constraints(tables, plan, batch_size=machine.batch_size)
-
-
-def _pipelines(tables: Tables, machine: Machine, *, is_own: bool) -> tuple[PipelineKind, ...]:
-    return tuple(k for k in auto_pipelines(machine, is_own=is_own) if k in tables.kinds)
-
-
-def _predict_baselines(
-    tables: Tables, machine: Machine, kinds: Sequence[PipelineKind], scenario: Scenario
-) -> dict[str, Predicted]:
-    """TorchRec's own plans that differ and fit."""
-    predicted = dict[str, Predicted]()
-    for plan in dict.fromkeys(plan for plan, _ in BASELINES):
-        try:
-            sharding = tables.plan(constraints_of(plan, tables.configs, machine))
-            for kind in kinds:
-                found = predict_plan(scenario.with_pipeline(kind), sharding)
-                if is_another(found, predicted.values()):
-                    predicted[BASELINES[plan, kind]] = found
-        except ValueError as error:
-            logger.info("torchrec %s does not fit: %s", plan.name, error)
-    return predicted
+    return torchrec_constraints(
+        tables,
+        of_torchrec.plan,
+        batch_size=machine.batch_size,
+        tier=cold_tier_for(machine.device, of_torchrec.tier),
+        cache_load_factor=of_torchrec.cache_load_frac,
+    )

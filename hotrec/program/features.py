@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.pooled import ShardedPooledBags
 from hotrec.embedding.tables import torchrec_collections
+from hotrec.embedding.torchrec import is_weighted, table_configs
 from hotrec.routing.checks import check_names, check_own_bags, declared_weights
 
 
@@ -25,9 +26,9 @@ def read_as_declared(model: nn.Module) -> None:
     for _, collection in torchrec_collections(model):
         if isinstance(collection, ShardedPooledBags):  # whose router does so
             continue
-        wanted = [n for t in collection._embedding_bag_configs for n in t.feature_names]
+        wanted = [name for table in table_configs(collection) for name in table.feature_names]
         of_torchrec: Any = collection.input_dist
-        reads: Any = partial(_input_dist, of_torchrec, wanted, collection._is_weighted)
+        reads: Any = partial(_input_dist, of_torchrec, wanted, is_weighted(collection))
         collection.input_dist = reads
 
 

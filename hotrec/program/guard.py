@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -21,6 +20,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.embedding.optimizers import TABLES, ModelOptimizer, hot_replicas
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import outermost_sharded
+from hotrec.embedding.torchrec import (
+    call_after_backward,
+    num_writes,
+    table_configs,
+    tensor_of_autograd,
+    tensors_in,
+)
 from hotrec.program.choice import OFF, Choice
 from hotrec.program.features import name_of_user
 from hotrec.program.feed import Agreement, Feed, check_sizes, factor_of, num_samples
@@ -55,10 +61,8 @@ def lookups(model: nn.Module) -> list[Lookup]:
         tables: Any
         if isinstance(module, ShardedHotColdEmbeddingBagCollection):
             tables = module.embedding_bag_configs()
-        elif type(module) is ShardedEmbeddingBagCollection:
-            tables = module._embedding_bag_configs
-        elif type(module) is ShardedEmbeddingCollection:
-            tables = module._embedding_configs
+        elif type(module) in (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection):
+            tables = table_configs(module)
         else:
             continue
         columns = [
@@ -116,8 +120,8 @@ class Guard:
         """Watch the gradients of rows that ``optimizer.step()`` updates, and backward not."""
         self._rows = [replica.weight for replica in hot_replicas(model).values()]
         for name, part in optimizer.optimizers:
-            if name == TABLES:  # views of the tensors that autograd knows
-                self._rows += [getattr(p, "_original_tensor", p) for p in part.params.values()]
+            if name == TABLES:
+                self._rows += map(tensor_of_autograd, part.params.values())
         has_others = bool(model.fused_optimizer.params)
         if self._rows and has_others and not (self._is_plain or self._is_ahead):
             model.register_forward_hook(self._note_output)
@@ -246,14 +250,12 @@ class Guard:
     def _note_output(self, model: nn.Module, _: Any, output: Any) -> None:
         if self._feed is not None or not (model.training and torch.is_grad_enabled()):
             return
-        for part in tree_leaves(output):
-            if isinstance(part, torch.Tensor) and part.requires_grad:
+        for part in tensors_in(output):
+            if part.requires_grad:
                 part.register_hook(self._note_backward)
 
     def _note_backward(self, _: torch.Tensor) -> None:
-        # At the end of the pass, behind what DDP then does, which averages gradients in place.
-        at_end = torch.autograd.Variable._execution_engine.queue_callback
-        at_end(lambda: at_end(self._note_rows))
+        call_after_backward(self._note_rows)  # once DDP has averaged gradients in place
 
     def _note_rows(self) -> None:
         self._left = {rows: _state_of(rows.grad) for rows in self._rows}
@@ -318,7 +320,7 @@ def _unwrapped(model: DistributedModelParallel) -> nn.Module:
 
 def _state_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
     """What differs once a gradient was changed or replaced."""
-    return None if gradient is None else (gradient.data_ptr(), gradient._version)
+    return None if gradient is None else (gradient.data_ptr(), num_writes(gradient))
 
 
 def _is_sharded(module: nn.Module) -> bool:

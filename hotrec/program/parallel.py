@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +15,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from hotrec.build import check_host_memory
-from hotrec.config.groups import CostPlacement
+from hotrec.assemble.constraints import placement_constraints
+from hotrec.assemble.job import make_machine
+from hotrec.assemble.torchrec_plan import make_plan
+from hotrec.assemble.trainable import check_host_memory
 from hotrec.config.roots import PlannerConfig
 from hotrec.cost_model.profile import Profile
 from hotrec.embedding.convert import shard, use_hot_cold
@@ -30,17 +31,16 @@ from hotrec.embedding.optimizers import (
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.table_memory import leave_tables_out_of_forks
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.planning.constraints import placement_constraints
-from hotrec.planning.machine import Machine
-from hotrec.planning.torchrec_plan import make_plan
-from hotrec.planning.unsharded import make_machine
+from hotrec.planner.machine import Machine
+from hotrec.planner.plan import TorchrecTables
+from hotrec.planner.request import ByCost
 from hotrec.program.choice import (
     OFF,
-    PLAIN,
     Choice,
     Tables,
     choose_by_cost,
     choose_given,
+    choose_off,
     constraints_of,
 )
 from hotrec.program.features import allow_one_call, read_as_declared, take_losses
@@ -71,6 +71,7 @@ DenseOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 Hot = Profile | Partition | Placement | Choice | str
 # Of a rank, for TorchRec's estimates where no batch was seen; that of TorchRec's planner.
 ASSUMED_BATCH_SIZE = 512
+MIB = 1 << 20
 
 
 def parallelize(
@@ -141,7 +142,7 @@ def parallelize(
     """
     kind = same_verdict(lambda: _check_arguments(hot, pipeline, plan))
     ranks = joined_ranks(device)
-    is_plain = isinstance(hot, str) or (isinstance(hot, Choice) and hot.name == OFF)
+    is_plain = isinstance(hot, str) or (isinstance(hot, Choice) and hot.is_off)
 
     def check() -> tuple[list[EmbeddingBagCollection], InitialTables]:
         check_tables(model)
@@ -159,9 +160,7 @@ def parallelize(
     with torch.random.fork_rng(devices), once_in_tree(model):
         same_verdict(lambda: make_layers(model, ranks.device))
         if is_plain:
-            plain = hot if isinstance(hot, Choice) else PLAIN
-            if kind is not PipelineKind.auto:
-                plain = replace(PLAIN, pipeline=kind)
+            plain = hot if isinstance(hot, Choice) else choose_off(kind)
             sharded, optimizer = _plain(model, plan, ranks.device, dense_optimizer)
             initial.set(sharded, given_seed)
             read_as_declared(sharded)
@@ -191,7 +190,8 @@ def parallelize(
             kinds=_fitting_pipelines(model),
             plan=partial(make_plan, model, sharders, found),
         )
-        settings = CostPlacement(hot_budget_mib=hot_budget_mib, may_decline=may_decline)
+        budget = None if hot_budget_mib is None else hot_budget_mib * MIB
+        by_cost = ByCost(budget, may_decline=may_decline)
 
         def choose() -> Choice | None:
             if isinstance(hot, Choice):
@@ -201,7 +201,7 @@ def parallelize(
             if not ranks.is_first:
                 return None
             assert isinstance(hot, Profile)
-            return choose_by_cost(hot, settings, kind, tables, found, costs)
+            return choose_by_cost(hot, by_cost, kind, tables, found, costs)
 
         choice = broadcast_object(same_verdict(choose))
         assert choice is not None
@@ -354,8 +354,8 @@ def _shard(
     """Split the tables where the choice does, plan and shard."""
     sharders, placement = default_sharders(), choice.placement
     if placement is None:
-        assert choice.torchrec_plan is not None
-        constraints = constraints_of(choice.torchrec_plan, tables.configs, machine)
+        assert isinstance(choice.plan.tables, TorchrecTables)
+        constraints = constraints_of(choice.plan.tables, tables.configs, machine)
     else:
         split = placement
         same_verdict(lambda: use_hot_cold(model, split))

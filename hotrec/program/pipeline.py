@@ -10,7 +10,7 @@ from torch import nn
 
 from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.prefetch.row_ahead import RowsAhead
-from hotrec.program.choice import OFF, Choice
+from hotrec.program.choice import Choice
 from hotrec.program.features import in_pipeline
 from hotrec.program.feed import Agreement, Feed
 from hotrec.program.guard import Guard
@@ -106,7 +106,7 @@ class Pipeline:
                 self._device,
                 ahead,
                 grad_clip_norm,
-                may_read_late=self.choice.name == OFF,
+                may_read_late=self.choice.is_off,
             )
         except BaseException:
             self._guard.leave_pipeline(self)

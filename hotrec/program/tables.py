@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import (
@@ -21,10 +20,20 @@ from torchrec.modules.embedding_configs import (
     EmbeddingBagConfig,
     PoolingType,
 )
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+)
 
 from hotrec.embedding.fused import optimizer_of, rule_of
 from hotrec.embedding.initialize import Bounds, initialize_embeddings, set_unsplit
+from hotrec.embedding.torchrec import (
+    apply_in_backward,
+    children_of,
+    parameters_of,
+    rules_in_backward,
+    tensors_of,
+)
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.ranks import all_gather_object, rank, world_size
 
@@ -113,7 +122,7 @@ def check_tables(model: nn.Module) -> None:
                     "convert the model with .float() first."
                 )
         for config in _configs_of(module):
-            _check_config(config, is_weighted=getattr(module, "_is_weighted", False))
+            _check_config(config, is_weighted=_is_weighted(module))
             of_table = [
                 p for name, p in module.named_parameters() if _table_of(name) == config.name
             ]
@@ -135,6 +144,10 @@ def _configs_of(module: Any) -> list[BaseEmbeddingConfig]:
         if hasattr(module, name):
             return list(getattr(module, name)())
     return []
+
+
+def _is_weighted(module: Any) -> bool:
+    return isinstance(module, EmbeddingBagCollectionInterface) and module.is_weighted()
 
 
 def _check_config(config: BaseEmbeddingConfig, *, is_weighted: bool) -> None:
@@ -160,8 +173,8 @@ def _check_shared(model: nn.Module) -> None:
     tables = {p for module in embedding_modules(model) for p in module.parameters()}
     holder: dict[torch.Tensor, str] = {}
     for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter not in tables:
+        for name, parameter in parameters_of(module).items():
+            if parameter not in tables:
                 continue
             full = f"{path}.{name}" if path else name
             if parameter in holder:
@@ -181,8 +194,8 @@ def make_layers(model: nn.Module, device: torch.device) -> None:
     """
     inside = {inner for module in embedding_modules(model) for inner in module.modules()}
     for name, module in model.named_modules():
-        own = [*module._parameters.values(), *module._buffers.values()]
-        if module in inside or not any(tensor is not None and tensor.is_meta for tensor in own):
+        is_meta = any(tensor.is_meta for tensor in tensors_of(module).values())
+        if module in inside or not is_meta:
             continue
         reset: Any = getattr(module, "reset_parameters", None)
         if reset is None:
@@ -205,19 +218,19 @@ def once_in_tree(model: nn.Module) -> Iterator[None]:
     others: list[tuple[nn.Module, str, nn.Module]] = []
     inside = set(embedding_modules(model))
     for parent in list(model.modules()):
-        for name, child in parent._modules.items():
+        for name, child in children_of(parent).items():
             if child in inside and child in first:
                 others.append((parent, name, child))
             elif child in inside:
                 first[child] = (parent, name)
     for parent, name, _ in others:
-        parent._modules[name] = None
+        parent.register_module(name, None)
     try:
         yield
     finally:
         for parent, name, child in others:
             holder, held = first[child]
-            parent._modules[name] = holder._modules[held]
+            parent.register_module(name, holder.get_submodule(held))
 
 
 def tables_of(bags: list[EmbeddingBagCollection]) -> list[EmbeddingBagConfig]:
@@ -232,7 +245,7 @@ def apply_rule(model: nn.Module, rule: EmbeddingOptimizer | None) -> None:
         ValueError: If a table has no rule, or one beside the one that is given.
     """
     named = _table_parameters(model)
-    has_rule = {name: hasattr(p, "_optimizer_classes") for name, p in named.items()}
+    has_rule = {name: bool(rules_in_backward(p)) for name, p in named.items()}
     wrong = sorted(name for name, has in has_rule.items() if has is (rule is not None))
     if wrong:
         expected, found = "one rule", "embedding_optimizer and apply_optimizer_in_backward"
@@ -255,9 +268,7 @@ def apply_rule(model: nn.Module, rule: EmbeddingOptimizer | None) -> None:
             f"arguments by name, or an OptimizerSpec, got {rule!r}. Write for instance "
             "functools.partial(RowWiseAdagrad, lr=0.1)."
         )
-    for parameter in named.values():
-        # A dictionary each, since TorchRec writes into it.
-        _apply_optimizer_in_backward(kind, [parameter], dict(kwargs))
+    apply_in_backward((kind, kwargs), named.values())
 
 
 def _table_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -274,9 +285,8 @@ def rules_of(model: nn.Module) -> dict[str, OptimizerSpec]:
     """The update rules of the tables by the parameter's name, of those that hotrec knows."""
     rules = {}
     for name, parameter in _table_parameters(model).items():
-        weight: Any = parameter
         with suppress(ValueError):
-            rules[name] = rule_of(weight._optimizer_classes[0], weight._optimizer_kwargs[0])
+            rules[name] = rule_of(*rules_in_backward(parameter)[0])
     return rules
 
 
@@ -289,14 +299,13 @@ def shared_rule(bags: list[EmbeddingBagCollection]) -> OptimizerSpec:
     rules: dict[OptimizerSpec, str] = {}
     for bag in bags:
         for name, table in bag.embedding_bags.items():
-            weight: Any = table.weight
-            kinds, kwargs = weight._optimizer_classes, weight._optimizer_kwargs
-            if len(kinds) != 1:
+            of_table = rules_in_backward(table.weight)
+            if len(of_table) != 1:
                 raise ValueError(
-                    f"table {name}: expected one optimizer in backward, got {len(kinds)}. Apply "
+                    f"table {name}: expected one optimizer in backward, got {len(of_table)}. Apply "
                     "one."
                 )
-            rules.setdefault(rule_of(kinds[0], kwargs[0]), name)
+            rules.setdefault(rule_of(*of_table[0]), name)
     if len(rules) != 1:
         raise ValueError(
             f"embedding optimizer: expected one rule for all tables, got {len(rules)}, for "

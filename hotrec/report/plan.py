@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from hotrec.planning.names import PLANNER, TORCHREC, candidate_name
+from hotrec.planner.names import PLANNER, TORCHREC, candidate_name
 from hotrec.report.render import (
     Block,
     Column,
@@ -90,7 +90,7 @@ class Prediction:
     def __init__(self, document: Document, where: str = "prediction") -> None:
         _check_needed(document, NEEDED, where)
         self.document = document
-        self.plans: Mapping[str, Mapping[str, Any]] = document["plans"]
+        self.plans: Mapping[str, Mapping[str, Any]] = _with_facts(document)
         self.chosen: str = document["chosen"]
         if self.chosen not in self.plans:
             raise ValueError(
@@ -100,11 +100,11 @@ class Prediction:
         for name, plan in self.plans.items():
             _check_needed(plan, NEEDED_OF_PLAN, f"{where} plan {name}")
         by_step = sorted(self.plans, key=lambda name: (self.plans[name]["step_s"], name))
-        own = [name for name in by_step if name.startswith(TORCHREC)]
-        self.baseline = own[0] if own else None
+        baselines = [name for name in by_step if self.plans[name]["is_hotrec"] is False]
+        self.baseline = baselines[0] if baselines else None
         """The fastest of TorchRec's own plans, if one was predicted."""
         ends = [self.chosen] if self.baseline is None else [self.baseline, self.chosen]
-        placed = [name for name in by_step if name.startswith(HOT_COLD)]
+        placed = [name for name in by_step if self.plans[name]["is_hotrec"]]
         self.placed = self.chosen if self.chosen in placed else next(iter(placed), None)
         """The plan whose placement the tables show: the chosen, or the fastest of hotrec's."""
         named: dict[str, str] = {}
@@ -113,7 +113,7 @@ class Prediction:
         self.order = list(named.values())
         """Plans that differ: the baseline, the chosen one, then the others by their step."""
         # Where a baseline was chosen, it is compared with what it was chosen over.
-        if self.chosen in own and self.placed is not None:
+        if self.chosen in baselines and self.placed is not None:
             ends = [self.chosen, self.placed]
         self.compared = list(dict.fromkeys(ends))
         trial = document.get("trial") or {}
@@ -134,17 +134,13 @@ class Prediction:
     @property
     def planner(self) -> str | None:
         """The plan of TorchRec's own planner in its fastest pipeline and tier, if predicted."""
-        names = [name for name in self.plans if name.startswith(f"{TORCHREC} {PLANNER}")]
+        names = [name for name in self.plans if self.plans[name]["torchrec_plan"] == PLANNER]
         return min(names, key=lambda name: self.plans[name]["step_s"], default=None)
 
     def name(self, plan: str) -> str:
         """A plan as a user knows it, such as ``hotrec, 1,650 hot rows, look_ahead``."""
-        hot_rows = self.plans[plan].get("hot_rows")
-        if hot_rows is None:  # of earlier versions
-            hot_rows = self.hot_rows if plan == self.placed else 0
-        name = candidate_name(plan, hot_rows)
-        pipeline = self.plans[plan].get("pipeline")
-        return f"{name}, {pipeline}" if plan == ALL_COLD and pipeline else name
+        title: str = self.plans[plan]["title"]
+        return title
 
     def label(self, plan: str) -> str:
         """The name of a plan, with a note if it was chosen."""
@@ -164,6 +160,23 @@ class Prediction:
         wire = plan.get("wire") or "fp32"
         kind: str | None = plan.get("pipeline")
         return kind if kind is None or wire == "fp32" else f"{kind}, {wire}"
+
+
+def _with_facts(document: Document) -> dict[str, dict[str, Any]]:
+    """The plans of a document; those of earlier versions, which have labels alone, with facts."""
+    plans = {}
+    tables = sum(int(table["hot_rows"]) for table in document.get("tables") or ())
+    for label, plan in document["plans"].items():
+        kind, _, rest = label.partition(" ")
+        hot_rows = plan.get("hot_rows", tables if kind == HOT_COLD else 0)
+        title, pipeline = candidate_name(label, hot_rows), plan.get("pipeline")
+        facts = {
+            "title": f"{title}, {pipeline}" if kind == ALL_COLD and pipeline else title,
+            "is_hotrec": {HOT_COLD: True, TORCHREC: False}.get(kind),
+            "torchrec_plan": rest.split(" ")[0] if kind == TORCHREC else None,
+        }
+        plans[label] = {**facts, **plan}
+    return plans
 
 
 def _check_needed(document: Document, names: Sequence[str], where: str) -> None:

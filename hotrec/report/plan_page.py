@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from hotrec.report.figures import bar_figure, draw_bars
+from hotrec.report.pictures import bar_figure, draw_bars
 from hotrec.report.plan import PREDICTION_JSON, Document, Prediction, plan_sections
 from hotrec.report.render import Page, Picture, render_html, write_files
 from hotrec.report.style import to_svg

@@ -1,8 +1,7 @@
 """Reads run directories, and raises one clear error for a file that cannot be read.
 
 All files but one of ``summary.json`` and ``metrics.jsonl`` are optional; the page says what is
-missing. ``hotrec/train/step_log.py`` writes them: a line of ``metrics.jsonl`` per logged step, one
-of ``eval.jsonl`` per evaluation. An error is (predicted - measured) / measured.
+missing. ``hotrec/runtime/figures.py`` declares what is in them.
 """
 
 from __future__ import annotations
@@ -18,136 +17,18 @@ from typing import Any
 
 from hotrec.artifact import MANIFEST
 from hotrec.config.groups import PlacementKind
-from hotrec.planning.names import plan_name
-from hotrec.report.units import (
-    show_bytes,
-    show_count,
-    show_error,
-    show_frac,
-    show_quality,
-    show_rate,
-    show_seconds,
-)
-from hotrec.runtime.run_dir import CHECKPOINTS, POINT
+from hotrec.planner.names import plan_name
+from hotrec.runtime.figures import FIGURES
+from hotrec.runtime.run_dir import CHECKPOINTS, EVAL, HOT_SET, METRICS, POINT, SUMMARY
 
 Line = Mapping[str, Any]
 
-SUMMARY, METRICS, EVAL = "summary.json", "metrics.jsonl", "eval.jsonl"
-HOT_SET = "hot_set.jsonl"  # of runs whose hot rows follow the data
 # Files that the page shows as they are, and their titles.
 TEXTS = {"config.yaml": "Configuration", "plan.txt": "Plan", "environment.json": "Environment"}
 WAIT_STAGE, OTHER_STAGE = "data_wait", "other"
-# A summary that lacks one of these takes it from the last line of metrics.jsonl or eval.jsonl.
-FROM_LINES = (
-    *("samples_per_s", "step_p50_s", "step_p90_s", "exposed_communication_s"),
-    *("bound_bytes", "hot_lookup_frac", "auc", "log_loss", "normalized_entropy"),
-)
-COMPARED = ("predicted_stage_s", "measured_stage_s", "slowest_rank_stage_s")
-BY_KIND = ("device_bytes_by_kind", "host_bytes_by_kind")
-BY_LABEL = ("auc_by_label", "log_loss_by_label")
-LABELS = "label_weights"
-# What the device caches did in ``num_steps`` steps, summed over the ranks.
-CACHE = (
-    *("num_steps", "num_lookups", "num_rows", "num_hits", "num_misses", "num_conflict_misses"),
-    *("num_evictions", "read_bytes", "written_bytes"),
-)
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A figure of the summary, and how the comparison of runs shows it.
-
-    Args:
-        name: The field of the summary, or ``<field>.<key>`` of a field with numbers by name.
-        label: What the reader sees, with the unit where the numbers do not show it.
-        show: Writes the number.
-        against: How it is compared with the baseline: "ratio", "difference" or not at all. Times
-            are not: runs one after the other see another machine each.
-    """
-
-    name: str
-    label: str
-    show: Callable[[float], str]
-    against: str = ""
-
-
-GROUPS: Mapping[str, tuple[Measure, ...]] = {
-    "Setting": (
-        Measure("world_size", "Ranks", show_count),
-        Measure("batch_size", "Batch per rank, samples", show_count),
-        Measure("num_steps", "Steps", show_count),
-        Measure("grad_clip_norm", "Gradients of the dense layers clipped to", "{:g}".format),
-    ),
-    "Quality, held out": (
-        Measure("auc", "AUC", show_quality, "difference"),
-        Measure("log_loss", "Log loss", show_quality, "difference"),
-        Measure("normalized_entropy", "Normalized entropy", show_quality, "difference"),
-        Measure("num_eval_samples", "Samples evaluated", show_count),
-        Measure("eval_step", "Step of the model evaluated", show_count),
-        Measure("best_step", "Step of the best model, by the first split", show_count),
-    ),
-    "Speed": (
-        Measure("step_p50_s", "Step time, median", show_seconds),
-        Measure("step_p90_s", "Step time, 90th percentile", show_seconds),
-        Measure("samples_per_s", "Samples, all ranks", show_rate),
-        Measure("data_wait_frac", "Waiting for data, share of the time", show_frac),
-        Measure("exposed_communication_s", "Exposed communication, mean", show_seconds),
-        Measure(
-            "slowest_rank_exposed_communication_s",
-            "Exposed communication, slowest rank",
-            show_seconds,
-        ),
-        Measure(
-            "exposed_communication_frac", "Exposed communication, share of the step", show_frac
-        ),
-    ),
-    "Prediction": (
-        Measure("predicted_step_s", "Step time, predicted", show_seconds),
-        Measure("measured_step_s", "Step time, median of the compared steps", show_seconds),
-        Measure("step_error_frac", "Error of the step time", show_error),
-        Measure("predicted_sent_bytes", "Bytes sent, predicted", show_bytes),
-        Measure("sent_bytes_error_frac", "Error of the bytes sent", show_error),
-        Measure("predicted_device_bytes", "Tables on the device, predicted", show_bytes),
-        Measure("device_bytes_error_frac", "Error of the tables' device memory", show_error),
-        Measure("predicted_host_bytes", "Tables on the host, predicted", show_bytes),
-        Measure("host_bytes_error_frac", "Error of the tables' host memory", show_error),
-    ),
-    "Memory, the rank with most": (
-        Measure("measured_device_bytes", "Tables on the device", show_bytes, "ratio"),
-        Measure("measured_host_bytes", "Tables on the host", show_bytes, "ratio"),
-        Measure("peak_allocated_bytes", "Peak on the device, allocated", show_bytes, "ratio"),
-        Measure("peak_reserved_bytes", "Peak on the device, reserved", show_bytes, "ratio"),
-        Measure("peak_resident_bytes", "Peak on the host, resident", show_bytes, "ratio"),
-    ),
-    "Traffic, per step and rank": (
-        Measure("sent_bytes_total", "Bytes sent", show_bytes, "ratio"),
-        Measure("bound_bytes", "Lower bound of exchanging rows", show_bytes),
-    ),
-    "Hot rows": (
-        Measure("hot_rows", "Hot rows", show_count),
-        Measure("hot_rows_frac", "Hot rows, share of all rows", show_frac),
-        Measure("hot_lookup_frac", "Lookups that hit a hot row", show_frac),
-        Measure("hot_set.num_moved", "Rows that became hot in training", show_count),
-        Measure("hot_set.moved_bytes", "Bytes broadcast for them", show_bytes),
-        Measure("hot_set.pause_s", "Pause of all decisions and moves", show_seconds),
-    ),
-    "Device caches, per step of all ranks": (
-        Measure("cache_hit_frac", "Hit rate, of distinct rows", show_frac),
-        Measure("cache.num_rows", "Distinct rows", show_count),
-        Measure("cache.num_misses", "Misses, read from the host", show_count),
-        Measure("cache.num_conflict_misses", "Of these with a full set, used there", show_count),
-        Measure("cache.num_evictions", "Evictions", show_count),
-        Measure("cache.read_bytes", "Read over the bus", show_bytes),
-        Measure("cache.written_bytes", "Written over the bus", show_bytes),
-    ),
-}
-MEASURES = {measure.name: measure for group in GROUPS.values() for measure in group}
-# All numeric fields of the summary and of lines, and those with numbers by name.
-NUMERIC = (
-    *(name for name in MEASURES if "." not in name),
-    *("total_rows", "compared_from_step"),
-)
-BY_NAME = ("sent_bytes", "stage_s", "cache", "hot_set", LABELS, *COMPARED, *BY_KIND, *BY_LABEL)
+# What an unfinished run takes from its last line.
+FROM_LINE = {key for key, figure in FIGURES.items() if figure.from_line}
+_OF_CACHE = {"num_steps", "num_rows", "num_hits"}  # without which the others mean nothing
 
 
 @dataclass(frozen=True)
@@ -160,7 +41,7 @@ class Run:
             its plan as a user knows it.
         recorded_name: The name that it recorded.
         summary: The fields of ``summary.json``, completed from the other files. A field that was
-            not recorded is absent or None; one of ``BY_NAME`` is then empty.
+            not recorded is absent or None; one with parts is then empty.
         metrics: The lines of ``metrics.jsonl``.
         evals: The lines of ``eval.jsonl``.
         decisions: The lines of ``hot_set.jsonl``.
@@ -203,12 +84,12 @@ class Run:
         return self.by_name("stage_s")
 
     def by_name(self, name: str) -> Mapping[str, float]:
-        """One of the fields ``BY_NAME``; empty if not recorded."""
+        """The parts of a figure; empty if not recorded."""
         found: Mapping[str, float] = self.summary[name]
         return found
 
     def number(self, name: str) -> float | None:
-        """The figure of a ``Measure`` or another of ``NUMERIC``; None if it was not recorded."""
+        """A figure, or ``<key>.<part>`` of one with parts; None if it was not recorded."""
         field, _, key = name.partition(".")
         value = self.by_name(field).get(key) if key else self.summary.get(name)
         per_step = self.by_name("cache")["num_steps"] if value and field == "cache" else 1
@@ -387,21 +268,19 @@ def _is_number(value: object) -> bool:
 
 
 def _check_numbers(where: str, document: Line) -> None:
-    """Refuse a field that is not what the figures take it for; None is not recorded."""
-    for name in (*NUMERIC, "loss", "data_wait_s"):
-        value = document.get(name)
-        if value is not None and not _is_number(value):
-            raise ValueError(f"{where} {name}: expected a number, got {value!r}.")
-    for name in BY_NAME:
-        value = document.get(name)
-        if value is None:
+    """Refuse a figure that is not what it is declared to be; None is not recorded."""
+    for name, value in document.items():
+        figure = FIGURES.get(name)
+        if value is None or figure is None or not figure.unit.is_number:
             continue
-        if not isinstance(value, dict) or not all(map(_is_number, value.values())):
+        if not figure.parts and not _is_number(value):
+            raise ValueError(f"{where} {name}: expected a number, got {value!r}.")
+        if figure.parts and not (isinstance(value, dict) and all(map(_is_number, value.values()))):
             raise ValueError(f"{where} {name}: expected numbers by name, got {value!r}.")
-        if name == "cache" and (not value.keys() >= set(CACHE) or value["num_steps"] <= 0):
+        if name == "cache" and (not value.keys() >= _OF_CACHE or value["num_steps"] <= 0):
             raise ValueError(
-                f"{where} cache: expected {', '.join(CACHE)}, over at least one step, got {value}. "
-                "Remove the key to report the run without it."
+                f"{where} cache: expected num_steps of at least one, num_rows and num_hits, got "
+                f"{value}. Remove the key to report the run without it."
             )
 
 
@@ -409,7 +288,7 @@ def _check_quality(where: str, summary: Line) -> None:
     """Refuse a quality by split that is not what tables take it for."""
     of_splits = summary.get("quality")
     for split, of in of_splits.items() if isinstance(of_splits, dict) else ():
-        figures = [of.get(name) for name in FROM_LINES] if isinstance(of, dict) else [""]
+        figures = [of.get(name) for name in FROM_LINE] if isinstance(of, dict) else [""]
         if not all(value is None or _is_number(value) for value in figures):
             raise ValueError(f"{where} quality: expected numbers by name on {split}, got {of!r}.")
 
@@ -421,8 +300,8 @@ def _complete(
     last = {
         name: line[name]
         for line in (*metrics, *evals)
-        for name in FROM_LINES
-        if line.get(name) is not None and summary.get(name) is None
+        for name in line
+        if name in FROM_LINE and line[name] is not None and summary.get(name) is None
     }
     if metrics and summary.get("num_steps") is None:
         last["num_steps"] = metrics[-1]["step"]
@@ -438,7 +317,7 @@ def _complete(
         "num_eval_samples": splits[0].get("num_samples") if splits else None,
         **summary,
         **last,
-        **{name: summary.get(name) or {} for name in BY_NAME},
+        **{key: summary.get(key) or {} for key, figure in FIGURES.items() if figure.parts},
         "sent_bytes": summary.get("sent_bytes") or _by_key(fmean, metrics, "sent_bytes"),
         "cache": summary.get("cache") or _by_key(sum, metrics, "cache"),
         "stage_s": _stages(summary, metrics),

@@ -10,33 +10,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as Drawing
 
 from hotrec.artifact import check_made_from, read_artifact
 from hotrec.report.alike import differences, is_as_large, unlike_sentences
 from hotrec.report.compared import Comparison
-from hotrec.report.figures import (
+from hotrec.report.pictures import (
     draw_coverage,
     draw_learning,
     draw_lookups,
     draw_steps,
     draw_traffic,
 )
-from hotrec.report.read import (
-    BY_KIND,
-    BY_LABEL,
-    COMPARED,
-    GROUPS,
-    MEASURES,
-    METRICS,
-    NUMERIC,
-    SUMMARY,
-    TEXTS,
-    Measure,
-    Run,
-    read_runs,
-    varied_overrides,
-)
+from hotrec.report.read import TEXTS, Run, read_runs, varied_overrides
 from hotrec.report.render import (
     Block,
     Cell,
@@ -57,6 +43,7 @@ from hotrec.report.style import PART_LABELS, run_color, to_svg
 from hotrec.report.sweep import best_tiles, sweep_notes, sweep_records, sweep_table, to_csv
 from hotrec.report.units import (
     NOT_RECORDED,
+    SHOW,
     show_bytes,
     show_count,
     show_difference,
@@ -66,22 +53,17 @@ from hotrec.report.units import (
     show_quality,
     show_ratio,
     show_seconds,
+    show_setting,
 )
 from hotrec.report.verdict import choose_baseline, verdicts
+from hotrec.runtime.figures import ELSEWHERE, FIGURES, GROUPS, RUN, Figure, Unit
+from hotrec.runtime.run_dir import METRICS, SUMMARY
 
 HTML_NAME, JSON_NAME, CSV_NAME = "report.html", "report.json", "sweep.csv"
 
 SWEEP_SECTION = "Jobs of the sweep"
-SETTINGS = {
-    "dataset_name": "Dataset",
-    "eval_split": "Evaluated on",
-    "placement": "Placement",
-    "model": "Model",
-    "precision": "Precision of the dense layers",
-    "compile": "Dense layers compiled",
-    "finished": "Finished",
-}
-_LABELED = {"auc_by_label": "AUC", "log_loss_by_label": "Log loss"}
+# Stages, as the columns of a table.
+COMPARED = ("predicted_stage_s", "measured_stage_s", "slowest_rank_stage_s")
 HOT_COLUMNS: tuple[Column, ...] = (
     ("Table", "name", str),
     ("Rows", "num_rows", show_count),
@@ -289,9 +271,10 @@ def _plans(runs: Sequence[Run], baseline: Run | None, comparison: Comparison | N
                 Cell(run.name, color=run_color(position[run.name])),
                 show_seconds(plan.step_s),
                 *against,
-                show_known(show_quality, run.number("auc")),
-                show_known(show_bytes, run.number("sent_bytes_total")),
-                show_known(show_count, run.number("hot_rows")),
+                *(
+                    show_known(SHOW[FIGURES[key].unit], run.number(key))
+                    for key in ("auc", "sent_bytes_total", "hot_rows")
+                ),
                 show_frac(plan.at_home_frac),
                 show_known("{:.2f}x".format, plan.most_over_mean),
             )
@@ -319,7 +302,7 @@ def _lookups(runs: Sequence[Run], comparison: Comparison | None) -> list[Block]:
     )
 
 
-def _picture(figure: Figure | None, label: str, caption: str) -> list[Block]:
+def _picture(figure: Drawing | None, label: str, caption: str) -> list[Block]:
     return [] if figure is None else [Picture(to_svg(figure, label), caption)]
 
 
@@ -353,10 +336,10 @@ def _tiles(runs: Sequence[Run], baseline: Run | None, comparison: Comparison | N
     split = (run for run in others if 0.0 < (run.number("hot_rows_frac") or 0.0) < 1.0)
     focus = next(split, others[0])
     tiles = [
-        _tile("auc", _auc_text(focus), "more", focus, baseline),
-        _tile("step_p50_s", "median step", "less", focus, baseline),
-        _tile("sent_bytes_total", "sent per step and rank", "less", focus, baseline),
-        _tile("hot_lookup_frac", "of lookups hit a hot row", "", focus, baseline),
+        _tile("auc", _auc_text(focus), focus, baseline),
+        _tile("step_p50_s", "median step", focus, baseline),
+        _tile("sent_bytes_total", "sent per step and rank", focus, baseline),
+        _tile("hot_lookup_frac", "of lookups hit a hot row", focus, baseline),
     ]
     return [tile for tile in tiles if tile is not None]
 
@@ -365,16 +348,18 @@ def _auc_text(run: Run) -> str:
     return f"AUC on {run.summary.get('eval_split') or 'held-out samples'}"
 
 
-def _tile(name: str, text: str, better: str, run: Run, baseline: Run | None) -> Tile | None:
+def _tile(name: str, text: str, run: Run, baseline: Run | None) -> Tile | None:
     """A figure of a run, beside the baseline's; None if it was not recorded."""
-    value, relation = run.number(name), _show_against(MEASURES[name], run, baseline)
+    figure = FIGURES[name]
+    value, relation = run.number(name), _show_against(figure, run, baseline)
     if value is None:
         return None
     if relation == show_difference(0.0) and baseline is not None:
         relation = f"the same as {baseline.name}"
     elif relation and baseline is not None:
-        relation += f" {'against' if name == 'auc' else 'of'} {baseline.name}; {better} is better"
-    return Tile(MEASURES[name].show(value), text, relation)
+        how = "against" if figure.unit is Unit.quality else "of"
+        relation += f" {how} {baseline.name}; {figure.better} is better"
+    return Tile(SHOW[figure.unit](value), text, relation)
 
 
 def _tiles_of_turns(run: Run, baseline: Run | None, comparison: Comparison) -> list[Tile]:
@@ -389,59 +374,49 @@ def _tiles_of_turns(run: Run, baseline: Run | None, comparison: Comparison) -> l
     busiest = show_known("{:.2f}x".format, plan.most_over_mean)
     tiles = [
         Tile(show_seconds(plan.step_s), "a step, in turns", step),
-        _tile("sent_bytes_total", "sent per step and rank", "less", run, baseline),
+        _tile("sent_bytes_total", "sent per step and rank", run, baseline),
         Tile(busiest, "lookups of the busiest owner, over the mean", owner),
-        _tile("auc", _auc_text(run), "more", run, baseline),
+        _tile("auc", _auc_text(run), run, baseline),
     ]
     return [tile for tile in tiles if tile is not None]
 
 
-def _show_against(measure: Measure, run: Run, baseline: Run | None) -> str:
-    """The run's figure compared with the baseline's; empty for the baseline itself."""
-    if baseline is None or run is baseline or not measure.against:
+def _show_against(figure: Figure, run: Run, baseline: Run | None) -> str:
+    """The run's bytes over the baseline's, or its quality minus the baseline's; else empty."""
+    if baseline is None or run is baseline or not figure.better:
         return ""
-    value, reference = run.number(measure.name), baseline.number(measure.name)
+    value, reference = run.number(figure.key), baseline.number(figure.key)
     if value is None or reference is None:
         return ""
-    if measure.against == "ratio":
-        return show_ratio(value, reference) if is_as_large(run, baseline) else ""
-    return "" if differences(run, baseline) else show_difference(value - reference)
+    if figure.unit is Unit.bytes and is_as_large(run, baseline):
+        return show_ratio(value, reference)
+    if figure.unit is Unit.quality and not differences(run, baseline):
+        return show_difference(value - reference)
+    return ""
 
 
 def _comparison(runs: Sequence[Run], baseline: Run | None) -> list[Block]:
     """Every figure that a run recorded, a column for each run."""
 
-    def cell(measure: Measure, run: Run) -> Cell:
-        value = run.number(measure.name)
+    def cell(figure: Figure, run: Run) -> Cell:
+        value = run.number(figure.key)
         if value is None:
             return Cell(NOT_RECORDED)
-        return Cell(measure.show(value), _show_against(measure, run, baseline))
+        return Cell(SHOW[figure.unit](value), _show_against(figure, run, baseline))
 
     header = [
         Cell(run.name, "baseline" if run is baseline else "", run_color(i))
         for i, run in enumerate(runs)
     ]
     rows: list[Sequence[str | Cell]] = [
-        (label, *(_show_setting(run.summary.get(name)) for run in runs))
-        for name, label in SETTINGS.items()
+        (setting.label, *(show_setting(run.summary.get(setting.key)) for run in runs))
+        for setting in GROUPS[RUN]
     ]
-    by_kind = [
-        Measure(f"{name}.{kind}", f"{_kind_text(kind)} on the {name.split('_')[0]}", show_bytes)
-        for name in BY_KIND
-        for kind in dict.fromkeys(
-            k for run in runs for k, size in run.by_name(name).items() if size
-        )
-    ]
-    by_label = [
-        Measure(f"{name}.{label}", f"{_LABELED[name]} of {label}", show_quality, "difference")
-        for name in BY_LABEL
-        for label in dict.fromkeys(label for run in runs for label in run.by_name(name))
-    ]
-    dynamic = {"Quality by label": by_label, "Tables by kind, the rank with most": by_kind}
-    for group, measures in {**GROUPS, **dynamic}.items():
-        recorded = [m for m in measures if any(run.number(m.name) is not None for run in runs)]
-        rows += [(group,)] if recorded else []
-        rows += [(m.label, *(cell(m, run) for run in runs)) for m in recorded]
+    for group, figures in GROUPS.items():
+        if group not in (RUN, ELSEWHERE):
+            shown = [one for figure in figures for one in _recorded(figure, runs)]
+            rows += [(group,)] if shown else []
+            rows += [(one.label, *(cell(one, run) for run in runs)) for one in shown]
     note = (
         "No run uses one of TorchRec's own plans, so there is no baseline to compare with."
         if baseline is None
@@ -456,16 +431,32 @@ def _comparison(runs: Sequence[Run], baseline: Run | None) -> list[Block]:
     return [note, Table(("", *header), rows)]
 
 
+def _recorded(figure: Figure, runs: Sequence[Run]) -> list[Figure]:
+    """A figure that a run recorded, one for each part if it has parts; empty for another one."""
+    if not figure.parts:
+        return [figure] if any(run.number(figure.key) is not None for run in runs) else []
+    # Kinds of tables that take no bytes anywhere are left out.
+    parts = dict.fromkeys(
+        part
+        for run in runs
+        for part, value in run.by_name(figure.key).items()
+        if value or figure.parts != "kind"
+    )
+    return [
+        replace(
+            figure,
+            key=f"{figure.key}.{part}",
+            label=figure.label.format(_kind_text(part) if figure.parts == "kind" else part),
+            parts="",
+        )
+        for part in parts
+    ]
+
+
 def _kind_text(kind: str) -> str:
     """What a table's bytes are, in plans with hot rows and without."""
     texts = {"hot_rows": "replicated rows", "cold_rows": "sharded rows"}
     return texts.get(kind, kind.replace("_", " "))
-
-
-def _show_setting(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return NOT_RECORDED if value is None else str(value)
 
 
 def _coverage(
@@ -554,12 +545,17 @@ def _run_document(run: Run, baseline: Run | None) -> dict[str, Any]:
             relative["sent_bytes_total"] = value / reference
     sent, bound = run.number("sent_bytes_total"), run.number("bound_bytes")
     cache = run.by_name("cache")
+    declared = [f for group in GROUPS if group != ELSEWHERE for f in GROUPS[group]]
+    shown = [figure.key for figure in declared if not figure.parts and "." not in figure.key]
+    by_kind, by_label = (
+        [figure.key for figure in declared if figure.parts == parts] for parts in ("kind", "label")
+    )
     return {
         "name": run.name,
         "path": str(run.path),
-        **{name: run.summary.get(name) for name in (*SETTINGS, *NUMERIC)},
-        **{name: run.by_name(name) or None for name in (*COMPARED, *BY_KIND)},
-        **{name: run.by_name(name) for name in BY_LABEL if run.by_name(name)},
+        **{key: run.summary.get(key) for key in (*shown, "total_rows", "compared_from_step")},
+        **{key: run.by_name(key) or None for key in (*COMPARED, *by_kind)},
+        **{key: run.by_name(key) for key in by_label if run.by_name(key)},
         "sent_bytes": run.sent_bytes,
         "stage_s": run.stage_s,
         **({"cache": cache} if cache else {}),

@@ -13,15 +13,16 @@ from math import isnan
 from typing import Any
 
 from hotrec.report.alike import is_alike, is_as_large
-from hotrec.report.read import MEASURES, Run, varied_overrides
+from hotrec.report.read import Run, varied_overrides
 from hotrec.report.render import Cell, Row, Table, Tile
 from hotrec.report.style import run_color
-from hotrec.report.units import DASH, show_bytes, show_known, show_quality
+from hotrec.report.units import DASH, SHOW, show_bytes, show_known, show_quality
+from hotrec.runtime.figures import FIGURES, Unit
 
 VALID = "valid"
-# What a job is chosen by, and the figures of a sweep's table.
-CHOICES = {"auc": (max, "highest AUC"), "log_loss": (min, "least log loss")}
-SWEPT = ("auc", "log_loss", "step_p50_s", "sent_bytes_total")
+# The figures of a sweep's table, and those of them that a job is chosen by.
+SWEPT = [figure for figure in FIGURES.values() if figure.in_sweep]
+CHOICES = [figure for figure in SWEPT if figure.unit is Unit.quality]
 NO_TURNS = (
     "Jobs do not take turns: their steps are no claim of speed; `hotrec bench` compares plans in "
     "turns."
@@ -37,7 +38,7 @@ def choosing_quality(summary: Mapping[str, Any]) -> tuple[str | None, Mapping[st
     of_splits, reported = summary.get("quality"), summary.get("eval_split")
     if isinstance(of_splits, Mapping) and isinstance(of_splits.get(VALID), Mapping):
         return VALID, of_splits[VALID]
-    return reported, {name: summary.get(name) for name in CHOICES}
+    return reported, {figure.key: summary.get(figure.key) for figure in CHOICES}
 
 
 def sweep_notes(runs: Sequence[Run]) -> list[str]:
@@ -72,9 +73,9 @@ def sweep_records(jobs: Sequence[Run]) -> list[dict[str, Any]]:
             "job": job.job,
             **{key: job.overrides.get(key) for key in varied},
             "chosen_by": choosing_quality(job.summary)[0],
-            **{f"chosen_by_{name}": choosing_quality(job.summary)[1].get(name) for name in CHOICES},
+            **{f"chosen_by_{f.key}": choosing_quality(job.summary)[1].get(f.key) for f in CHOICES},
             "eval_split": job.summary.get("eval_split"),
-            **{name: job.number(name) for name in SWEPT},
+            **{figure.key: job.number(figure.key) for figure in SWEPT},
             "finished": job.summary["finished"],
         }
         for job in jobs
@@ -94,21 +95,20 @@ def to_csv(records: Sequence[Mapping[str, Any]]) -> str:
 def sweep_table(jobs: Sequence[Run]) -> Table:
     """A row for each job, with what it was started with and what came of it."""
     varied, runs = varied_overrides(jobs), [job for job in jobs if not job.is_empty]
-    measures = [MEASURES[name] for name in SWEPT]
 
     def row(job: Run) -> Row:
         color = "" if job.is_empty else run_color(runs.index(job))
         settings = [job.overrides.get(key, DASH) for key in varied]
         split, quality = choosing_quality(job.summary)
         chosen = show_known(show_quality, quality.get("auc"))
-        figures = [show_known(measure.show, job.number(measure.name)) for measure in measures]
+        figures = [show_known(SHOW[figure.unit], job.number(figure.key)) for figure in SWEPT]
         end = "yes" if job.summary["finished"] else "failed" if job.is_empty else "no"
         name = Cell(job.job, color=color)
         return [name, *settings, chosen if split == VALID else DASH, *figures, end]
 
     splits = {job.summary.get("eval_split") for job in runs}
     where = f" on {next(iter(splits))}" if len(splits) == 1 and None not in splits else ""
-    labels = [MEASURES[name].label + (where if name in CHOICES else "") for name in SWEPT]
+    labels = [figure.label + (where if figure in CHOICES else "") for figure in SWEPT]
     header = ["Job", *varied, f"AUC on {VALID}", *labels, "Finished"]
     return Table(header, [row(job) for job in jobs])
 
@@ -116,7 +116,10 @@ def sweep_table(jobs: Sequence[Run]) -> Table:
 def best_tiles(runs: Sequence[Run]) -> list[Tile]:
     """The headline of a sweep: its best jobs by the validation split, as far as jobs compare."""
     tiles = []
-    for name, (best, text) in CHOICES.items():
+    for figure in CHOICES:
+        name, label = figure.key, figure.label
+        best, text = (max, "highest") if figure.better == "more" else (min, "least")
+        text += f" {label if label.isupper() else label.lower()}"
         found = [(*choosing_quality(run.summary), run) for run in runs]
         known = [
             (quality[name], run)

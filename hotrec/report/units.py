@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hotrec.runtime.figures import Unit
 
 NOT_RECORDED, DASH = "not recorded", "-"
 
@@ -68,8 +71,29 @@ def show_ratio(value: float, baseline: float) -> str:
     return f"{value / baseline:.2f}x"
 
 
+def show_setting(value: object) -> str:
+    """Text, or yes and no."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return NOT_RECORDED if value is None else str(value)
+
+
 def _three_digits(value: float) -> str:
     magnitude = abs(value)
     if magnitude >= 99.95:
         return f"{value:,.0f}"
     return f"{value:.1f}" if magnitude >= 9.995 else f"{value:.2f}"
+
+
+SHOW: Mapping[Unit, Callable[[Any], str]] = {
+    Unit.seconds: show_seconds,
+    Unit.bytes: show_bytes,
+    Unit.count: show_count,
+    Unit.frac: show_frac,
+    Unit.error: show_error,
+    Unit.rate: show_rate,
+    Unit.quality: show_quality,
+    Unit.number: "{:g}".format,
+    Unit.text: show_setting,
+    Unit.flag: show_setting,
+}

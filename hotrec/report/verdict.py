@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hotrec.planning.names import PLANNER, TORCHREC, plan_name
+from hotrec.planner.names import PLANNER, TORCHREC, plan_name
 from hotrec.report.compared import Comparison, Ratio
 from hotrec.report.plan import Prediction
 from hotrec.report.read import Run, parse_object
@@ -161,9 +161,10 @@ def _of_trial(run: Run) -> list[str]:
     if not (prediction.document.get("trial") or {}).get("took_turns"):
         return []
     of_trial = {name: plan["step_s"] for name, plan in prediction.trial.items()}
-    theirs = [name for name in of_trial if name.startswith(TORCHREC)]
+    plans = prediction.plans
+    theirs = [name for name in of_trial if plans[name]["is_hotrec"] is False]
     best = min(theirs, key=lambda name: of_trial[name], default=prediction.chosen)
-    if best == prediction.chosen or best.startswith(f"{TORCHREC} {PLANNER}"):
+    if best == prediction.chosen or plans[best]["torchrec_plan"] == PLANNER:
         return []
     ours = of_trial[prediction.chosen]
     ratio = Ratio(of_trial[best] / ours, *prediction.trial[best]["slower"])

@@ -10,27 +10,25 @@ from pathlib import Path
 
 import torch
 
-from hotrec.build import check_order, count_epoch_steps
+from hotrec.assemble.job import check_placement, label_weights_of, optimizer_specs
+from hotrec.assemble.order import check_order, count_epoch_steps
 from hotrec.config.groups import AllColdPlacement, AllHotOrder, TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.data.chunks import Dataset
 from hotrec.embedding.fused import check_optimizer
 from hotrec.models.shape import architecture_of
-from hotrec.planning.policies import num_overridden
-from hotrec.planning.scenario import choose_pipeline
-from hotrec.planning.unsharded import label_weights_of, make_machine, optimizer_specs
+from hotrec.planner.counted import num_overridden
 from hotrec.train.callbacks import import_callback
 from hotrec.train.schedule import Schedule, count_steps
 
 
-def check_settings(config: Config, *, device: str, world_size: int) -> None:
+def check_settings(config: Config, *, device: str) -> None:
     """Check what needs no data.
 
     Args:
         config: A validated configuration.
         device: "cpu" or "cuda".
-        world_size: Ranks of the run.
 
     Raises:
         ValueError: If a callback, checkpoint or run that is named cannot be had, or settings
@@ -50,14 +48,7 @@ def check_settings(config: Config, *, device: str, world_size: int) -> None:
             f"planner.costs: expected auto, measured or one of {sorted(BUILTIN)}, got {costs!r}. "
             "Correct the name."
         )
-    machine = make_machine(
-        config.planner,
-        world_size=world_size,
-        ranks_per_host=world_size,
-        device=device,
-        batch_size=trainer.batch_size,
-    )
-    choose_pipeline(config, machine)
+    check_placement(config, device)
     if isinstance(config.placement, TorchrecPlacement | AllColdPlacement):
         embedding, _ = optimizer_specs(config.optimizer)
         check_optimizer(embedding, torch.device(device), has_cold=True)

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.artifact import ArtifactError, read_record
-from hotrec.build import Sharded
+from hotrec.assemble.lookups import Destinations, destinations
+from hotrec.assemble.planning import SettledPlan, read_settled_plan
+from hotrec.assemble.trainable import Trainable
 from hotrec.config.groups import AllHotOrder
 from hotrec.config.roots import Config
 from hotrec.cost_model.profile import read_profile
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
-from hotrec.planning.lookups import Destinations, destinations
-from hotrec.planning.machine import Machine
-from hotrec.planning.training_plan import MEMORIES, TrainingPlan, read_training_plan
-from hotrec.planning.trial import Trial
+from hotrec.planner.machine import Machine
+from hotrec.planner.predict import MEMORIES
+from hotrec.planner.trial import Trial
 from hotrec.runs.train import (
     checkpoint_facts,
     make_candidate,
@@ -43,10 +44,10 @@ class _Recorded:
     run_dir: Path
     config: Config
     dataset: Dataset
-    plan: TrainingPlan
+    plan: SettledPlan
 
     @classmethod
-    def read(cls, run_dir: Path, config: Config, ranks: Ranks) -> _Recorded:
+    def read(cls, run_dir: Path, config: Config, machine: Machine) -> _Recorded:
         recorded = run_dir / ENVIRONMENT
         try:
             world_size = json.loads(read_record(recorded))["world_size"]
@@ -55,10 +56,10 @@ class _Recorded:
                 f"{recorded}: expected the environment that the run recorded, got {error!r}. "
                 "Compare another run."
             ) from error
-        if world_size != ranks.world_size:
+        if world_size != machine.world_size:
             raise ValueError(
                 f"launch.num_ranks: expected {world_size}, as {run_dir} had, got "
-                f"{ranks.world_size}. Set launch.num_ranks={world_size}."
+                f"{machine.world_size}. Set launch.num_ranks={world_size}."
             )
         if isinstance(config.order, AllHotOrder):
             raise ValueError(
@@ -68,7 +69,7 @@ class _Recorded:
         dataset = open_dataset(config, find_latest(run_dir / CHECKPOINTS))
         paths = replace(config.paths, dataset=str(dataset.artifact.path))
         config = replace(config, paths=paths)
-        return cls(run_dir, config, dataset, read_training_plan(config, run_dir))
+        return cls(run_dir, config, dataset, read_settled_plan(config, run_dir, machine))
 
     def facts(self) -> dict[str, Any]:
         """What must agree between runs for a comparison of their plans."""
@@ -82,21 +83,23 @@ class _Recorded:
         self, machine: Machine, ranks: Ranks, places: dict[str, Destinations]
     ) -> Candidate:
         """How to train its plan; ``places`` gets where its lookups go."""
-        made = make_candidate(self.plan, self.dataset, machine, ranks)
+        made = make_candidate(self.config, self.plan, self.dataset, machine, ranks)
         profile, _ = read_profile(Path(self.config.paths.profile))
 
-        def build() -> tuple[Sharded, Iterable[Batch]]:
-            sharded, loader = made.build()
+        def build() -> tuple[Trainable, Iterable[Batch]]:
+            trainable, loader = made.build()
             places[str(self.run_dir)] = destinations(
-                sharded.plan, self.plan.partition, profile.counts, ranks.world_size
+                trainable.sharding, self.plan.partition, profile.counts, ranks.world_size
             )
-            return sharded, loader
+            return trainable, loader
 
         predicted = self.plan.predicted or {}
         memory = predicted.get("memory") or [dict.fromkeys(MEMORIES, 0.0)]
-        most_bytes = tuple(max(rank[of] for rank in memory) for of in MEMORIES)
+        max_bytes = tuple(max(rank[of] for rank in memory) for of in MEMORIES)
         step_s = float(predicted.get("step_s", 0.0))
-        return replace(made, build=build, num_bytes=most_bytes, step_s=step_s)
+        return replace(
+            made, build=build, num_bytes=max_bytes, step_s=step_s, title=str(self.run_dir)
+        )
 
 
 def compare_runs(runs: Mapping[Path, Config], ranks: Ranks, *, seconds: float) -> dict[str, Any]:
@@ -120,11 +123,11 @@ def compare_runs(runs: Mapping[Path, Config], ranks: Ranks, *, seconds: float) -
         replace(config, trainer=replace(config.trainer, num_workers=number))
         for config, number in zip(runs.values(), workers, strict=True)
     ]
+    machine = make_run_machine(configs[0], ranks)
     read = same_verdict(
-        lambda: [_Recorded.read(*of_run, ranks) for of_run in zip(runs, configs, strict=True)]
+        lambda: [_Recorded.read(*of_run, machine) for of_run in zip(runs, configs, strict=True)]
     )
     same_verdict(lambda: _check_alike(read))
-    machine = make_run_machine(read[0].config, ranks)
     places: dict[str, Destinations] = {}
     candidates = same_verdict(
         lambda: {str(run.run_dir): run.candidate(machine, ranks, places) for run in read}
@@ -146,7 +149,7 @@ def _check_alike(runs: list[_Recorded]) -> None:
                 )
 
 
-def _doubts(trial: Trial, chosen: TrainingPlan, disturbed: str | None) -> list[str]:
+def _doubts(trial: Trial, chosen: SettledPlan, disturbed: str | None) -> list[str]:
     """Why nothing follows from what was measured, in sentences."""
     doubts = []
     if not trial.took_turns:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotrec.build import build_sharded
+from hotrec.assemble.job import model_spec
+from hotrec.assemble.planning import read_settled_plan
+from hotrec.assemble.trainable import assemble
 from hotrec.config.roots import Config, EvaluateConfig
 from hotrec.data.kept import open_generation
 from hotrec.data.loader import make_loader
 from hotrec.data.unknown import UnknownIds, unknown_ids_of
-from hotrec.planning.training_plan import read_training_plan
+from hotrec.planner.plan import Plan
 from hotrec.runs.suspicious import suspicious_columns
 from hotrec.runs.train import checkpoint_facts, make_run_machine
 from hotrec.runtime.cores import num_workers
@@ -32,7 +34,7 @@ class EvaluatedRun:
     """A checkpoint and its quality.
 
     Args:
-        config: Configuration of the run, with the placement that it trained.
+        plan: Plan that the run trained.
         checkpoint: Name of the checkpoint.
         step: Number of updates before the checkpoint.
         quality: Quality over all ranks.
@@ -41,7 +43,7 @@ class EvaluatedRun:
         suspicious: Of ``suspicious_columns``, on rank 0.
     """
 
-    config: Config
+    plan: Plan
     checkpoint: str
     step: int
     quality: Quality
@@ -71,12 +73,12 @@ def evaluate_run(
     dataset = same_verdict(
         lambda: open_generation(paths.dataset, trained_on, checkpoint, paths.verify)
     )
-    training_plan = same_verdict(lambda: read_training_plan(trained, trained_dir))
-    trained = training_plan.config
     machine = make_run_machine(trained, ranks)
-    sharded = build_sharded(trained, dataset.schema, training_plan.placement, machine, ranks.device)
-    facts = checkpoint_facts(trained, dataset, training_plan.artifact)
-    position = load_checkpoint(checkpoint, model=sharded.model, facts=facts)
+    settled = same_verdict(lambda: read_settled_plan(trained, trained_dir, machine))
+    spec = same_verdict(lambda: model_spec(trained, dataset.schema))
+    trainable = assemble(spec, settled.plan, settled.placement, machine, ranks.device)
+    facts = checkpoint_facts(trained, dataset, settled.artifact)
+    position = load_checkpoint(checkpoint, model=trainable.model, facts=facts)
     workers = num_workers(config.num_workers, ranks)
     batches = same_verdict(
         lambda: make_loader(
@@ -88,11 +90,11 @@ def evaluate_run(
             epochs=1,
             shuffle=False,
             num_workers=workers,
-            transform=sharded.transform,
+            transform=trainable.route,
             pin_memory=ranks.device.type == "cuda",
         )
     )
-    with sharded.make_pipeline(ranks.device) as pipeline:
+    with trainable.pipeline() as pipeline:
         quality = evaluate(pipeline, batches)
     auc = "none" if quality.auc is None else f"{quality.auc:.5f}"
     logger.info("%s on %s: AUC %s", checkpoint, config.split, auc)
@@ -105,7 +107,7 @@ def evaluate_run(
         return suspicious_columns(dataset, quality.auc, of_labels) if ranks.is_first else {}
 
     return EvaluatedRun(
-        trained,
+        settled.plan,
         checkpoint.name,
         position.step,
         quality,

@@ -34,6 +34,8 @@ from hotrec.artifact import (
     commit_artifact,
     scratch_directory,
 )
+from hotrec.assemble.job import label_weights_of
+from hotrec.assemble.planning import recorded_partition
 from hotrec.config.data import (
     DERIVED_FROM_TIMES,
     FEATURE_KINDS,
@@ -64,8 +66,6 @@ from hotrec.models.plain import (
     load_model,
 )
 from hotrec.models.shape import architecture_of
-from hotrec.planning.training_plan import read_training_plan
-from hotrec.planning.unsharded import label_weights_of
 from hotrec.runs.delta import (
     DELTA_DESCRIPTION,
     DELTA_KIND,
@@ -172,10 +172,10 @@ def open_trained(config: Config, trained_dir: Path, checkpoint: str) -> Trained:
         )
     trained_on = read_facts(path, None)["facts"]["dataset"]
     dataset = open_generation(config.paths.dataset, trained_on, path, config.paths.verify)
-    plan = read_training_plan(config, trained_dir)
-    facts = checkpoint_facts(plan.config, dataset, plan.artifact)
+    _, partition = recorded_partition(config, trained_dir)
+    facts = checkpoint_facts(config, dataset, partition)
     content = read_facts(path, facts, verify_files=True)
-    return Trained(plan.config, dataset, path, content["step"])
+    return Trained(config, dataset, path, content["step"])
 
 
 def table_names(files: TensorFiles, schema: Schema) -> dict[str, str]:

@@ -18,12 +18,12 @@ import torch
 from torchrec.distributed.types import ShardingPlan
 
 from hotrec.artifact import move_artifact
-from hotrec.build import ALL_HOT
+from hotrec.assemble.order import ALL_HOT
+from hotrec.assemble.torchrec_plan import plan_document, plan_text
 from hotrec.config.roots import Config
 from hotrec.config.text import as_document, as_yaml
 from hotrec.data.all_hot import KIND as ALL_HOT_KIND
-from hotrec.planning.partition import KIND as PARTITION_KIND
-from hotrec.planning.torchrec_plan import plan_document, plan_text
+from hotrec.planner.partition import KIND as PARTITION_KIND
 from hotrec.report.plan import plan_report_text
 from hotrec.runtime.run_dir import (
     CONFIG_FILE,
@@ -101,7 +101,7 @@ def write_plan(
     Args:
         plan: TorchRec's sharding plan.
         run_dir: Directory of the run.
-        prediction: Document of ``hotrec.planning.document``, if there is one.
+        prediction: Document of ``hotrec.planner.document``, if there is one.
 
     Returns:
         The content of ``plan.txt``.

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from hotrec.build import SPLIT
+from hotrec.assemble.order import SPLIT
 from hotrec.data.alone import alone_aucs
 from hotrec.data.chunks import Dataset
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from enum import Enum
@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 import yaml
-from torchrec.distributed.types import EmbeddingModuleShardingPlan
 
 from hotrec.artifact import Artifact, ArtifactError
-from hotrec.build import (
+from hotrec.assemble.job import label_weights_of, make_machine, model_spec
+from hotrec.assemble.order import (
     SPLIT,
-    Sharded,
     adapts,
-    build_sharded,
     check_assign,
     choose_assign,
     count_epoch_steps,
@@ -29,13 +27,19 @@ from hotrec.build import (
     make_alternation,
     make_train_loader,
 )
+from hotrec.assemble.planning import (
+    Proposal,
+    SettledPlan,
+    make_proposal,
+    read_settled_plan,
+)
+from hotrec.assemble.trainable import Trainable, assemble
 from hotrec.config.fields import MISSING
 from hotrec.config.groups import (
     AllHotOrder,
     HotColdConfig,
     OrderAssign,
     TimeOrder,
-    TorchrecPlacement,
     TraceProfiler,
 )
 from hotrec.config.roots import Config, TrainerConfig
@@ -49,18 +53,9 @@ from hotrec.data.kept import open_generation
 from hotrec.data.loader import Loader, make_loader, step_sequence
 from hotrec.data.order import StepSequence
 from hotrec.embedding.adapt import AdaptiveHotSet
-from hotrec.embedding.convert import check_replicas
-from hotrec.embedding.table_memory import (
-    CacheCounters,
-    SlotCounters,
-    fused_modules,
-    memory_by_tier,
-)
-from hotrec.planning.machine import Machine
-from hotrec.planning.names import candidate_name
-from hotrec.planning.training_plan import Proposal, TrainingPlan, propose, read_training_plan
-from hotrec.planning.trial import Trial, write_trial
-from hotrec.planning.unsharded import label_weights_of, make_machine
+from hotrec.planner.machine import Machine
+from hotrec.planner.plan import Plan, SplitTables
+from hotrec.planner.trial import Trial, write_trial
 from hotrec.runs.check import check_settings, check_with_data
 from hotrec.runs.record import (
     accept_record,
@@ -92,7 +87,6 @@ from hotrec.train.metrics_server import serve_metrics
 from hotrec.train.run_log import Listener, check_records, replace_text
 from hotrec.train.schedule import Cadence, Schedule, count_steps
 from hotrec.train.trace import TraceWindow
-from hotrec.types import ColdTier, Partition, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +119,7 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
     config = replace(config, trainer=replace(config.trainer, num_workers=workers))
     # Fail early.
     device, world_size = ranks.device.type, ranks.world_size
-    same_verdict(lambda: check_settings(config, device=device, world_size=world_size))
+    same_verdict(lambda: check_settings(config, device=device))
     same_verdict(lambda: check_with_data(config, dataset, world_size=world_size))
     warm = None
     if config.trainer.warm_start is not None and resume_from is None:
@@ -202,17 +196,16 @@ def _train(
         same_verdict(lambda: _is_planned_so(config, run_dir, ranks))
     )
     if keeps_plan:
-        training_plan = _read_plan(config, run_dir, ranks)
+        settled = _read_plan(config, run_dir, machine, ranks)
     else:
-        training_plan = _choose_plan(config, dataset, machine, staged, ranks)
-    if (partition := training_plan.partition) is not None:
+        settled = _choose_plan(config, dataset, machine, staged, ranks)
+    if (partition := settled.partition) is not None:
         num_hot, num_rows = partition.total_hot, partition.total_rows
         logger.info("%s: %d of %d rows hot", partition.policy, num_hot, num_rows)
-    config = training_plan.config
-    check_assign(config, training_plan.placement)
-    adaptive = adapts(config, training_plan.placement)
-    facts = checkpoint_facts(config, dataset, training_plan.artifact)
-    all_hot = find_all_hot(config, dataset, training_plan, run_dir, staged, is_resumed=keeps_plan)
+    check_assign(config, settled.placement)
+    adaptive = adapts(config, settled.placement)
+    facts = checkpoint_facts(config, dataset, settled.artifact)
+    all_hot = find_all_hot(config, dataset, settled, run_dir, staged, is_resumed=keeps_plan)
     steps = _count_steps(config, dataset, ranks, all_hot)
     saved = _skip_seen(config, dataset, warm)
     if saved is not None:
@@ -231,50 +224,48 @@ def _train(
             logger.info("%s: already finished with %d steps", run_dir, found["step"])
             return TrainResult(found["step"], is_finished=True, summary=finished)
     alternation = make_alternation(config, all_hot, ranks.world_size)
-    sharded = build_plan(training_plan, dataset, machine, ranks)
+    trainable = build_plan(config, settled, dataset, machine, ranks)
     if warm is not None:
-        warm.load(sharded.model, sharded.optimizer)
-    assign = choose_assign(config, dataset.schema, training_plan.placement, sharded.plan)
+        warm.load(trainable.model, trainable.optimizer)
+    assign = choose_assign(config, dataset.schema, settled.placement, trainable.sharding)
     if ranks.is_first:
-        write_plan(sharded.plan, staged, training_plan.prediction)
+        write_plan(trainable.sharding, staged, settled.prediction)
         write_environment(
             staged,
             world_size=ranks.world_size,
             num_hosts=ranks.num_hosts,
             device=ranks.device.type,
         )
-    loader = make_train_loader(config, ranks, sharded.transform, all_hot, alternation, assign)
+    loader = make_train_loader(config, ranks, trainable.route, all_hot, alternation, assign)
     if saved is not None and resume_from is None:
         loader.load_state_dict({**loader.state_dict(), **saved["loader"]})
     return train(
-        sharded.model,
-        sharded.optimizer,
+        trainable.model,
+        trainable.optimizer,
         loader,
         ranks,
         num_steps=steps,
         cadence=_cadence(trainer, adaptive),
-        check_replicas=lambda: check_replicas(sharded.model),
-        count_tables=lambda: memory_by_tier(sharded.model, sharded.optimizer),
-        count_caches=cache_counts(sharded, ranks.device),
+        check_replicas=trainable.check_replicas,
+        count_tables=trainable.memory,
+        count_caches=trainable.cache_counters(),
+        pipeline_kind=trainable.plan.pipeline.kind.value,
+        look_ahead=trainable.look_ahead,
+        grad_clip_norm=trainable.grad_clip_norm,
         lr_factor=Schedule(**vars(config.optimizer.schedule), num_steps=steps),
-        pipeline_kind=sharded.pipeline_kind,
-        look_ahead=sharded.look_ahead,
-        grad_clip_norm=sharded.grad_clip_norm,
-        eval_batches=_eval_batches(config, sharded, ranks),
+        eval_batches=_eval_batches(config, trainable, ranks),
         checkpoints=_checkpoints(config, run_dir, facts, resume_from),
         run_dir=run_dir,
-        inspect_batch=sharded.inspect_batch,
-        description=_description(
-            config, training_plan.partition, dataset, all_hot, sharded.pipeline_kind
-        ),
-        prediction=training_plan.predicted,
-        ahead=_days_ahead(config, dataset, sharded, ranks, run_dir, saved),
+        inspect_batch=trainable.facts,
+        description=_description(config, settled, dataset, all_hot),
+        prediction=settled.predicted,
+        ahead=_days_ahead(config, dataset, trainable, ranks, run_dir, saved),
         trace=_trace_window(config, run_dir),
         alternation=alternation,
         best=_make_best(trainer),
         callbacks=trainer.callbacks,
         on_accepted=lambda: accept_record(staged, run_dir) if ranks.is_first else None,
-        hot_set=_hot_set(adaptive, sharded),
+        hot_set=_hot_set(adaptive, trainable),
         listeners=listeners,
         save_in_background=trainer.save_in_background,
     )
@@ -381,29 +372,6 @@ def make_run_machine(config: Config, ranks: Ranks) -> Machine:
     return broadcast_object(machine)
 
 
-def cache_counts(
-    sharded: Sharded, device: torch.device
-) -> Callable[[], Mapping[str, float]] | None:
-    """Counters of the device caches for ``train``; None, on all ranks alike, if no rank has one.
-
-    The decision follows the plan, which all ranks share, even if a rank's own shards have no cache.
-    FBGEMM has no caches on CPU, whatever the plan; slots that look-ahead fills are on any device.
-    """
-    if sharded.has_slots:
-        slots = SlotCounters(sharded.model)
-        return lambda: asdict(slots.end_line())
-    kernels = {
-        sharding.compute_kernel
-        for module in sharded.plan.plan.values()
-        if isinstance(module, EmbeddingModuleShardingPlan)
-        for sharding in module.values()
-    }
-    if device.type == "cpu" or ColdTier.fused_uvm_caching.value not in kernels:
-        return None
-    counters = CacheCounters(fused_modules(sharded.model))
-    return lambda: asdict(counters.end_line())
-
-
 def checkpoint_facts(
     config: Config, dataset: Dataset, partition: Artifact | None
 ) -> dict[str, Any]:
@@ -423,50 +391,54 @@ def checkpoint_facts(
     return facts
 
 
-def placement_name(config: Config) -> str:
-    """The placement for reports: its kind, and which of TorchRec's plans."""
-    placement = config.placement
-    if isinstance(placement, TorchrecPlacement):
-        return f"torchrec {placement.plan.name}"
-    return placement.kind.name
+def placement_name(config: Config, plan: Plan) -> str:
+    """The placement for reports: as configured, or which of TorchRec's plans was chosen."""
+    if plan.torchrec_plan is not None:
+        return f"torchrec {plan.torchrec_plan.name}"
+    return config.placement.kind.name
 
 
 def build_plan(
-    training_plan: TrainingPlan, dataset: Dataset, machine: Machine, ranks: Ranks
-) -> Sharded:
+    config: Config, settled: SettledPlan, dataset: Dataset, machine: Machine, ranks: Ranks
+) -> Trainable:
     """The sharded model of a plan, with the first weights of its run; collective."""
-    torch.manual_seed(training_plan.config.trainer.seed)
-    return build_sharded(
-        training_plan.config,
-        dataset.schema,
-        training_plan.placement,
-        training_plan.machine(machine),
+    spec = same_verdict(lambda: model_spec(config, dataset.schema))
+    torch.manual_seed(spec.seed)
+    return assemble(
+        spec,
+        settled.plan,
+        settled.placement,
+        settled.machine(machine),
         ranks.device,
-        training_plan.cache_stats,
+        settled.cache_stats,
     )
 
 
-def _read_plan(config: Config, run_dir: Path, ranks: Ranks) -> TrainingPlan:
+def _read_plan(config: Config, run_dir: Path, machine: Machine, ranks: Ranks) -> SettledPlan:
     """The plan of a run that resumes its own checkpoint, even if costs were measured since."""
-    read = same_verdict(lambda: read_training_plan(config, run_dir) if ranks.is_first else None)
-    training_plan = broadcast_object(read)
-    assert training_plan is not None
-    return training_plan
+    read = same_verdict(
+        lambda: read_settled_plan(config, run_dir, machine) if ranks.is_first else None
+    )
+    settled = broadcast_object(read)
+    assert settled is not None
+    return settled
 
 
 def _choose_plan(
     config: Config, dataset: Dataset, machine: Machine, staged: Path, ranks: Ranks
-) -> TrainingPlan:
+) -> SettledPlan:
     """Predict the candidates on rank 0, try those in doubt on all ranks, settle; collective."""
-    proposal = same_verdict(lambda: propose(config, dataset, machine) if ranks.is_first else None)
+    proposal = same_verdict(
+        lambda: make_proposal(config, dataset, machine) if ranks.is_first else None
+    )
     trial = _try_candidates(config, dataset, machine, proposal, ranks)
 
-    def settle() -> TrainingPlan | None:
+    def settle() -> SettledPlan | None:
         return None if proposal is None else proposal.settle(staged / PARTITION, trial)
 
-    training_plan = broadcast_object(same_verdict(settle))
-    assert training_plan is not None
-    return training_plan
+    settled = broadcast_object(same_verdict(settle))
+    assert settled is not None
+    return settled
 
 
 def _try_candidates(
@@ -487,7 +459,7 @@ def _try_candidates(
     if order.assign is not OrderAssign.as_read:
         return None
 
-    def describe() -> tuple[dict[str, TrainingPlan], Trial | None, float, float]:
+    def describe() -> tuple[dict[str, SettledPlan], Trial | None, float, float]:
         if proposal is None or len(proposal.candidates) < 2:
             return {}, None, 0.0, 0.0
         run_s, longest_s = proposal.predicted_s(_count_steps(config, dataset, ranks))
@@ -497,7 +469,10 @@ def _try_candidates(
     plans, recorded, run_s, longest_s = broadcast_object(same_verdict(describe))
     if len(plans) < 2 or recorded is not None:
         return recorded
-    candidates = {n: make_candidate(plan, dataset, machine, ranks) for n, plan in plans.items()}
+    candidates = {
+        digest: make_candidate(config, plan, dataset, machine, ranks)
+        for digest, plan in plans.items()
+    }
     limit_s, least_s = trial_seconds(config.plan.trial_s, run_s, candidates.values())
     if config.plan.trial_s is None and longest_s < max(limit_s, least_s):
         logger.info(
@@ -509,30 +484,28 @@ def _try_candidates(
     takes = f"about {limit_s:.0f} s"
     if least_s > OVERRUN * limit_s:
         takes = f"about {least_s:.0f} s instead of {limit_s:.0f}, for three rounds of two of them"
-    hot_rows = {n: p.partition.total_hot if p.partition else 0 for n, p in plans.items()}
-    names = "; ".join(candidate_name(name, number) for name, number in hot_rows.items())
-    logger.info("trial of plans that predictions cannot tell apart, %s: %s", takes, names)
+    titles = "; ".join(candidate.title for candidate in candidates.values())
+    logger.info("trial of plans that predictions cannot tell apart, %s: %s", takes, titles)
     found = run_trial(candidates, ranks, limit_s=limit_s)
     same_verdict(lambda: None if proposal is None else write_trial(found, proposal.trial_file))
     return found
 
 
 def make_candidate(
-    plan: TrainingPlan, dataset: Dataset, machine: Machine, ranks: Ranks
+    config: Config, settled: SettledPlan, dataset: Dataset, machine: Machine, ranks: Ranks
 ) -> Candidate:
     """How to train a plan in turns with others, from the first weights and batches of its run."""
-    config = plan.config
 
-    def build() -> tuple[Sharded, Iterable[Batch]]:
-        sharded = build_plan(plan, dataset, machine, ranks)
-        assign = choose_assign(config, dataset.schema, plan.placement, sharded.plan)
-        return sharded, make_train_loader(config, ranks, sharded.transform, None, None, assign)
+    def build() -> tuple[Trainable, Iterable[Batch]]:
+        trainable = build_plan(config, settled, dataset, machine, ranks)
+        assign = choose_assign(config, dataset.schema, settled.placement, trainable.sharding)
+        return trainable, make_train_loader(config, ranks, trainable.route, None, None, assign)
 
-    held = 2 * num_workers(config.trainer.num_workers, ranks) + config.pipeline.depth
-    tables = {} if plan.placement is None else plan.placement.tables
-    if any(table.tier is Tier.CACHED for table in tables.values()):
-        held += config.pipeline.window  # a window of batches is held for slots alone
-    return Candidate(build, plan.most_bytes, held, plan.step_s)
+    plan = settled.plan
+    held = 2 * num_workers(config.trainer.num_workers, ranks) + plan.pipeline.depth
+    if isinstance(plan.tables, SplitTables) and plan.tables.has_slots:
+        held += plan.pipeline.window  # a window of batches is held for slots alone
+    return Candidate(build, settled.max_bytes, held, settled.step_s, plan.title)
 
 
 def _count_steps(
@@ -568,7 +541,7 @@ def _remaining_steps(
 def _days_ahead(
     config: Config,
     dataset: Dataset,
-    sharded: Sharded,
+    trainable: Trainable,
     ranks: Ranks,
     run_dir: Path,
     saved: Mapping[str, Any] | None,
@@ -590,7 +563,7 @@ def _days_ahead(
     }
     first_sample = sum(day.num_samples for day in days[: min(due.values(), default=len(days))])
     loader = same_verdict(
-        lambda: _make_eval_loader(config, SPLIT, sharded, ranks, by_day_from=first_sample)
+        lambda: _make_eval_loader(config, SPLIT, trainable, ranks, by_day_from=first_sample)
     )
     num_batches = loader.dataset.steps.count_part_steps
     return DaysAhead(
@@ -600,11 +573,12 @@ def _days_ahead(
     )
 
 
-def _eval_batches(config: Config, sharded: Sharded, ranks: Ranks) -> dict[str, Iterable[Batch]]:
+def _eval_batches(config: Config, trainable: Trainable, ranks: Ranks) -> dict[str, Iterable[Batch]]:
     trainer = config.trainer
     return same_verdict(
         lambda: {
-            split: _make_eval_loader(config, split, sharded, ranks) for split in trainer.eval_splits
+            split: _make_eval_loader(config, split, trainable, ranks)
+            for split in trainer.eval_splits
         }
     )
 
@@ -612,7 +586,7 @@ def _eval_batches(config: Config, sharded: Sharded, ranks: Ranks) -> dict[str, I
 def _make_eval_loader(
     config: Config,
     split: str,
-    sharded: Sharded,
+    trainable: Trainable,
     ranks: Ranks,
     *,
     by_day_from: int | None = None,
@@ -629,7 +603,7 @@ def _make_eval_loader(
         shuffle=False,
         num_workers=num_workers(trainer.num_workers, ranks),
         keep_workers=by_day_from is None,
-        transform=sharded.transform,
+        transform=trainable.route,
         by_day=by_day_from is not None,
         pin_memory=ranks.device.type == "cuda",
     )
@@ -638,12 +612,12 @@ def _make_eval_loader(
     return loader
 
 
-def _hot_set(adaptive: HotColdConfig | None, sharded: Sharded) -> AdaptiveHotSet | None:
+def _hot_set(adaptive: HotColdConfig | None, trainable: Trainable) -> AdaptiveHotSet | None:
     if adaptive is None:
         return None
     return AdaptiveHotSet(
-        sharded.model,
-        sharded.optimizer,
+        trainable.model,
+        trainable.optimizer,
         decay=adaptive.adapt_decay,
         most_rows=adaptive.adapt_max_rows,
     )
@@ -688,12 +662,9 @@ def _resume_from(config: Config, run_dir: Path) -> Path | None:
 
 
 def _description(
-    config: Config,
-    partition: Partition | None,
-    dataset: Dataset,
-    all_hot: AllHotSamples | None,
-    pipeline_kind: str,
+    config: Config, settled: SettledPlan, dataset: Dataset, all_hot: AllHotSamples | None
 ) -> dict[str, Any]:
+    partition, plan = settled.partition, settled.plan
     hot_rows = 0 if partition is None else partition.total_hot
     total_rows = sum(table.num_rows for table in dataset.schema.tables)
     return {
@@ -702,12 +673,12 @@ def _description(
         "dataset_name": config.dataset_name,
         "generation": len(generations_of(dataset)),
         "label_weights": label_weights_of(config.trainer, dataset.schema) or {},
-        "placement": placement_name(config),
+        "placement": placement_name(config, plan),
         "policy": None if partition is None else partition.policy,
         "model": config.model.kind.name,
         "optimizer": config.optimizer.kind.name,
-        "pipeline": pipeline_kind,
-        "wire": config.pipeline.wire.name,
+        "pipeline": plan.pipeline.kind.name,
+        "wire": plan.pipeline.wire.name,
         "order": config.order.kind.name,
         "assign": config.order.assign.name,
         "all_hot_samples_frac": None if all_hot is None else all_hot.frac,

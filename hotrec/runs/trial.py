@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hotrec.build import Sharded
+from hotrec.assemble.trainable import Trainable
 from hotrec.data.batch import Batch
-from hotrec.planning.trial import Trial
+from hotrec.planner.trial import Trial
 from hotrec.runtime import watchdog
 from hotrec.runtime.memory import read_memory
 from hotrec.runtime.progress import Progress
@@ -45,7 +45,7 @@ BUILD_S, BUILD_BYTES_PER_S = 1.0, 2e8
 # Candidates are held at once if they take at most this share of the free memory.
 MEMORY_SHARE = 0.7
 
-Build = Callable[[], tuple[Sharded, Iterable[Batch]]]
+Build = Callable[[], tuple[Trainable, Iterable[Batch]]]
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,14 @@ class Candidate:
         num_bytes: Predicted memory of its tables on the fullest rank: of the device, of the host.
         num_ahead: Batches that the loader and the pipeline hold ahead.
         step_s: Predicted seconds of a step.
+        title: Its name for people.
     """
 
     build: Build
     num_bytes: tuple[float, ...]
     num_ahead: int
     step_s: float
+    title: str = ""
 
     @property
     def num_warm(self) -> int:
@@ -176,7 +178,7 @@ class _Rounds:
         with Progress("turns", self._limit_s, unit="s", is_shown=self._ranks.is_first) as bar:
             held = {}
             for name, candidate in candidates.items():
-                bar.set_postfix_str(name)
+                bar.set_postfix_str(candidate.title)
                 held[name] = _Contender(candidate, self._ranks)
             for number in itertools.count():
                 so_far = self._round(held, number, bar)
@@ -207,7 +209,7 @@ class _Rounds:
         names = list(held)
         shift = number % len(names)
         for name in (*names[shift:], *names[:shift]):
-            bar.set_postfix_str(name)
+            bar.set_postfix_str(held[name].title)
             self._block_s.setdefault(name, []).append(held[name].block())
         so_far = Trial(self._block_s, self._seconds())
         bar.update(max(0.0, min(self._limit_s, so_far.seconds) - bar.n))
@@ -220,7 +222,7 @@ class _Rounds:
         """
         held: dict[str, _Contender] = {}
         for num_built, (name, candidate) in enumerate(candidates.items()):
-            bar.set_postfix_str(name)
+            bar.set_postfix_str(candidate.title)
             if num_built >= 2:
                 # It is taken to need as long as those before on average.
                 spent_s, rounds_s = self._seconds(), LEAST_ROUNDS * _round_s(held.values())
@@ -276,8 +278,9 @@ class _Contender:
     def __init__(self, candidate: Candidate, ranks: Ranks) -> None:
         watchdog.enter(watchdog.MAIN, watchdog.FIRST_STEP, None)
         self._ranks = ranks
-        sharded, loader = candidate.build()
-        self._pipeline: Pipeline = sharded.make_pipeline(ranks.device)
+        self.title = candidate.title
+        trainable, loader = candidate.build()
+        self._pipeline: Pipeline = trainable.pipeline()
         self._batches = _repeat(loader)
         self._skip(candidate.num_warm)
         self.step_s = max(all_gather_object(self._time(candidate.num_warm)))

@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import CommOp, QuantizedCommCodec, QuantizedCommCodecs
 
 from hotrec.runtime.wire import DTYPES, fp16_shift, power_of_two
@@ -125,30 +123,18 @@ def wire_codecs(wire_type: WireType, dims: Iterable[int]) -> dict[str, Quantized
     return {op.name: QuantizedCommCodecs(rows, backward) for op, backward in of_op.items()}
 
 
-def compress_dense(model: nn.Module, wire_type: WireType) -> None:
+def compress_dense(modules: Iterable[DistributedDataParallel], wire_type: WireType) -> None:
     """Let DDP all-reduce gradients in 16 bits, which also adds them up in 16 bits.
 
-    Those of the dense layers, and those of the tables that a TorchRec plan replicates; none on one
-    rank. The hot rows of a ``HotColdEmbeddingBagCollection`` have an exchange of their own.
-
     Args:
-        model: a ``DistributedModelParallel``, before its first step.
+        modules: Before their first step.
         wire_type: fp32 leaves DDP as it is.
     """
     if wire_type is WireType.fp32:
         return
     codec = Codec(DTYPES[wire_type], _DENSE_GRADIENT_FACTOR if wire_type is WireType.fp16 else 1.0)
-    for ddp in ddp_modules(model):
+    for ddp in modules:
         ddp.register_comm_hook(_Reduction(ddp.process_group, codec), _reduce_mean)
-
-
-def ddp_modules(model: nn.Module) -> list[DistributedDataParallel]:
-    """DDP's wrappers of the dense layers and of the tables that a TorchRec plan replicates."""
-    replicated: list[Any] = [getattr(model, "_dmp_wrapped_module", None)]
-    for module in model.modules():
-        if isinstance(module, ShardedEmbeddingBagCollection):
-            replicated += module._lookups
-    return [module for module in replicated if isinstance(module, DistributedDataParallel)]
 
 
 @dataclass(frozen=True)

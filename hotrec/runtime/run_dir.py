@@ -12,6 +12,8 @@ from hotrec.artifact import read_record
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE, SUMMARY = "config.yaml", "summary.json"
+# A line per logged step, per evaluation, and per decision of which rows are hot.
+METRICS, EVAL, HOT_SET = "metrics.jsonl", "eval.jsonl", "hot_set.jsonl"
 PLAN_JSON, PLAN_TEXT, ENVIRONMENT = "plan.json", "plan.txt", "environment.json"
 CHECKPOINTS, PARTITION, PREDICTION = "checkpoints", "partition", "prediction.json"
 TRACES = "traces"

@@ -88,12 +88,12 @@ class SentBytes(TorchDispatchMode):
     ) -> Any:
         namespace = getattr(func, "namespace", "")
         if namespace == "c10d" and not _local.is_counted:
-            collective, num_bytes = _measure(func._schema.name.split("::")[1], args)
+            collective, num_bytes = _measure(func.name().split("::")[1], args)
             self.sent_bytes[collective] += num_bytes
-        elif namespace == "_c10d_functional" and "wait_tensor" not in func._schema.name:
+        elif namespace == "_c10d_functional" and "wait_tensor" not in func.name():
             raise RuntimeError(
                 f"traffic: expected collectives of torch.distributed, got the functional "
-                f"{func._schema.name}, which is not counted. Switch compilation off to measure."
+                f"{func.name()}, which is not counted. Switch compilation off to measure."
             )
         return func(*args, **(kwargs or {}))
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torchrec.distributed.types import ShardedModule
 
+from hotrec.embedding.torchrec import is_compiled, parameters_of, tensors_of
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread
 from hotrec.runtime.ranks import Group, all_gather_object, backend_of, world_size
 from hotrec.runtime.stages import mark
@@ -148,17 +149,14 @@ def deferrable_layers(modules: Iterable[nn.Module]) -> list[nn.Linear]:
     ``forward``, and with trained parameters that no other module shares.
     """
     distinct = list(dict.fromkeys(modules))
-    holders = Counter(id(p) for module in distinct for p in module._parameters.values())
+    holders = Counter(id(p) for module in distinct for p in parameters_of(module).values())
     return [
         module
         for module in distinct
         if type(module) is nn.Linear
         and "forward" not in vars(module)
-        and isinstance(module._parameters.get("weight"), nn.Parameter)
-        and all(
-            parameter is None or (parameter.requires_grad and holders[id(parameter)] == 1)
-            for parameter in module._parameters.values()
-        )
+        and "weight" in parameters_of(module)
+        and all(p.requires_grad and holders[id(p)] == 1 for p in parameters_of(module).values())
     ]
 
 
@@ -251,7 +249,7 @@ def _inside_compiled(model: nn.Module) -> set[nn.Module]:
     return {
         inner
         for _, module in _dense_modules(model)
-        if hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        if is_compiled(module)
         for inner in module.modules()
         if inner is not module
     }
@@ -272,20 +270,16 @@ def count_dense_values(model: nn.Module) -> int:
 
 
 def _dense_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters and buffers of the dense modules, frozen ones too, each once.
-
-    Collected module by module: ``DistributedModelParallel`` renames ``named_parameters``.
-    """
+    """All parameters and buffers of the dense modules, frozen ones too, each once."""
     names: dict[torch.Tensor, str] = {}
     for path, module in _dense_modules(model):
-        for name, tensor in {**module._parameters, **module._buffers}.items():
-            if tensor is not None:
-                names.setdefault(tensor, f"{path}.{name}" if path else name)
+        for name, tensor in tensors_of(module).items():
+            names.setdefault(tensor, f"{path}.{name}" if path else name)
     return {name: tensor for tensor, name in names.items()}
 
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module._parameters.values() if p is not None and p.requires_grad]
+    return [p for p in parameters_of(module).values() if p.requires_grad]
 
 
 def _parts(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:

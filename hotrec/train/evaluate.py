@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import chain
 from typing import Any
 
@@ -20,7 +20,7 @@ from hotrec.runtime import watchdog
 from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import all_gather_object, broadcast_object, rank, same_verdict, world_size
 from hotrec.train.pipelines import Pipeline
-from hotrec.train.watch import signals_held_back
+from hotrec.train.signals import signals_held_back
 
 Floats = npt.NDArray[np.floating[Any]]
 
@@ -52,6 +52,12 @@ class Quality:
         if not self.by_label:
             del document["by_label"]
         return document
+
+
+# The figures of a quality.
+QUALITIES = tuple(
+    item.name for item in fields(Quality) if item.name not in ("num_samples", "by_label")
+)
 
 
 def measure_all(

@@ -40,18 +40,17 @@ from hotrec.train.checkpoint import (
 )
 from hotrec.train.dense_sync import count_dense_values
 from hotrec.train.evaluate import evaluate
-from hotrec.train.measured import FIRST_COMPARED_STEP, StageTimes, Tables
+from hotrec.train.meters import Tables
+from hotrec.train.metrics import Counts, Metrics
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
-from hotrec.train.run_log import Listener, RunLog, SegmentBatches
+from hotrec.train.run_log import Listener, RunLog
 from hotrec.train.schedule import Cadence, segments, set_learning_rates
-from hotrec.train.step_log import Records
+from hotrec.train.segment import SegmentBatches
+from hotrec.train.signals import STOPPED_EXIT_CODE, signals_held_back, stop_on_signals
 from hotrec.train.trace import Tracer, TraceWindow
-from hotrec.train.watch import (
-    STOPPED_EXIT_CODE,
-    TrafficMeter,
-    signals_held_back,
-    stop_on_signals,
-)
+from hotrec.train.watch import Watch
+
+FIRST_COMPARED_STEP = 50
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +137,7 @@ def train(
         run_dir: Where rank 0 writes its records; None writes nothing.
         inspect_batch: Counts a batch's rows for the traffic bound and the hot-lookup fraction.
         description: Entries to add to summary.json (name, placement, model, batch_size, ...).
-        prediction: Figures to compare with the measurements, see ``measured.compare``.
+        prediction: Figures to compare with the measurements, see ``metrics.compare``.
         first_compared_step: The first step of that comparison, counted from this start.
         alternation: Receives the evaluations at the cadence; saved with the loader.
         ahead: What to evaluate at the end of each day, see ``DaysAhead``.
@@ -181,48 +180,58 @@ def train(
                 "train", num_steps, unit="steps", initial=start.step, is_shown=ranks.is_first
             )
             tracer = Tracer(trace, ranks, start_step=start.step, num_steps=num_steps)
-            records = Records(
-                start,
-                stack.enter_context(run_log),
-                stack.enter_context(bar),
-                TrafficMeter(ranks.world_size, count_dense_values(model), inspect_batch),
-                StageTimes(ranks.device, start.step + first_compared_step),
-                stack.enter_context(tracer),
-                pipeline,
+            for part in (run_log, bar, tracer):
+                stack.enter_context(part)
+            run_callbacks = Callbacks(callbacks, run_dir, description)
+            stack.callback(run_callbacks.close)
+            metrics = Metrics(
                 ranks,
-                cadence,
-                count_tables,
-                count_caches,
-                Callbacks(callbacks, run_dir, description),
+                Counts(count_dense_values(model), inspect_batch, count_tables, count_caches),
+                log_every_steps=cadence.log_every,
+                warmup_steps=cadence.warmup_steps,
+                first_compared_step=first_compared_step,
             )
-            stack.callback(records.callbacks.close)
-            saver = _Saver(records.callbacks, save_in_background)
+            metrics.start(
+                start,
+                log=run_log,
+                callbacks=run_callbacks,
+                bar=bar,
+                tracer=tracer,
+                pipeline=pipeline,
+            )
+            watch = Watch(
+                ranks,
+                stop_request,
+                every_steps=cadence.check_every,
+                save_every_s=cadence.save_every_s,
+            )
+            saver = _Saver(run_callbacks, save_in_background)
             stack.callback(saver.abandon)
             judges = [one for one in (alternation, best) if one is not None]
             if _owes_evaluation(start, num_steps, cadence, judges):
-                _evaluate_due(pipeline, splits, records, judges, best)
+                _evaluate_due(pipeline, splits, metrics, judges, best)
                 if best is not None and checkpoints is not None and best.is_kept_at(start.step):
                     same_verdict(lambda: keep_best(checkpoints, start.step))
             if ahead is not None:
-                _evaluate_ahead(pipeline, ahead, records)
+                _evaluate_ahead(pipeline, ahead, metrics)
             days = ahead.days if ahead else ()
-            while records.position.step < num_steps:
+            while metrics.position.step < num_steps:
                 if best is not None and best.must_stop:
                     break
                 # The first of those that are left: the one before may have ended early, to save.
-                segment = next(segments(records.position.step, num_steps, cadence, days))
+                segment = next(segments(metrics.position.step, num_steps, cadence, days))
                 batches = SegmentBatches(train_batches, segment)
                 pipeline.start()
-                records.meter.restart_clock()
+                metrics.restart_clock()
                 for step in batches.steps():
                     # The first step compiles and allocates, which may take long on one rank.
                     is_first = step == start.step + 1
                     stage = watchdog.FIRST_STEP if is_first else watchdog.STEP
                     watchdog.enter(watchdog.MAIN, stage, step)
                     lr = set_learning_rates(optimizer, lr_factor, step)
-                    with records.step(step, batches):
+                    with metrics.step(step, batches):
                         loss, _, _ = pipeline.progress(batches)  # forward, backward, update
-                    records.add_loss(step, loss)
+                    metrics.add(step, loss, lr)
                     if is_first:
                         # These are the model, the optimizer and the libraries: half a million
                         # objects that a collection would visit on one rank while others wait.
@@ -230,41 +239,39 @@ def train(
                         gc.freeze()
                     if check_replicas is not None and cadence.is_replica_check(step, num_steps):
                         check_replicas()
-                    if records.must_check(step, batches):
+                    if watch.is_due(step, batches, metrics):
                         watchdog.enter(watchdog.MAIN, watchdog.CHECK_UP, step)
-                        records.check_up(
-                            step, lr=lr, must_stop=stop_request.is_set, is_saving=saver.is_busy
-                        )
-                        if not records.is_saving:
+                        watch.check(step, metrics, is_saving=saver.is_busy)
+                        if not watch.is_saving:
                             saver.finish()
-                        if records.must_stop or (records.must_save and checkpoints is not None):
+                        if watch.must_stop or (watch.must_save and checkpoints is not None):
                             batches.cut()  # the pipeline still computes the batches it holds
                 pipeline.drain()
-                position = records.position
+                position = metrics.position
                 is_whole = position.step == segment.last_step
                 if hot_set is not None and segment.adapt and is_whole:
                     watchdog.enter(watchdog.MAIN, watchdog.ADAPTATION, position.step)
-                    records.add_decision(hot_set.adapt())
-                if segment.evaluate and is_whole and not records.must_stop:
-                    _evaluate_due(pipeline, splits, records, judges, best)
-                if ahead is not None and not records.must_stop:
-                    _evaluate_ahead(pipeline, ahead, records)
+                    metrics.add_decision(hot_set.adapt())
+                if segment.evaluate and is_whole and not watch.must_stop:
+                    _evaluate_due(pipeline, splits, metrics, judges, best)
+                if ahead is not None and not watch.must_stop:
+                    _evaluate_ahead(pipeline, ahead, metrics)
                 is_due = (segment.save and is_whole) or _wants_checkpoint(best, position)
-                if checkpoints is not None and (is_due or records.must_stop or records.must_save):
-                    if records.must_stop:
+                if checkpoints is not None and (is_due or watch.must_stop or watch.must_save):
+                    if watch.must_stop:
                         logger.info("stopping after step %d, to be saved", position.step)
                     saver.start(
                         checkpoints, position, model, optimizer, train_loader, hot_set, best
                     )
-                    records.restart_save_clock()
-                if records.must_stop:
+                    watch.restart_save_clock()
+                if watch.must_stop:
                     break
             saver.finish()
-            if not records.must_stop:
-                step = records.position.step
+            if not watch.must_stop:
+                step = metrics.position.step
                 for index, (split, split_batches) in enumerate(splits.items()):
                     quality = evaluate(pipeline, split_batches, step=step)
-                    records.add_quality(split, quality)
+                    metrics.add_quality(split, quality)
                     if best is None:
                         continue
                     if index == 0 and not best.knows(step):
@@ -273,9 +280,13 @@ def train(
                             same_verdict(lambda: keep_best(checkpoints, step))
                     best.add_split(step, split, quality)
             found = {"days": ahead.evaluated} if ahead is not None else {}
-            summary = records.write_summary({**(description or {}), **found}, prediction, best)
-            records.callbacks.call("on_end", summary)
-    step, is_finished = records.position.step, not records.must_stop
+            summary = metrics.summary(
+                {**(description or {}), **found},
+                prediction,
+                best=best,
+                is_finished=not watch.must_stop,
+            )
+    step, is_finished = metrics.position.step, not watch.must_stop
     return TrainResult(step, is_finished, summary, stop_request.number)
 
 
@@ -385,19 +396,19 @@ def _wants_checkpoint(best: BestQuality | None, position: Position) -> bool:
     return best is not None and (best.must_stop or best.is_kept_at(position.step))
 
 
-def _evaluate_ahead(pipeline: Pipeline, ahead: DaysAhead, records: Records) -> None:
+def _evaluate_ahead(pipeline: Pipeline, ahead: DaysAhead, metrics: Metrics) -> None:
     """Evaluate the day that is due after the last step, if one is."""
-    step = records.position.step
+    step = metrics.position.step
     if step in ahead.days:
         quality = evaluate(pipeline, ahead.take(step), step=step)
-        records.add_quality(NEXT_DAY, quality, day=ahead.days[step].name)
+        metrics.add_quality(NEXT_DAY, quality, day=ahead.days[step].name)
         ahead.add_quality(step, quality)
 
 
 def _evaluate_due(
     pipeline: Pipeline,
     splits: Mapping[str, Iterable[Batch]],
-    records: Records,
+    metrics: Metrics,
     judges: Sequence[Alternation | BestQuality],
     best: BestQuality | None,
 ) -> None:
@@ -405,12 +416,12 @@ def _evaluate_due(
 
     The model that is kept is reported on them, and the run goes on from it.
     """
-    step = records.position.step
+    step = metrics.position.step
     for index, (split, batches) in enumerate(splits.items()):
         if index > 0 and (best is None or not best.is_kept_at(step)):
             break
         quality = evaluate(pipeline, batches, step=step)
-        records.add_quality(split, quality)
+        metrics.add_quality(split, quality)
         for judge in judges if index == 0 else ():
             if not judge.knows(step):
                 judge.add_quality(step, quality)

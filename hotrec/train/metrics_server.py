@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from hotrec.runtime.figures import FIGURES
 from hotrec.train.run_log import Listener, numbers_of
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class NewestLines:
                 name = f"hotrec_{'eval' if split else prefix}_{key}"
                 gauge = gauges.get(name)
                 if gauge is None:
-                    gauge = GaugeMetricFamily(name, "of the newest line", labels=list(given))
+                    figure = FIGURES.get(key) or FIGURES[f"{prefix}.{key}"]
+                    gauge = GaugeMetricFamily(name, figure.label, labels=list(given))
                     gauges[name] = gauge
                 gauge.add_metric(list(given.values()), number)
         yield from gauges.values()

@@ -25,6 +25,13 @@ from hotrec.data.batch import Batch
 from hotrec.embedding.optimizers import ModelOptimizer, hot_replicas
 from hotrec.embedding.prefetch.row_ahead import Part, RowsAhead
 from hotrec.embedding.tables import outermost_sharded
+from hotrec.embedding.torchrec import (
+    is_exhausted,
+    lookups,
+    pipelined_modules,
+    rewritten_forwards,
+    wrap_rewriting,
+)
 from hotrec.routing.batches import features_of_each
 from hotrec.routing.features import RoutedFeatures
 from hotrec.runtime.stages import backward_point, mark, mark_backward, named_range
@@ -145,8 +152,7 @@ def mark_lookups(model: nn.Module) -> None:
     """
     for module in model.modules():
         if type(module) is ShardedEmbeddingBagCollection:
-            lookups: Any = module._lookups
-            for lookup in lookups:
+            for lookup in lookups(module):
                 _mark_lookup(lookup)
 
 
@@ -206,8 +212,7 @@ class TorchRecPipeline(Pipeline):
         self._is_inside = False
         self._hooks: list[Any] = []
         if kind != "base":
-            self._rewrite = self._pipeline._pipeline_model
-            self._pipeline._pipeline_model = self._rewrite_once
+            wrap_rewriting(self._pipeline, self._rewrite_once)
         mark_lookups(model)
 
     def start(self) -> None:
@@ -220,7 +225,7 @@ class TorchRecPipeline(Pipeline):
     def progress(self, batches: Iterator[Any]) -> Any:
         if batches is not self._source:
             self._source = batches
-            if isinstance(self._pipeline, TrainPipelineBase) and self._pipeline._data_iter_stopped:
+            if is_exhausted(self._pipeline):
                 self._pipeline.reset()
         with self._rewritten():
             try:
@@ -241,7 +246,7 @@ class TorchRecPipeline(Pipeline):
             for module, _, own in self._forwards:
                 module.forward = own
 
-    def _rewrite_once(self, *args: Any, **kwargs: Any) -> None:
+    def _rewrite_once(self, rewrite: Callable[[], None]) -> None:
         """Let TorchRec find the features of each module, at the first batch.
 
         Raises:
@@ -251,9 +256,9 @@ class TorchRecPipeline(Pipeline):
         inside = {inner for module in sharded.values() for inner in module.modules()}
         try:
             with attributes_kept(m for m in self.model.modules() if m not in inside):
-                self._rewrite(*args, **kwargs)
+                rewrite()
         except Exception as error:
-            if pipeline._pipelined_modules:  # it was traced
+            if pipelined_modules(pipeline):  # it was traced
                 raise
             raise RuntimeError(
                 f"pipeline {self.kind}: expected a forward that torch.fx can trace, got "
@@ -261,21 +266,9 @@ class TorchRecPipeline(Pipeline):
                 "the forward of modules that hold embeddings."
             ) from error
         finally:
-            modules = pipeline._pipelined_modules
-            dists = [
-                of_sharding._dist
-                for module in modules
-                for inner in module.modules()
-                for of_sharding in getattr(inner, "_input_dists", ())
-                if hasattr(of_sharding, "_dist")
-            ]
-            own = [*pipeline._original_forwards, *pipeline._original_kjt_dist_forwards]
-            self._forwards = [
-                (module, module.forward, forward)
-                for module, forward in zip([*modules, *dists], own, strict=False)
-            ]
-        pipelined = {id(module) for module in pipeline._pipelined_modules}
-        missing = [name for name, module in sharded.items() if id(module) not in pipelined]
+            self._forwards = rewritten_forwards(pipeline)
+        pipelined = pipelined_modules(pipeline)
+        missing = [name for name, module in sharded.items() if module not in pipelined]
         if missing and not self._may_read_late:
             raise RuntimeError(
                 f"pipeline {self.kind}: expected {len(sharded)} of {len(sharded)} sharded modules "
@@ -283,7 +276,7 @@ class TorchRecPipeline(Pipeline):
                 'batch\'s attributes to them unmodified, or use pipeline="base".'
             )
         if self.kind == "sparse_dist":
-            for module in pipeline._pipelined_modules:
+            for module in pipelined:
                 hook = module.register_forward_pre_hook(self._check_call, with_kwargs=True)
                 self._hooks.append(hook)
 

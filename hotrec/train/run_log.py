@@ -1,27 +1,21 @@
-"""The files of a run directory, and the timing of steps and data."""
+"""The records of a run directory."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import time
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hotrec.artifact import ArtifactError, read_record
-from hotrec.data.batch import Batch
-from hotrec.runtime.stages import mark
-from hotrec.train.schedule import Segment
+from hotrec.runtime.figures import check_declared
+from hotrec.runtime.run_dir import EVAL, HOT_SET, METRICS, SUMMARY
 
 logger = logging.getLogger(__name__)
 
-HOT_SET = "hot_set.jsonl"
-RECORDS = ("metrics.jsonl", "eval.jsonl", HOT_SET)
+RECORDS = (METRICS, EVAL, HOT_SET)
 _MOST_BYTES = 4 << 30
 # Takes each line of the records with its prefix: "train", "hot_set" or the split.
 Listener = Callable[[str, Mapping[str, Any]], None]
@@ -61,13 +55,24 @@ class RunLog:
             self._board.close()
 
     def write_summary(self, document: Mapping[str, Any]) -> None:
-        """Replace summary.json atomically."""
+        """Replace summary.json atomically.
+
+        Raises:
+            ValueError: On every rank, if a figure in it is not declared.
+        """
+        check_declared(document)
         if self._run_dir is not None:
             text = json.dumps(document, indent=2, allow_nan=False) + "\n"
-            replace_text(self._run_dir / "summary.json", text)
+            replace_text(self._run_dir / SUMMARY, text)
 
     def append(self, name: str, prefix: str, line: Mapping[str, Any]) -> None:
-        """Append a line to a file; its numbers go to TensorBoard under ``prefix``/."""
+        """Append a line to a file; its numbers go to TensorBoard under ``prefix``/.
+
+        Raises:
+            ValueError: On every rank, if a figure in it is not declared.
+        """
+        figures = {key: value for key, value in line.items() if key != "step"}
+        check_declared({prefix: figures} if name == HOT_SET else figures)
         if self._run_dir is None:
             return
         with (self._run_dir / name).open("a") as file:
@@ -147,96 +152,3 @@ def _drop_later_lines(path: Path, last_step: int) -> None:
         return
     kept = [json.dumps(line) for line in read_lines(path) if line["step"] <= last_step]
     replace_text(path, "".join(f"{line}\n" for line in kept))
-
-
-class SegmentBatches(Iterator[Batch]):
-    """The batches of one segment, and the time spent waiting for them.
-
-    It ends with the segment, or earlier after ``cut``: the pipeline then computes the batches that
-    it holds, so that the loader's position is that of the weights.
-    """
-
-    def __init__(self, source: Iterator[Batch], segment: Segment) -> None:
-        self.first_step = segment.first_step
-        self.num_steps = segment.num_steps
-        self.wait_s = 0.0
-        self.last_taken: Batch | None = None
-        self._source = source
-        self._num_samples: list[int] = []
-
-    def __next__(self) -> Batch:
-        if len(self._num_samples) >= self.num_steps:
-            raise StopIteration
-        mark("ids_exchange")
-        start = time.perf_counter()
-        batch = next(self._source)
-        self.wait_s += time.perf_counter() - start
-        mark("other")
-        self.last_taken = batch
-        self._num_samples.append(batch.num_global_samples)
-        return batch
-
-    def steps(self) -> Iterator[int]:
-        """Iterate over the segment's steps until the pipeline is drained."""
-        index = 0
-        while index < self.num_steps:  # ``cut`` may lower it meanwhile
-            yield self.first_step + index
-            index += 1
-
-    def cut(self) -> None:
-        """Return no more batches."""
-        self.num_steps = len(self._num_samples)
-
-    def num_samples(self, step: int) -> int:
-        """The number of samples of all ranks in the batch of ``step``."""
-        return self._num_samples[step - self.first_step]
-
-
-class Meter:
-    """Measures the steps of this process."""
-
-    def __init__(self, *, warmup_steps: int) -> None:
-        self._warmup_left = warmup_steps
-        self._step_s = array("d")
-        self._samples = array("q")
-        self._interval_start = 0
-        self._wait_s = 0.0
-        self._last = time.perf_counter()
-
-    def restart_clock(self) -> None:
-        """Exclude the time since the last step, such as an evaluation or a checkpoint."""
-        self._last = time.perf_counter()
-
-    def end_step(self, *, num_samples: int, wait_s: float, is_slowed: bool = False) -> float:
-        """Measure the time since the last step, in seconds, and return it.
-
-        ``wait_s`` of it was spent waiting for the loader. A step ``is_slowed`` is in no rate.
-        """
-        now = time.perf_counter()
-        step_s, self._last = now - self._last, now
-        if self._warmup_left > 0:
-            self._warmup_left -= 1
-        elif not is_slowed:
-            self._step_s.append(step_s)
-            self._samples.append(num_samples)
-            self._wait_s += wait_s
-        return step_s
-
-    def end_interval(self) -> dict[str, float | None]:
-        """Throughput and step times since the last call; None where no step was measured."""
-        start, self._interval_start = self._interval_start, len(self._step_s)
-        return _rates(self._step_s[start:], self._samples[start:])
-
-    def total(self) -> dict[str, float | None]:
-        """Those of all measured steps, and the fraction of it that this rank waited for data."""
-        total_s = sum(self._step_s)
-        rates = _rates(self._step_s, self._samples)
-        return {**rates, "data_wait_frac": self._wait_s / total_s if total_s else None}
-
-
-def _rates(step_s: array[float], samples: array[int]) -> dict[str, float | None]:
-    if not step_s:
-        return dict.fromkeys(("samples_per_s", "step_p50_s", "step_p90_s"))
-    p50, p90 = np.percentile(np.asarray(step_s), [50, 90])
-    rate = sum(samples) / sum(step_s)
-    return {"samples_per_s": rate, "step_p50_s": float(p50), "step_p90_s": float(p90)}

@@ -46,7 +46,7 @@ def test_every_key_has_a_meaning(page: str) -> None:
 @pytest.mark.parametrize(
     ("root", "overrides"),
     [
-        *(("config", [f"placement={choice}"]) for choice in ("cost", "fae", "hugectr", "torchrec")),
+        *(("config", [f"placement={choice}"]) for choice in ("cost", "fae", "torchrec")),
         ("config", ["data=synthetic", "model=dcnv2", "optimizer=adam", "order=all_hot"]),
         ("config", ["data=kuairand", "profiler=trace"]),
         ("bench", ["bench=smoke"]),

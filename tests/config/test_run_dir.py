@@ -15,8 +15,9 @@ import yaml
 
 from hotrec.cli.app import run_command
 from hotrec.cli.launch import decide_run_dir
+from tests.helpers import forked
+from tests.helpers.forked import environment
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SMALL = [
     "data=synthetic",
     "data.synthetic.num_rows=[50]",
@@ -49,14 +50,8 @@ def no_run_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def torchrun(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
-        [*launcher, "--nproc-per-node", "2", *words],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words = (*launcher, "--nproc-per-node", "2", *words)
+    return forked.run(words, cwd=cwd, env=environment(), timeout=120)
 
 
 def test_name_of_the_command_or_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +92,7 @@ def test_jobs_that_start_at_once_have_directories_of_their_own(tmp_path: Path) -
         subprocess.Popen(
             [sys.executable, "-c", program],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            env=environment(),
             stdout=subprocess.PIPE,
             text=True,
         )

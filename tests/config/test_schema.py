@@ -20,7 +20,8 @@ from hotrec.config.roots import ROOTS
 
 PACKAGE = Path(hotrec.__file__).parent
 # The parts that are handed a configuration.
-READERS = ("build.py", "planning/*.py", "runs/*.py", "bench/*.py", "calibrate/**/*.py", "cli/*.py")
+READERS = ("assemble/*.py", "runs/*.py", "bench/*.py")
+READERS += ("calibrate/**/*.py", "cli/*.py")
 # The specification of a dataset reads itself, too.
 READERS += ("data/*.py", "config/data.py", "train/schedule.py")
 # Constants of the update rules, which optimizer_specs takes by name from those that have them.

@@ -24,7 +24,7 @@ def pageable_copies() -> dict[str, dict[str, int]]:
     bench.cases = [*BenchCase.__members__, "look_ahead"]
     samples = ZipfTables(bench.table_rows, exponent=1.05, num_dense=4, seed=0)
     for bench.routing in BenchRouting:
-        for case in make_cases(bench, samples.count(1000), 1):
+        for case in make_cases(bench, samples.count(1000), 1, device.type):
             batches = samples.batches(NUM_STEPS + 4, batch_size=64, rank=0, world_size=1)
             runner = build_runner(config, case, samples.schema, batches, ranks, samples)
             with recording() as log:

@@ -13,6 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.assemble.constraints import placement_constraints
 from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import check_replicas
@@ -23,7 +24,6 @@ from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
-from hotrec.planning.constraints import placement_constraints
 from hotrec.routing.router import Router
 from hotrec.train.pipelines import LookAhead, make_pipeline
 from hotrec.types import (

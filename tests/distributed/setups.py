@@ -20,6 +20,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.assemble.constraints import (
+    hot_cold_constraints,
+    placement_constraints,
+    torchrec_constraints,
+)
+from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
@@ -27,16 +33,11 @@ from hotrec.embedding.fused import fused_params
 from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.torchrec import ddp_modules
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture
-from hotrec.planning.constraints import (
-    hot_cold_constraints,
-    placement_constraints,
-    torchrec_constraints,
-)
-from hotrec.planning.machine import Machine
-from hotrec.planning.torchrec_plan import make_plan
+from hotrec.planner.machine import Machine
 from hotrec.runtime.codecs import compress_dense, wire_codecs
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import (
@@ -274,7 +275,7 @@ def build(
         task, sharder, constraints, device=device, data_parallel=data_parallel, seed=seed
     )
     if data_parallel:
-        compress_dense(model, wire_type)
+        compress_dense(ddp_modules(model), wire_type)
     dense = dense or OptimizerSpec(OptimizerKind.sgd, learning_rate=dense_rate)
     return Setup(model, make_optimizer(model, spec, dense), route)
 

@@ -13,14 +13,9 @@ import torch
 import torch.distributed as dist
 
 from hotrec.artifact import scratch_directory
-from hotrec.build import (
-    Sharded,
-    build_sharded,
-    by_owner,
-    check_assign,
-    choose_assign,
-    make_train_loader,
-)
+from hotrec.assemble.job import model_spec, request_for
+from hotrec.assemble.order import by_owner, check_assign, choose_assign, make_train_loader
+from hotrec.assemble.trainable import Trainable, assemble
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
 from hotrec.data.chunks import Block, ChunkWriter, Jagged, commit_dataset
@@ -28,7 +23,9 @@ from hotrec.data.locality import NOBODY
 from hotrec.embedding.prefetch.owned_rows import OwnedRows
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import gather_tables
-from hotrec.planning.machine import Machine
+from hotrec.planner.machine import Machine
+from hotrec.planner.propose import unpredicted
+from hotrec.planner.request import GivenTables
 from hotrec.runtime.ranks import all_gather_object
 from hotrec.train.checkpoint import Checkpoints, find_latest
 from hotrec.train.loop import TrainResult, train
@@ -117,11 +114,13 @@ def config_of(folder: Path, pipeline: str, optimizer: str, assign: str) -> Confi
     return config
 
 
-def make_model(config: Config, placement: Placement) -> Sharded:
+def make_model(config: Config, placement: Placement) -> Trainable:
     world_size = dist.get_world_size()
     torch.manual_seed(1)
     machine = Machine(world_size, world_size, "cpu", 1 << 30, 1 << 34, BATCH_SIZE)
-    return build_sharded(config, SCHEMA, placement, machine, torch.device("cpu"))
+    plan = unpredicted(request_for(config, GivenTables(placement)), machine)
+    spec = model_spec(config, SCHEMA)
+    return assemble(spec, plan, placement, machine, torch.device("cpu"))
 
 
 def run(
@@ -130,24 +129,24 @@ def run(
     """Train two epochs, or fewer steps; the result and the tables."""
     ranks, world_size = this_rank(), dist.get_world_size()
     check_assign(config, placement)
-    sharded = make_model(config, placement)
-    assign = choose_assign(config, SCHEMA, placement, sharded.plan)
+    made = make_model(config, placement)
+    assign = choose_assign(config, SCHEMA, placement, made.sharding)
     result = train(
-        sharded.model,
-        sharded.optimizer,
-        make_train_loader(config, ranks, sharded.transform, None, None, assign),
+        made.model,
+        made.optimizer,
+        make_train_loader(config, ranks, made.route, None, None, assign),
         ranks,
         num_steps=num_steps or 2 * -(-NUM_SAMPLES // (BATCH_SIZE * world_size)),
         cadence=Cadence(log_every=1),
         lr_factor=Schedule(),
-        pipeline_kind=sharded.pipeline_kind,
-        look_ahead=sharded.look_ahead,
+        pipeline_kind=made.plan.pipeline.kind.value,
+        look_ahead=made.look_ahead,
         run_dir=run_dir,
-        inspect_batch=sharded.inspect_batch,
+        inspect_batch=made.facts,
         **kwargs,
     )
     dist.barrier()
-    return result, gather_tables(sharded.model)
+    return result, gather_tables(made.model)
 
 
 def losses_of(run_dir: Path) -> dict[int, float]:
@@ -195,16 +194,16 @@ def check_owners(folder: Path) -> None:
     """The owners that the plan names are the ranks that hold the rows."""
     for placement in PLACEMENTS.values():
         config = config_of(folder, "sparse_dist", "sgd", "by_owner")
-        sharded = make_model(config, placement)
+        made = make_model(config, placement)
         mine = [
             (shard.table, shard.first_row, shard.num_rows, dist.get_rank())
-            for module in sharded.model.modules()
+            for module in made.model.modules()
             if isinstance(module, ShardedHotColdEmbeddingBagCollection)
             for rows in module.sharded_rows()
             for shard in OwnedRows(rows).shards
         ]
         held = sum(all_gather_object(mine), [])
-        found = by_owner(SCHEMA, placement, sharded.plan).owners(np.arange(sum(NUM_ROWS.values())))
+        found = by_owner(SCHEMA, placement, made.sharding).owners(np.arange(sum(NUM_ROWS.values())))
         begin = 0
         for table, num_rows in NUM_ROWS.items():
             expected = np.full(num_rows, NOBODY)

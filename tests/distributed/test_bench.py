@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 
 from hotrec.runtime.traffic import COLLECTIVES
+from tests.helpers import forked
 
 REPOSITORY = Path(__file__).parents[2]
 EXACT = (
@@ -20,19 +19,11 @@ EXACT = (
     "table_wise", "planner", "hand_tuned",
 )  # fmt: skip
 CASES = (*EXACT, "look_ahead_bf16")
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+ENVIRONMENT = forked.environment(PYTHON=sys.executable)
 
 
 def run(words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words,
-        cwd=REPOSITORY,
-        env={**ENVIRONMENT, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    return forked.run(words, cwd=REPOSITORY, env={**ENVIRONMENT, **environment}, timeout=240)
 
 
 def hotrec_bench(*words: str, run_dir: Path) -> subprocess.CompletedProcess[str]:
@@ -146,22 +137,3 @@ def test_models_that_differ_fail_the_run_loudly(tmp_path: Path) -> None:
     assert done.stdout == ""
     assert "bench losses: expected all cases within 1e-30 of hot_cold" in done.stderr
     assert "Losses differ by more than 1e-30: table_wise" in (tmp_path / "bench.md").read_text()
-
-
-def test_two_hosts(tmp_path: Path) -> None:
-    done = run(["benchmarks/two_hosts.sh", "-c", "smoke", "-o", str(tmp_path), "-r", "500mbit"])
-    if done.returncode == 77:
-        pytest.skip(done.stderr.strip().splitlines()[-1])
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout.splitlines()[-1])["smoke"]
-    assert (figures["num_hosts"], figures["world_size"]) == (2, 2)
-    for name, case in figures["cases"].items():
-        # The kernel's count of the same steps: headers and acknowledgements come on top.
-        assert 1.0 <= case["wire_bytes"] / case["sent_bytes"] < 1.1, name
-    assert "shaped to 500mbit" in (tmp_path / "smoke.md").read_text()
-    hosts = re.findall(r"hotrec-\d+-[01]", done.stderr)
-    assert len(hosts) == 2
-    left = subprocess.run(
-        ["ip", "netns", "list"], capture_output=True, text=True, check=True
-    ).stdout
-    assert [host for host in hosts if host in left] == []

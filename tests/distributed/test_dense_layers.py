@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from hotrec.assemble.constraints import hot_cold_constraints
 from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.optimizers import make_optimizer
@@ -24,7 +25,6 @@ from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.dense import set_up_dense_layers
 from hotrec.models.task import ClickTask
-from hotrec.planning.constraints import hot_cold_constraints
 from hotrec.train.dense_sync import dense_parameters
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
 from hotrec.types import ModelKind, OptimizerKind, Partition, Precision

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.helpers import forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = [
@@ -27,14 +28,8 @@ def run(launcher: list[str], name: str, *given: str, **variables: str) -> list[s
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     }
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent), **variables}
-    done = subprocess.run(
-        [*launcher, str(EXAMPLES / name), *given],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-        check=False,
-    )
+    words = [*launcher, str(EXAMPLES / name), *given]
+    done = forked.run(words, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -68,9 +63,7 @@ def test_the_program_trains_alike_with_torchrec_alone() -> None:
 
 
 def test_resume_says_how_it_is_used() -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "resume.py")], capture_output=True, text=True, check=False
-    )
+    done = forked.run([sys.executable, str(EXAMPLES / "resume.py")], env=forked.environment())
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     # FBGEMM may warn of its version before.

@@ -42,6 +42,7 @@ from hotrec.types import (
     TorchrecPlan,
 )
 from tests.helpers.ranks import run_ranks
+from tests.unit.planner.situations import torchrec_plan
 
 GLOBAL_BATCH, NUM_DENSE, NUM_STEPS = 24, 3, 6
 ROWS = {"user": 90, "item": 40, "tag": 60, "shop": 7}
@@ -224,7 +225,7 @@ def choices() -> dict[str, tuple[Callable[[], Any], dict[str, Any]]]:
         for name, make in (("some", lambda: some_hot(9)), ("mixed", mixed_placement)):
             asked[f"{name} {kind.name}"] = (make, {"pipeline": kind})
     for plan, kind in itertools.product(TorchrecPlan, (SPARSE_DIST, BASE)):
-        choice = hotrec.Choice("torchrec", "asked", kind, torchrec_plan=plan)
+        choice = hotrec.Choice(torchrec_plan(plan, kind), "asked")
         asked[f"{plan.name} {kind.name}"] = (partial(lambda choice: choice, choice), {})
     asked["off"] = (lambda: "off", {})
     return asked
@@ -358,7 +359,7 @@ def initial_tables() -> None:
     hot = [
         some_hot(9),
         mixed_placement(),
-        hotrec.Choice("torchrec", "", BASE, None, PLANNER),
+        hotrec.Choice(torchrec_plan(PLANNER, BASE), ""),
         "off",
     ]
     found = []

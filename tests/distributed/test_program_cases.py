@@ -30,6 +30,7 @@ import hotrec
 from hotrec.types import Partition, PipelineKind, TorchrecPlan
 from tests.helpers.checks import run_checks
 from tests.helpers.ranks import run_ranks
+from tests.unit.planner.situations import torchrec_plan
 
 GLOBAL_BATCH, NUM_STEPS, DIM = 24, 5, 8
 ROWS = {"user": 90, "item": 40}
@@ -208,7 +209,7 @@ def choices() -> list[Choice]:
     off, off_base = [Choice(f"off {k.value}", k, "off", {"pipeline": k}) for k in kinds[1:]]
 
     def of_torchrec(plan: TorchrecPlan, kind: PipelineKind) -> Choice:
-        chosen = hotrec.Choice("torchrec", "asked", kind, torchrec_plan=plan)
+        chosen = hotrec.Choice(torchrec_plan(plan, kind), "asked")
         return Choice(f"{plan.name} {kind.value}", kind, chosen, {})
 
     plans = (TorchrecPlan.planner, TorchrecPlan.hand_tuned, TorchrecPlan.table_wise)

@@ -22,6 +22,7 @@ import hotrec
 from hotrec.types import Partition, PipelineKind, TorchrecPlan
 from tests.distributed.test_program import DENSE, EMBEDDING, mean_over_ranks
 from tests.helpers.ranks import run_ranks
+from tests.unit.planner.situations import torchrec_plan
 
 GLOBAL_BATCH, NUM_STEPS = 24, 4
 ROWS = {"user": 90, "item": 40}
@@ -348,7 +349,7 @@ def trained(make: Callable[[], Model], batch: Any, choice: str) -> tuple[list[fl
     if choice not in PipelineKind.__members__:
         plan = TorchrecPlan.__members__.get(choice)
         kind = PipelineKind.sparse_dist
-        hot = hotrec.Choice("torchrec", "asked", kind, torchrec_plan=plan) if plan else "off"
+        hot = hotrec.Choice(torchrec_plan(plan, kind), "asked") if plan else "off"
         given = {}
     Shared.is_sharded = True
     model, optimizer = hotrec.parallelize(

@@ -15,6 +15,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from hotrec.assemble.constraints import hot_cold_constraints, torchrec_constraints
 from hotrec.config.data import ColumnKind, ColumnSpec, Encoding, TableSpec
 from hotrec.config.groups import DinConfig
 from hotrec.data.chunks import Dataset
@@ -31,7 +32,6 @@ from hotrec.models.plain import Attention
 from hotrec.models.shape import architecture_of
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture, make_checked_layers
-from hotrec.planning.constraints import hot_cold_constraints, torchrec_constraints
 from hotrec.train.dense_sync import dense_parameters
 from hotrec.train.pipelines import LookAhead, make_pipeline
 from hotrec.types import OptimizerKind, Partition, TorchrecPlan

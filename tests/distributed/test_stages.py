@@ -27,6 +27,7 @@ from torchrec.distributed.embeddingbag import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from hotrec.assemble.constraints import hot_cold_constraints, torchrec_constraints
 from hotrec.data.batch import Batch
 from hotrec.embedding import cpu_rows, pooling, sharding
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
@@ -36,13 +37,12 @@ from hotrec.embedding.optimizers import HotOptimizer, make_optimizer
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
-from hotrec.planning.constraints import hot_cold_constraints, torchrec_constraints
 from hotrec.runtime import stages
 from hotrec.runtime.stages import EXPOSED_STAGES, StageClock, exposed_s, named_range
 from hotrec.train.loop import train
 from hotrec.train.pipelines import make_pipeline
-from hotrec.train.run_log import SegmentBatches
 from hotrec.train.schedule import Cadence, Schedule, Segment
+from hotrec.train.segment import SegmentBatches
 from hotrec.train.trace import Tracer, TraceWindow
 from hotrec.types import (
     STAGES,

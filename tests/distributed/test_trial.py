@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hotrec.planning.trial import Trial
+from hotrec.planner.trial import Trial
 from hotrec.runs.trial import (
     BUILD_S,
     LEAST_ROUNDS,
@@ -63,7 +63,7 @@ def sleeping(
     def candidate(seconds: float, first_s: float) -> Candidate:
         def build() -> tuple[Any, Any]:
             pipeline = SleepingPipeline(seconds, first_s)
-            return SimpleNamespace(make_pipeline=lambda device: pipeline), range(3)
+            return SimpleNamespace(pipeline=lambda: pipeline), range(3)
 
         return Candidate(build, (0.0, num_bytes), num_ahead=1, step_s=seconds)
 
@@ -170,9 +170,9 @@ class Watched:
 
 def try_cycle() -> list[int]:
     loader = Watched()
-    sharded: Any = SimpleNamespace(make_pipeline=lambda device: Cycle(0.001, 0.001))
+    trainable: Any = SimpleNamespace(pipeline=lambda: Cycle(0.001, 0.001))
     gc.disable()
-    candidate = Candidate(lambda: (sharded, loader), (0.0, 1.0), num_ahead=1, step_s=0.001)
+    candidate = Candidate(lambda: (trainable, loader), (0.0, 1.0), num_ahead=1, step_s=0.001)
     contender = _Contender(candidate, this_rank())
     meanwhile = loader.under_way
     contender.close()

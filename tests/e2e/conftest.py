@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -16,14 +15,11 @@ from unittest import mock
 import pytest
 
 from hotrec.cli.app import run_command
+from tests.helpers import forked
+from tests.helpers.forked import environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SMOKE = "experiment=synthetic_smoke"
-
-
-def environment(**variables: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name != "HOTREC_RUN_DIR"}
-    return {**kept, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **variables}
 
 
 @dataclass(frozen=True)
@@ -42,12 +38,11 @@ class Outcome:
 
 
 def hotrec(*words: str, cwd: Path, timeout_s: float = 150, **variables: str) -> Outcome:
-    done = subprocess.run(
+    """The program in a process of its own; see ``forked``."""
+    done = forked.run(
         [sys.executable, "-m", "hotrec", *words],
         cwd=cwd,
         env=environment(**variables),
-        capture_output=True,
-        text=True,
         timeout=timeout_s,
     )
     return Outcome(done.returncode, done.stdout, done.stderr)

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotrec.planning.partition import read_placement
-from hotrec.train.watch import STOPPED_EXIT_CODE
+from hotrec.planner.partition import read_placement
+from hotrec.train.signals import STOPPED_EXIT_CODE
 from tests.e2e.conftest import SMOKE, Workspace, environment, hotrec, hotrec_here
+from tests.helpers.forked import Process
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 NUM_TRAIN, NUM_VALID, NUM_TEST = 16384, 2048, 2048
@@ -211,7 +212,7 @@ def test_sigterm_saves_and_exits(workspace: Workspace) -> None:
     run_dir = workspace.folder / "runs" / "stopped"
     words = [SMOKE, "placement=saved", "launch.num_ranks=2", "trainer.num_workers=1"]
     words += ["trainer.max_steps=null", "trainer.num_epochs=200", "trainer.log_every_steps=1"]
-    running = subprocess.Popen(
+    running = Process(
         [sys.executable, "-m", "hotrec", "train", *words],
         cwd=workspace.folder,
         env=environment(HOTREC_RUN_DIR=str(run_dir)),

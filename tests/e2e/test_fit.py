@@ -20,6 +20,7 @@ import pytest
 import hotrec as library
 from benchmarks.own_data import write_log
 from tests.e2e.conftest import environment, hotrec_here
+from tests.helpers import forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SCRIPT = """
@@ -41,6 +42,11 @@ json.dump({"directory": str(run.directory), **run.figures}, sys.stdout)
 """
 
 
+@pytest.fixture(autouse=True)
+def _children_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", forked.Process)
+
+
 @pytest.fixture(scope="module")
 def events(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
     file = tmp_path_factory.mktemp("log") / "events.csv"
@@ -58,14 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, events: pa.Table) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> library.Run:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        check=True,
-        timeout=300,
-    )
+    done = forked.run([sys.executable, "-c", SCRIPT], cwd=folder, env=environment(), timeout=300)
+    assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     assert figures["made"] == ["prepare", "profile", "plan", "train", "evaluate", "report"]
     return library.Run(Path(figures["directory"]), folder / "work", figures)
@@ -145,12 +145,15 @@ def test_wrong_rows_and_settings_are_refused_in_a_line(run: library.Run, events:
 def test_ctrl_c_ends_the_run_and_its_ranks(folder: Path) -> None:
     """As in a notebook whose cell is interrupted."""
     code = SCRIPT.replace('"work"', '"other"')
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=folder, env=environment(), stderr=subprocess.PIPE,
-        text=True, process_group=0,
-        # A shell starts a background job with SIGINT ignored, and what it starts inherits that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    # A shell starts a background job with SIGINT ignored, and what it starts inherits that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        child = forked.Process(
+            [sys.executable, "-c", code], cwd=folder, env=environment(), stderr=subprocess.PIPE,
+            text=True, start_new_session=True,
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert child.stderr is not None
     for line in child.stderr:
         if "1/6 prepare" in line:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import yaml
 
 from benchmarks.own_data import write_log
 from tests.e2e.conftest import REPOSITORY, environment, hotrec, hotrec_here
+from tests.helpers import forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -29,7 +29,8 @@ def test_a_run_from_python_is_evaluated_exported_and_scored_with(tmp_path: Path)
     for words in (["init", "events.csv"], ["prepare", "data=events"], ["profile", "data=events"]):
         hotrec_here(*words, cwd=tmp_path)
     words = [sys.executable, "-c", program()]
-    subprocess.run(words, cwd=tmp_path, env=environment(), check=True, timeout=200)
+    done = forked.run(words, cwd=tmp_path, env=environment(), timeout=200)
+    assert done.returncode == 0, done.stderr
     run_dir = tmp_path / "runs" / "mine"
     summary = json.loads((run_dir / "summary.json").read_text())
     recorded = yaml.safe_load((run_dir / "config.yaml").read_text())

@@ -11,8 +11,8 @@ import pytest
 
 from hotrec.artifact import commit_artifact, scratch_directory
 from hotrec.cost_model.store import read_costs
-from hotrec.planning.names import candidate_name
-from hotrec.planning.partition import read_placement
+from hotrec.planner.names import candidate_name
+from hotrec.planner.partition import read_placement
 from tests.e2e.conftest import SMOKE, Workspace, hotrec, hotrec_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -146,8 +146,8 @@ def test_what_if_sweep(calibrated: Path) -> None:
     assert (calibrated / "runs" / "what_if" / "what_if.html").exists()
     # The table says what the jobs have found.
     assert len(outcome.stderr.splitlines()) < 40
-    assert " I hotrec.planning" not in outcome.stderr
-    assert " I hotrec.planning" in (calibrated / "runs/what_if/0/log.txt").read_text()
+    assert " I hotrec.assemble" not in outcome.stderr
+    assert " I hotrec.assemble" in (calibrated / "runs/what_if/0/log.txt").read_text()
 
 
 def losses(run_dir: Path) -> dict[int, float]:

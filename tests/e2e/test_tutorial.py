@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import REPOSITORY, environment
+from tests.helpers import forked
 
 NOTEBOOK = REPOSITORY / "docs" / "tutorial.ipynb"
 
@@ -47,12 +47,10 @@ def test_its_links_lead_to_pages() -> None:
 def test_it_runs(tmp_path: Path) -> None:
     (tmp_path / "samples").symlink_to(REPOSITORY / "samples")
     code = "\n\n".join("".join(cell["source"]) for cell in cells("code"))
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
         env=environment(MPLBACKEND="agg", TMPDIR=str(tmp_path)),
-        capture_output=True,
-        text=True,
         timeout=350,
     )
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,6 @@ own, with an empty /dev/shm and, if asked, a small disk.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import os
 import resource
@@ -15,15 +14,14 @@ import shlex
 import signal
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults.case import Case
+from tests.helpers.forked import exit_code_of, leave
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHM = Path("/dev/shm")
@@ -162,17 +160,14 @@ def _reap() -> None:
 def start(case: Case, words: str, folder: Path, scratch: Path, number: int = 0) -> Running:
     """Start ``hotrec WORDS`` in ``folder``; its output is in ``scratch``."""
     variables = environment(case.variables, scratch)
-    pid = os.fork()
-    if pid:
-        return Running(case, folder, scratch, pid)
-    try:
-        _enter(case, folder, scratch, number)
-        code = _execute(shlex.split(words), variables, is_exec=case.is_exec)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    _leave(code)
-    raise AssertionError("unreachable")
+    if (pid := os.fork()) == 0:
+
+        def run() -> None:
+            _enter(case, folder, scratch, number)
+            sys.exit(_execute(shlex.split(words), variables, is_exec=case.is_exec))
+
+        leave(exit_code_of(run))
+    return Running(case, folder, scratch, pid)
 
 
 def environment(changes: Mapping[str, str | None], scratch: Path) -> dict[str, str]:
@@ -225,22 +220,7 @@ def _execute(words: list[str], variables: dict[str, str], *, is_exec: bool) -> i
     os.environ.update(variables)
     tempfile.tempdir = None
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return main(words)
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-
-
-def _leave(code: int) -> None:
-    """End as an interpreter does, but without returning into the harness."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            code = code or 120
-    os._exit(code)
+    return main(words)
 
 
 def children(parent: int) -> list[int]:

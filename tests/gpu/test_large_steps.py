@@ -19,6 +19,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.gpu_day.kernels import check_tables
 from benchmarks.gpu_day.tbe import DEVICE, UVM, UVM_CACHE, Tables
+from hotrec.assemble.constraints import placement_constraints
+from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
@@ -31,9 +33,7 @@ from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
-from hotrec.planning.constraints import placement_constraints
-from hotrec.planning.machine import Machine
-from hotrec.planning.torchrec_plan import make_plan
+from hotrec.planner.machine import Machine
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.pipelines import LookAhead, make_pipeline
 from hotrec.types import HotExchange, OptimizerKind, Partition, Placement, Tier

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults import rank_processes
+from tests.helpers.forked import Process
 
 FAULT = "HOTREC_TEST_FAULT"
 
@@ -60,7 +61,7 @@ def run_of_ranks(
     variables = dict(environment)
     if fault is not None:
         variables[FAULT] = json.dumps(vars(fault))
-    running = subprocess.Popen(
+    running = Process(
         [*launcher, "-m", module, *words],
         cwd=cwd,
         env=variables,

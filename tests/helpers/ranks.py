@@ -27,7 +27,7 @@ from typing import Any
 GRACE_S = 3.0
 
 # What ranks import in any case. A test imports more where it needs it.
-PRELOAD = ["torch", "torchrec", "hotrec.build", "tests.distributed.setups"]
+PRELOAD = ["torch", "torchrec", "hotrec.assemble.order", "tests.distributed.setups"]
 
 
 class RanksError(RuntimeError):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from hotrec.runtime.watchdog import EXIT_CODE
+from tests.e2e.conftest import workspace  # noqa: F401
 
 REPOSITORY = Path(__file__).parents[2]
 # Whatever starts the tests must not leak into what they start.

@@ -17,6 +17,7 @@ case "$1" in
     "$REFUSED") exit 1 ;;
     test-oldest) closing="$OLDEST in 2.00s" ;;
     test) closing="$ALL in 3.00s (0:00:03)" ;;
+    test-more) closing="$MORE in 4.00s" ;;
 esac
 echo "=== $closing ==="
 echo "make: leaving" >&2
@@ -27,7 +28,7 @@ esac
 
 
 def run(
-    folder: Path, oldest: str, everything: str, refused: str = ""
+    folder: Path, oldest: str, everything: str, more: str, refused: str = ""
 ) -> tuple[int, str, list[str]]:
     make, record = folder / "make", folder / "record"
     make.write_text(MAKE)
@@ -40,6 +41,7 @@ def run(
             "REFUSED": refused,
             "OLDEST": oldest,
             "ALL": everything,
+            "MORE": more,
         },
         capture_output=True,
         text=True,
@@ -50,24 +52,31 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("oldest", "everything", "status", "last"),
+    ("oldest", "everything", "more", "status", "last"),
     [
-        ("20 passed", "90 passed", 0, "=== 90 passed in 3.00s (0:00:03) ==="),
-        ("1 failed, 19 passed", "90 passed", 2, "=== 1 failed, 19 passed in 2.00s ==="),
-        ("20 passed", "2 failed, 88 passed", 2, "=== 2 failed, 88 passed in 3.00s (0:00:03) ==="),
+        ("20 passed", "90 passed", "30 passed", 0, "=== 30 passed in 4.00s ==="),
+        (
+            "1 failed, 19 passed",
+            "90 passed",
+            "30 passed",
+            2,
+            "=== 1 failed, 19 passed in 2.00s ===",
+        ),
+        ("20 passed", "2 failed", "30 passed", 2, "=== 2 failed in 3.00s (0:00:03) ==="),
+        ("20 passed", "90 passed", "3 failed", 2, "=== 3 failed in 4.00s ==="),
     ],
 )
 def test_the_last_line_is_that_of_what_failed(
-    tmp_path: Path, oldest: str, everything: str, status: int, last: str
+    tmp_path: Path, oldest: str, everything: str, more: str, status: int, last: str
 ) -> None:
-    assert run(tmp_path, oldest, everything) == (
+    assert run(tmp_path, oldest, everything, more) == (
         status,
         last,
-        ["lint", "docs", "test-oldest", "test"],
+        ["lint", "docs", "test-oldest", "test", "test-more"],
     )
 
 
 @pytest.mark.parametrize(("refused", "made"), [("lint", ["lint"]), ("docs", ["lint", "docs"])])
 def test_what_needs_no_test_run_stops_it(tmp_path: Path, refused: str, made: list[str]) -> None:
-    status, _, targets = run(tmp_path, "20 passed", "90 passed", refused)
+    status, _, targets = run(tmp_path, "20 passed", "90 passed", "30 passed", refused)
     assert (status, targets) == (1, made)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from hotrec.cli.store import build_config, compose_config
-from hotrec.train.watch import STOPPED_EXIT_CODE
+from hotrec.train.signals import STOPPED_EXIT_CODE
 from tests.launch.conftest import Place
 from tests.policy.source import REPOSITORY
 

@@ -20,11 +20,11 @@ ORDER = (
     "data",
     "routing",
     "cost_model",
+    "planner",
     "models",
     "embedding",
     "train",
-    "planning",
-    "build",
+    "assemble",
     "program",
     "report",
     "runs",
@@ -51,7 +51,7 @@ WALLS = {
     "matplotlib": {"hotrec.report"},
     "jinja2": {"hotrec.report"},
     "xxhash": {"hotrec.artifact"},
-    "scipy": {"hotrec.cost_model", "hotrec.planning"},
+    "scipy": {"hotrec.cost_model", "hotrec.planner"},
 }
 
 # Start in a tenth of a second and are tested without torch; ".*" is the package with all it holds.
@@ -59,10 +59,10 @@ WITHOUT_TORCH = [
     "hotrec",
     "hotrec.types",
     "hotrec.artifact",
-    "hotrec.cost_model.*",
+    "hotrec.runtime.figures",
     "hotrec.doctor",
     "hotrec.cli",
-    "hotrec.cost_model.*",
+    "hotrec.planner.*",
     "hotrec.report.*",
     "hotrec.data.chunks",
     "hotrec.data.readers",
@@ -70,6 +70,11 @@ WITHOUT_TORCH = [
     "hotrec.data.synthetic",
 ]
 HEAVY = {"torch", "torchrec", "fbgemm_gpu", "tensordict"}
+# Plan from values, whoever asks. The outline of data that is to come is a specification.
+WITHOUT_CONFIG = {"hotrec.cost_model", "hotrec.planner"}
+READS_A_SPECIFICATION = "hotrec.cost_model.outline"
+# What the planner may import of the project.
+OF_THE_PLANNER = {"types", "artifact", "lock", "cost_model", "planner"}
 
 
 def part_of(module: str) -> str:
@@ -139,6 +144,26 @@ def test_starts_without_torch(listed: str) -> None:
         loaded = loaded_by(start)
         heavy = {name: via for name, via in loaded.items() if name.split(".")[0] in HEAVY}
         assert heavy == {}, f"importing {start} loads {heavy}"
+
+
+def test_the_planner_knows_no_configuration() -> None:
+    """Nor does what it imports; it is called by the commands and by programs alike."""
+    readers = {
+        start: via
+        for start in modules()
+        if is_within(start, WITHOUT_CONFIG)
+        for loaded, via in loaded_by(start).items()
+        if is_within(loaded, {"hotrec.config"})
+    }
+    assert set(readers) == {READS_A_SPECIFICATION}, readers
+    wrong = [
+        describe(i)
+        for i in imports()
+        if part_of(i.importer) == "planner"
+        and i.imported.split(".")[0] == "hotrec"
+        and part_of(i.imported) not in OF_THE_PLANNER
+    ]
+    assert wrong == []
 
 
 def test_the_reader_of_imports_sees_every_form(tmp_path: Path) -> None:

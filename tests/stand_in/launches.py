@@ -51,13 +51,14 @@ def measure(names: list[str], num_steps: int) -> dict[str, Launches]:
     """On every rank: the cases, one after the other."""
     import torch
 
-    from hotrec.bench.cases import Case, build_runner
+    from hotrec.assemble.job import place
+    from hotrec.bench.cases import Case, build_runner, split_case
     from hotrec.bench.samples import ZipfTables
     from hotrec.cli.store import build_config, compose_config
-    from hotrec.config.groups import AllColdPlacement, FractionPlacement, Routing, TorchrecPlacement
-    from hotrec.planning.policies import choose_all_cold, choose_fraction
+    from hotrec.planner.plan import Plan, TorchrecTables
+    from hotrec.planner.policies import choose_all_cold, choose_fraction
     from hotrec.runtime.ranks import Ranks
-    from hotrec.types import ColdTier, PipelineKind, TorchrecPlan
+    from hotrec.types import ColdTier, PipelineKind, PipelineSpec
 
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device())
@@ -79,31 +80,25 @@ def measure(names: list[str], num_steps: int) -> dict[str, Launches]:
     )
     found = {}
     for name in names:
-        placement, pipeline, routing, more = CASES[name]
+        placement, kind, routing, more = CASES[name]
         tier = ColdTier[more.get("tier", "fused")]
-        shared: dict[str, Any] = {
-            "cold_tier": tier,
-            "cache_load_frac": 0.9,
-            "routing": Routing.loader if routing == "loader" else Routing.device,
-        }
-        placed: Any
+        pipeline = PipelineSpec(PipelineKind[kind], depth=more.get("depth", 1))
         if placement == "planner":
-            partition, placed = None, TorchrecPlacement(plan=TorchrecPlan.planner, tier=tier)
+            case = Case(name, Plan(TorchrecTables(tier=tier), pipeline))
         elif placement == "all_cold":
-            partition, placed = choose_all_cold(counts), AllColdPlacement(**shared)
+            partition = choose_all_cold(counts)
         else:
             partition = choose_fraction(counts, hot_frac=HOT_FRAC)
-            placed = FractionPlacement(**shared)
-        case = Case(name, placed, partition, PipelineKind[pipeline], depth=more.get("depth", 1))
+        if placement != "planner":
+            placed = place(partition, device.type, tier=tier, cache_load_frac=0.9)
+            case = split_case(name, placed, pipeline, is_routed_by_loader=routing == "loader")
         pinned = [batch.pin_memory() for batch in batches]
         with recording() as log:
             runner = build_runner(config, case, samples.schema, pinned, ranks, samples)
-            if runner.sharded.transform is not None and partition is not None:
-                runner.batches = (batch.pin_memory() for batch in runner.batches)
             note_step()
             for _ in range(num_steps):
                 runner.step()
-                if pipeline == "look_ahead":
+                if kind == "look_ahead":
                     wait_for_thread(runner.pipeline)
                 note_step()
             runner.drain()

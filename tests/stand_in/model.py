@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.assemble.constraints import placement_constraints
+from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
@@ -22,9 +24,7 @@ from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_model
-from hotrec.planning.constraints import placement_constraints
-from hotrec.planning.machine import Machine
-from hotrec.planning.torchrec_plan import make_plan
+from hotrec.planner.machine import Machine
 from hotrec.train.pipelines import LookAhead, make_pipeline
 from hotrec.types import (
     HotExchange,

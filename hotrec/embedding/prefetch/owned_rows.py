@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +20,7 @@ from hotrec.embedding.cpu_rows import ColdRowsOnCpu, RowsInMemory, mapped_rows
 from hotrec.embedding.flat import cut_lengths
 from hotrec.embedding.fused import set_update_count, update_count
 from hotrec.embedding.row_exchange import ShardedRows
+from hotrec.embedding.torchrec import Kernel, kernels, lookups
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.sorting import sort_keys
 from hotrec.runtime.comm_thread import HostInts, ints_on
@@ -116,35 +116,35 @@ class RowOwners:
 
 
 class RowsOnDevice(RowsInMemory):
-    """The rows of TorchRec's ``BatchedFusedEmbedding`` in memory that the device reads itself.
+    """The rows of a fused kernel in memory that the device reads itself.
 
     They are updated as hot rows are, without a forward pass of FBGEMM's.
     """
 
-    def __init__(self, kernel: Any, spec: OptimizerSpec) -> None:
-        weights_RD, *states = mapped_rows(kernel.emb_module, spec, is_wanted=True)
+    def __init__(self, kernel: Kernel, spec: OptimizerSpec) -> None:
+        weights_RD, *states = mapped_rows(kernel.fbgemm, spec, is_wanted=True)
         assert weights_RD is not None
         of_name = {n: s for n, s in zip(spec.state_names, states, strict=True) if s is not None}
         # On a rank without rows they are empty ones of the host.
-        weights_RD = weights_RD.to(kernel.emb_module.current_device)
-        super().__init__(weights_RD, of_name, kernel.fused_optimizer, spec)
-        self.module = kernel.emb_module
+        weights_RD = weights_RD.to(kernel.fbgemm.current_device)
+        super().__init__(weights_RD, of_name, kernel.optimizer, spec)
+        self.module = kernel.fbgemm
 
 
 class FbgemmRows:
     """The same behind FBGEMM's UVM cache, through its kernels."""
 
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-        self.module = kernel.emb_module
-        local_rows = [table.local_rows for table in kernel.config.embedding_tables]
-        device = self.module.current_device
-        self._ends_T = torch.tensor(local_rows, device=device).cumsum(0)
-        self._begins_T = self._ends_T - torch.tensor(local_rows, device=device)
+    def __init__(self, kernel: Kernel) -> None:
+        self._optimizer = kernel.optimizer
+        self.module = kernel.fbgemm
+        begins = [shard.begin for shard in kernel.shards]
+        ends = [shard.begin + shard.num_rows for shard in kernel.shards]
+        self._begins_T = torch.tensor(begins, device=self.module.current_device)
+        self._ends_T = torch.tensor(ends, device=self.module.current_device)
 
     @property
     def learning_rate(self) -> float:
-        return float(self._kernel.fused_optimizer.param_groups[0]["lr"])
+        return float(self._optimizer.param_groups[0]["lr"])
 
     def _look_up(self, rows_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """FBGEMM's output for the sorted rows, and their order."""
@@ -188,18 +188,16 @@ class OwnedRows:
         self._by_position: list[Part] = []
         self._parts: list[Part] = []  # by place
         end, num_places = 0, 0
-        lookups: Any = rows._lookups
-        for lookup in lookups:
+        for lookup in lookups(rows):
             if isinstance(lookup, DistributedDataParallel):
                 continue
-            for kernel in lookup._emb_modules:
-                begin = end
-                for table in kernel.config.embedding_tables:
-                    first_row = table.local_metadata.shard_offsets[0] if table.local_rows else 0
-                    self.shards.append(Shard(table.name, first_row, table.local_rows, end))
-                    end += table.local_rows
-                own = kernel.forward
-                kinds = {table.compute_kernel for table in kernel.config.embedding_tables}
+            for kernel in kernels(lookup):
+                held, own, begin = kernel.shards, kernel.replacement, end
+                self.shards += [
+                    Shard(s.table, s.first_row, s.num_rows, end + s.begin) for s in held
+                ]
+                end += sum(shard.num_rows for shard in held)
+                kinds = {shard.kind for shard in held}
                 part: ColdRowsOnCpu | CachedRows | RowsOnDevice | FbgemmRows
                 if isinstance(own, ColdRowsOnCpu | CachedRows):
                     part = own

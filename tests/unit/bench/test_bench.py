@@ -1,19 +1,15 @@
-"""The parts of `hotrec bench` and of the benchmark scripts that need no ranks."""
+"""The parts of `hotrec bench` that need no ranks."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import cpu_rows, networks_page, one_gpu, routing_speed
 from hotrec.bench.benchmark import measure
-from hotrec.bench.cases import Block, Case, case_config, choose_hot_rows, make_cases, step_seconds
+from hotrec.bench.cases import Block, Case, choose_hot_rows, make_cases, step_seconds
 from hotrec.bench.figures import Measured, losses_apart, summarize
 from hotrec.bench.machine import interface_sent_bytes
 from hotrec.bench.measure import takes_part
@@ -23,13 +19,11 @@ from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import BenchCase, BenchRootConfig, HotRowsRule
 from hotrec.data.batch import Batch
 from hotrec.data.locality import ByOwner, Shard
-from hotrec.planning.predict import torchrec_name
+from hotrec.planner.plan import SplitTables, TorchrecTables
 from hotrec.runtime.ranks import Ranks, process_group
 from hotrec.runtime.traffic import COLLECTIVES
-from hotrec.types import STAGES, ColdTier, HotExchange, OptimizerKind
+from hotrec.types import STAGES, HotExchange, Tier
 from tests.unit.report.golden import check_golden
-
-REPOSITORY = Path(__file__).parents[3]
 
 
 def root_config(*words: str) -> BenchRootConfig:
@@ -159,17 +153,20 @@ def test_hot_rows_are_the_most_looked_up(words: list[str], hot: dict[str, list[i
         choose_hot_rows(bench, counts, world_size=2)
 
 
-def cases_of(config: BenchRootConfig) -> dict[str, Case]:
+def cases_of(config: BenchRootConfig, device: str = "cpu") -> dict[str, Case]:
     counts = zipf_tables(list(config.bench.table_rows)).count(1000)
-    return {case.name: case for case in make_cases(config.bench, counts, world_size=2)}
+    cases = make_cases(config.bench, counts, world_size=2, device=device)
+    return {case.name: case for case in cases}
 
 
-def test_cases_are_configurations_of_train() -> None:
+def test_cases_are_plans() -> None:
     config = root_config("bench.num_hot_rows=1")
     cases = cases_of(config)
     assert list(cases) == [case.name for case in BenchCase]
     hot = {name: c.partition.total_hot for name, c in cases.items() if c.partition is not None}
     assert hot == {"hot_cold": 1, "all_cold": 0, "all_hot": sum(config.bench.table_rows)}
+    assert {name: case.plan.num_hot for name, case in cases.items() if name in hot} == hot
+    assert {case.plan.is_hotrec for name, case in cases.items() if name not in hot} == {False}
 
 
 def test_a_variant_is_a_placement_and_a_pipeline() -> None:
@@ -178,7 +175,7 @@ def test_a_variant_is_a_placement_and_a_pipeline() -> None:
         "bench.variants.look_ahead.depth=3",
     )
     cases = cases_of(config)
-    pipelines = {name: case_config(config, case).pipeline for name, case in cases.items()}
+    pipelines = {name: case.plan.pipeline for name, case in cases.items()}
     assert {n: (p.kind.name, p.depth, p.wire.name) for n, p in pipelines.items()} == {
         "look_ahead": ("look_ahead", 3, "fp32"),
         "look_ahead_bf16": ("look_ahead", 1, "bf16"),
@@ -186,27 +183,36 @@ def test_a_variant_is_a_placement_and_a_pipeline() -> None:
         "hot_cold": ("sparse_dist", 1, "fp32"),
     }
     assert [name for name, case in cases.items() if not case.is_exact] == ["look_ahead_bf16"]
-    base: Any = cases["hot_cold_base"]
-    assert base.placement.hot_exchange is HotExchange.dense
-    assert (base.partition.total_hot, cases["hot_cold"].partition.total_hot) == (10, 60)
+    base, hot_cold = cases["hot_cold_base"], cases["hot_cold"]
+    assert isinstance(base.plan.tables, SplitTables)
+    assert base.plan.tables.hot_exchange is HotExchange.dense
+    assert base.placement is not None
+    assert base.placement.is_hot_dense
+    assert (base.plan.num_hot, hot_cold.plan.num_hot) == (10, 60)
 
 
 def test_torchrecs_host_tiers_are_cases() -> None:
     config: BenchRootConfig = build_config(compose_config("bench", ["bench=host_tiers"]))
-    cases = cases_of(config)
-    built = {name: case_config(config, case) for name, case in cases.items()}
-    assert {name: torchrec_name(built[name]) for name in cases if "planner" in name} == {
+    cases = cases_of(config, "cuda")
+    assert {name: case.plan.label for name, case in cases.items() if "planner" in name} == {
         "planner": "torchrec planner",
         "planner_uvm": "torchrec planner fused_uvm",
         "planner_cache": "torchrec planner fused_uvm_caching prefetch",
     }
-    cache: Any = built["planner_cache"].placement
-    cold: Any = built["all_cold_cache"].placement
-    assert cache.cache_load_frac == cold.cache_load_frac == 0.1
-    assert cold.cold_tier is ColdTier.fused_uvm_caching
+    cache = cases["planner_cache"].plan.tables
+    assert isinstance(cache, TorchrecTables)
+    assert cache.cache_load_frac == 0.1
+
+    def tiers(name: str) -> set[tuple[Tier, float | None]]:
+        placement = cases[name].placement
+        assert placement is not None
+        return {(table.tier, table.cache_load_frac) for table in placement.tables.values()}
+
+    assert tiers("all_cold_cache") == {(Tier.HOST_CACHED, 0.1)}
+    assert {tier for tier, _ in tiers("all_cold_slots")} == {Tier.CACHED}
     assert all(case.is_exact for case in cases.values())
-    slots: Any = cases["all_cold_slots"]
-    assert built["all_cold_slots"].placement.cold_tier is ColdTier.cached
+    slots = cases["all_cold_slots"].placement
+    assert slots is not None
     num_popular = sum(map(len, slots.popular_rows.values()))
     # Of rank 0's and 1's 10% of the rows; rounded up.
     assert 0 < num_popular <= 0.1 * sum(config.bench.table_rows) + 2
@@ -422,110 +428,3 @@ def test_golden_page() -> None:
     assert result_text(cases) in page
     quiet = render_page(document_of(cases), command="", configuration="")
     assert ("Operators" in quiet, "differ by more" in quiet) == (False, False)
-
-
-# The scripts.
-
-
-def test_one_gpu_says_what_it_cannot_do(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(SystemExit):
-        one_gpu.parse(["--table-gib", "1", "--budget-gib", "2"])
-    assert "below --table-gib 1, got 2" in capsys.readouterr().err
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert one_gpu.main([]) == 77
-    assert "expected a CUDA device" in capsys.readouterr().err
-    sizes = {"device_bytes": 18 * one_gpu.GIB, "host_bytes": 46 * one_gpu.GIB}
-    one_gpu.check_memory(8.0, 1.0, **sizes)
-    for place, less in (("GPU", {"device_bytes": 17 << 30}), ("host", {"host_bytes": 45 << 30})):
-        with pytest.raises(ValueError, match=f"--table-gib: .* free {place} memory, got .* 8"):
-            one_gpu.check_memory(8.0, 1.0, **sizes | less)
-
-
-def test_one_gpu_cases_cost_the_same_gpu_memory() -> None:
-    options = one_gpu.parse(["--table-gib", "0.01", "--budget-gib", "0.002"])
-    config = one_gpu.make_config(options)
-    dim, budget = config.model.embedding_dim, 0.002 * one_gpu.GIB
-    num_bytes = 4 * dim * sum(config.bench.table_rows)
-    assert num_bytes == pytest.approx(0.01 * one_gpu.GIB, rel=0.01)
-    counts = {
-        f"C{i}": np.arange(1, rows + 1) for i, rows in enumerate(config.bench.table_rows, start=1)
-    }
-    choose = one_gpu.case_chooser(budget, dim)
-    cases = {case.name: case for case in choose(config.bench, counts, 1)}
-
-    def cost(name: str) -> float:
-        placement: Any = cases[name].placement
-        partition = cases[name].partition
-        hot = 0 if partition is None else partition.total_hot * one_gpu.hot_row_bytes(dim)
-        tier = getattr(placement, "cold_tier", None) or placement.tier
-        cached = placement.cache_load_frac if tier.name == "fused_uvm_caching" else 0.0
-        return hot + cached * num_bytes
-
-    assert cost("uvm") == 0
-    for name in ("uvm_cache", "uvm_cache_prefetch", "hot_cold_uvm", "hot_cold_cache"):
-        assert cost(name) == pytest.approx(budget, rel=1e-3), name
-
-
-def test_cpu_rows_measures_every_kernel() -> None:
-    times = cpu_rows.measure(
-        OptimizerKind.sgd, num_rows=40, num_tables=2, table_rows=100, dim=8, repeats=1
-    )
-    assert set(times) == {"fbgemm_unpooled", "fbgemm_pooled", "hotrec"}
-    assert all(0 < t["forward_s"] < 1 for t in times.values())
-
-
-def test_routing_speed_counts_every_id(capsys: pytest.CaptureFixture[str]) -> None:
-    routing_speed.main(
-        ["--bench", "smoke", "--batch-size", "30", "--multi-hot", "2", "--repeats", "1"]
-    )
-    (result,) = json.loads(capsys.readouterr().out)["results"]
-    assert result["num_ids"] == 5 * 30 * 2
-    assert result["ids_per_core_s"] > 0
-
-
-def networks_document(step_s: float, exposed_frac: float) -> dict[str, Any]:
-    def case(step_s: float, exposed_s: float) -> list[Measured]:
-        stages = {stage: np.zeros(1) for stage in STAGES}
-        stages |= {"rows_exchange": np.full(1, exposed_s), "dense": np.ones(1)}
-        return [measured(blocks={0: one_step(step_s)}, stage_s=stages)]
-
-    cases = figures_of(
-        look_ahead=case(step_s, exposed_frac * step_s),
-        planner=case(4.2, 0.0),
-        hand_tuned=case(2.4, 0.0),
-    )
-    return document_of(cases, partitions={"look_ahead": {"num_hot_rows": 77}})
-
-
-def test_the_page_of_networks_says_which_targets_are_reached(tmp_path: Path) -> None:
-    (tmp_path / "1gbit-w2-b2048.json").write_text(json.dumps(networks_document(1.0, 0.16)))
-    (tmp_path / "1gbit-w4-b8192.json").write_text(json.dumps(networks_document(0.01, 0.0)))
-    with pytest.raises(SystemExit, match="expected .*-w.*json of networks.sh, got none"):
-        networks_page.main([str(tmp_path / "empty")])
-    networks_page.main([str(tmp_path)])
-    rows = networks_page.verdicts(networks_page.read(tmp_path))
-    found = {(network, case, what): rest for network, case, what, *rest in rows}
-    assert found[("1gbit", "look_ahead", "faster than planner")] == ["at least 4x", "4.20x", "yes"]
-    assert found[("1gbit", "look_ahead", "faster than hand_tuned")][1:] == ["2.40x", "**no**"]
-    assert found[("1gbit", "look_ahead", "exposed share of the step")][1:] == ["16.0%", "**no**"]
-    assert found[("loopback", "look_ahead", "faster than planner")][1:] == ["-", "not measured"]
-    page = (tmp_path / "networks.md").read_text()
-    for text in ("1gbit, 2 ranks, B = 2,048", "1gbit, 4 ranks, B = 8,192", "**no**", " 77 |"):
-        assert text in page, text
-    assert (tmp_path / "networks.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_two_hosts_says_why_it_is_skipped(tmp_path: Path) -> None:
-    script = REPOSITORY / "benchmarks" / "two_hosts.sh"
-    (tmp_path / "bin").mkdir()
-    for name in ("ip", "tc"):
-        program = tmp_path / "bin" / name
-        program.write_text('#!/bin/sh\necho "Operation not permitted" >&2\nexit 1\n')
-        program.chmod(0o755)
-    path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
-    done = subprocess.run([script], env=path, capture_output=True, text=True, check=False)
-    assert done.returncode == 77
-    assert "skipped: network namespaces cannot be made here" in done.stderr
-    assert "Operation not permitted" in done.stderr

@@ -24,7 +24,7 @@ from hotrec.calibrate.steps import (
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import NARROWEST_INTERVAL, Costs
 from hotrec.cost_model.forms import StepPrediction
-from hotrec.planning.predict import Predicted
+from hotrec.planner.predict import Prediction
 from hotrec.types import STAGES
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overhead_s=0.0)
@@ -330,11 +330,11 @@ def ahead_case(overlap: float, *, computing_s: float, sending_s: float) -> Measu
     def seconds(overlap: float) -> float:
         return computing_s + (1 - overlap) * sending_s
 
-    def predict(costs: Costs) -> Predicted:
+    def predict(costs: Costs) -> Prediction:
         found = costs.overlap if costs.look_ahead_overlap is None else costs.look_ahead_overlap
         stage_s = {**dict.fromkeys(STAGES, 0.0), "dense": seconds(found)}
         stage_s["rows_exchange"] = costs.look_ahead.seconds()
-        return Predicted(StepPrediction(sum(stage_s.values()), stage_s, {}, {}), [])
+        return Prediction(StepPrediction(sum(stage_s.values()), stage_s, {}, {}), [])
 
     case = MeasuredCase(AHEAD, 0.0, predict)
     case.stage_s.append(dict.fromkeys(STAGES, 0.0))
@@ -353,7 +353,7 @@ def test_whole_steps_tell_the_overlap_of_look_ahead(overlap: float) -> None:
         assert found.look_ahead_overlap == pytest.approx(overlap)
         assert found.overlap == measured_alone
         for case in cases:
-            assert case.predict(found).step.step_s == pytest.approx(case.step_s, rel=0.05)
+            assert case.predict(found).step_s == pytest.approx(case.step_s, rel=0.05)
 
 
 def test_a_message_alone_tells_the_overlap_that_steps_do_not() -> None:
@@ -367,9 +367,9 @@ def measured(coverage: float, size: float, factor: float) -> MeasuredCase:
     """Steps whose dense layers take ``factor`` times what is predicted."""
     seconds = {s: 0.0 if s == "other" else size * PREDICTED[s] for s in STAGES}
 
-    def predict(costs: Costs) -> Predicted:
+    def predict(costs: Costs) -> Prediction:
         stage_s = {**seconds, "dense": costs.correction("dense") * seconds["dense"]}
-        return Predicted(StepPrediction(sum(stage_s.values()), stage_s, {}, {}), [])
+        return Prediction(StepPrediction(sum(stage_s.values()), stage_s, {}, {}), [])
 
     case = MeasuredCase(HOT_COLD, coverage, predict)
     case.stage_s.append({**seconds, "dense": factor * seconds["dense"]})

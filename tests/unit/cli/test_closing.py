@@ -95,7 +95,7 @@ FIGURES: dict[str, dict[str, Any]] = {
     "cache": {
         "num_rows": 1000,
         "picture": Path("runs/c/cache.png"),
-        "least_slots": {"lru": {"0.9": 50, "0.99": None}, "lfu": {"0.9": None}},
+        "least_slots": {"lru": {"0.9": 50, "0.99": None}, "frequency": {"0.9": None}},
     },
 }
 SAID = {
@@ -121,7 +121,7 @@ SAID = {
     "plan": "chosen     hot_cold base is the best.\nhot rows   100 of 1,234, 6.40 kB on each rank\n"
     "page       runs/p/plan.html\n",
     "cache": "lru        50 slots (5.0% of the rows) hit in 90% of the lookups\n"
-    "lfu        none of these sizes hits in 90% of the lookups\npicture    runs/c/cache.png\n",
+    "frequency  none of these sizes hits in 90% of the lookups\npicture    runs/c/cache.png\n",
     "doctor": "",
 }
 # Of stages without a word.

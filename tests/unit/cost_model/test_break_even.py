@@ -9,10 +9,10 @@ from hotrec.cost_model.demand import TableDemand
 from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.quantities import hot_cold_quantities
 from hotrec.cost_model.step import break_even, make_step_model, marginal_s
-from hotrec.planning.search import Limits, search_placement
+from hotrec.planner.search import Limits, search_placement
 from hotrec.types import TablePlacement
 from tests.unit.cost_model.samples import work_of
-from tests.unit.planning.search_cases import make_costs
+from tests.unit.planner.search_cases import make_costs
 
 WORKLOAD = Workload(64, 0.0, 0.3, 0)
 WORLD = World(4, 4)

@@ -10,13 +10,13 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.assemble.constraints import placement_constraints
+from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.planning.constraints import placement_constraints
-from hotrec.planning.machine import Machine
-from hotrec.planning.torchrec_plan import make_plan
+from hotrec.planner.machine import Machine
 from hotrec.types import OptimizerKind, Partition, Placement
 
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN

@@ -12,13 +12,13 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.assemble.constraints import placement_constraints
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import use_hot_cold
 from hotrec.embedding.initialize import initial_rows, initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.tables import gather_tables, sharded_collections
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.planning.constraints import placement_constraints
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import (
     Exchange,

@@ -12,12 +12,12 @@ from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from hotrec.assemble.constraints import torchrec_constraints
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.fused import fused_params
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.table_memory import _tensors_of, fused_modules, memory_by_tier
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.planning.constraints import torchrec_constraints
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import (
     ColdTier,

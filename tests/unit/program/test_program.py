@@ -36,6 +36,7 @@ from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.batches import features_of_each
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import OptimizerKind, Partition, PipelineKind, TorchrecPlan
+from tests.unit.planner.situations import torchrec_plan
 
 ROWS = {"a": 20, "b": 12}
 DENSE = partial(torch.optim.Adagrad, lr=0.1)
@@ -167,7 +168,7 @@ class Derived(EmbeddingBagCollection):
 
 CHOICES = [
     Partition(ROWS, {"a": np.arange(3)}),
-    hotrec.Choice("torchrec", "", PipelineKind.base, torchrec_plan=TorchrecPlan.hand_tuned),
+    hotrec.Choice(torchrec_plan(TorchrecPlan.hand_tuned, PipelineKind.base), ""),
     "off",
 ]
 
@@ -345,7 +346,7 @@ def test_a_choice_gives_the_same_again(one_rank: Ranks, hot: Any) -> None:
     choice = pickle.loads(pickle.dumps(hotrec.choice_of(first)))
     assert choice.batch_size == (None if hot == "off" else 7)
     again, _ = hotrec.parallelize(Model(), choice, **given)
-    assert hotrec.choice_of(again).name == choice.name
+    assert hotrec.choice_of(again).plan == choice.plan
     assert again.state_dict().keys() == first.state_dict().keys()
 
 

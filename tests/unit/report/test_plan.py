@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hotrec.report.figures import bar_figure
+from hotrec.report.pictures import bar_figure
 from hotrec.report.plan import (
     NEEDED_OF_PLAN,
     Prediction,
@@ -125,6 +126,39 @@ def test_the_chosen_plan_is_called_what_it_is(chosen: str, text: str) -> None:
     plans = prediction()["plans"]
     document = prediction() | {"chosen": chosen, "plans": plans | {chosen: plans["hot_cold"]}}
     assert Prediction(document).name(chosen) == text
+
+
+def test_a_document_of_labels_alone_is_shown() -> None:
+    """As versions before the plan was in it wrote it."""
+    path = Path(__file__).parents[2] / "data" / "prediction_by_label.json"
+    document = json.loads(path.read_text())
+    assert "plan" not in document
+    found = Prediction(document)
+    assert {label: found.name(label) for label in document["plans"]} == {
+        "hot_cold look_ahead": "hotrec, 1,010 hot rows, look_ahead",
+        "hot_cold sparse_dist": "hotrec, 1,010 hot rows, sparse_dist",
+        "hot_cold base": "hotrec, 1,010 hot rows, base",
+        "all_cold": "hotrec, no hot rows, sparse_dist",
+        "torchrec planner": "TorchRec's planner",
+        "torchrec hand_tuned": "TorchRec's hand-tuned plan",
+        "torchrec planner base": "TorchRec's planner, base",
+        "torchrec hand_tuned base": "TorchRec's hand-tuned plan, base",
+    }
+    assert found.chosen == found.planner == "torchrec planner"
+    assert found.baseline is not None
+    assert found.baseline.startswith("torchrec")
+    assert found.placed is not None
+    assert found.placed.startswith("hot_cold")
+    assert "TorchRec's planner (chosen)" in plan_report_text(document)
+
+
+def test_what_a_document_says_of_its_plans_goes_before_their_labels() -> None:
+    document = prediction()
+    ours = {**document["plans"]["hot_cold"], "title": "theirs", "is_hotrec": False}
+    ours |= {"torchrec_plan": "planner", "step_s": 1e-6}
+    found = Prediction(document | {"plans": document["plans"] | {"hot_cold": ours}})
+    assert found.name("hot_cold") == "theirs"
+    assert found.baseline == found.planner == "hot_cold"
 
 
 def test_a_placement_may_have_no_hot_rows() -> None:

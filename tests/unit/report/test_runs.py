@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hotrec.artifact import ArtifactError
-from hotrec.report.figures import plot_coverage
+from hotrec.report.pictures import plot_coverage
 from hotrec.report.read import read_runs
 from hotrec.report.runs import report_page, write_report
 from hotrec.report.units import NOT_RECORDED

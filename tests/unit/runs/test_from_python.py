@@ -21,8 +21,8 @@ from hotrec.config.roots import Config, PathsConfig, PlannerConfig, TrainerConfi
 from hotrec.cost_model.blocks import Block
 from hotrec.cost_model.profile import write_profile
 from hotrec.data.chunks import Dataset
-from hotrec.planning.training_plan import propose
-from hotrec.planning.unsharded import make_machine
+from hotrec.assemble.job import make_machine
+from hotrec.assemble.planning import make_proposal
 import hotrec.bench.benchmark, hotrec.calibrate.measure, hotrec.runs.train
 from tests.unit.data.logs import ONE_HOT_SCHEMA, write_dataset
 
@@ -51,7 +51,7 @@ config = Config(
 machine = make_machine(
     config.planner, world_size=2, ranks_per_host=2, device="cpu", batch_size=16
 )
-plan = propose(config, dataset, machine).settle(folder / "partition")
+plan = make_proposal(config, dataset, machine).settle(folder / "partition")
 assert not {"hydra", "omegaconf"} & set(sys.modules)
 json.dump(
     {

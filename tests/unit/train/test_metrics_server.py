@@ -44,6 +44,8 @@ def test_the_newest_lines_are_gauges(tmp_path: Path, free_port: int) -> None:
             'hotrec_eval_auc{split="valid"}': 0.75,
             'hotrec_eval_auc{split="test"}': 0.5,
         }
+        with urllib.request.urlopen(f"http://localhost:{free_port}/metrics") as answer:
+            assert b"# HELP hotrec_train_loss Training loss of the last step\n" in answer.read()
     with pytest.raises(OSError, match="refused"):
         scrape(free_port)
 

@@ -5,7 +5,6 @@ from itertools import islice
 import pytest
 import torch
 from torch import nn
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from hotrec.data.batch import Batch
 from hotrec.runtime.ranks import Ranks
@@ -77,11 +76,3 @@ def _forward_with_changed_ids(
 def test_unknown_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="expected one of .* got 'fast'"):
         make_pipeline("fast", nn.Linear(1, 1), None, torch.device("cpu"))  # type: ignore[arg-type]
-
-
-def test_the_private_attribute_of_torchrec_is_still_there(one_rank: Ranks) -> None:
-    model, optimizer = build_tiny()
-    pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"))
-    assert pipeline._pipelined_modules == []
-    pipeline.progress(iter(TinyLoader(num_batches=1)))
-    assert len(pipeline._pipelined_modules) == 2

@@ -1,21 +1,16 @@
-"""The files of a run, its rates, and the batches of a segment."""
+"""The records of a run directory."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hotrec.artifact import ArtifactError
-from hotrec.train.run_log import Meter, RunLog, SegmentBatches
-from hotrec.train.schedule import Segment
-from tests.conftest import Time
+from hotrec.train.run_log import RunLog
 
 
 def read_lines(path: Path) -> list[dict[str, object]]:
@@ -89,59 +84,13 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list(tmp_path.iterdir()) == []
 
 
-def run_steps(meter: Meter, time: Time, step_s: list[float], is_slowed: bool = False) -> None:
-    for seconds in step_s:
-        time.now_s += seconds
-        meter.end_step(num_samples=10, wait_s=0.25, is_slowed=is_slowed)
-
-
-def test_rates_leave_out_warm_up_slowed_steps_and_pauses(time: Time) -> None:
-    meter = Meter(warmup_steps=2)
-    run_steps(meter, time, [50.0, 60.0])
-    assert meter.end_interval()["step_p50_s"] is None
-    run_steps(meter, time, [1.0, 2.0])
-    run_steps(meter, time, [70.0], is_slowed=True)
-    time.now_s += 500.0  # an evaluation
-    meter.restart_clock()
-    run_steps(meter, time, [3.0])
-    rates = {
-        "samples_per_s": pytest.approx(30 / 6),
-        "step_p50_s": pytest.approx(2.0),
-        "step_p90_s": pytest.approx(np.percentile([1.0, 2.0, 3.0], 90)),
-    }
-    assert meter.end_interval() == rates
-    assert meter.total() == {**rates, "data_wait_frac": pytest.approx(0.75 / 6)}
-    run_steps(meter, time, [10.0])
-    assert meter.end_interval()["step_p50_s"] == pytest.approx(10.0)  # it starts anew
-    assert meter.total()["step_p50_s"] == pytest.approx(2.5)  # the total does not
-
-
-def numbered_batches(time: Time) -> Iterator[SimpleNamespace]:
-    for number in range(10):
-        time.now_s += 2.0
-        yield SimpleNamespace(number=number, num_global_samples=number + 1)
-
-
-def test_segment_takes_its_batches_and_no_more(time: Time) -> None:
-    source = numbered_batches(time)
-    batches = SegmentBatches(source, Segment(5, 7, evaluate=False, save=False))
-    assert list(batches.steps()) == [5, 6, 7]
-    assert [batch.number for batch in batches] == [0, 1, 2]
-    assert [batches.num_samples(step) for step in (5, 6, 7)] == [1, 2, 3]
-    assert batches.wait_s == 6.0
-    assert next(source).number == 3
-
-
-def test_cut_segment_ends_with_the_batches_taken_so_far(time: Time) -> None:
-    batches = SegmentBatches(numbered_batches(time), Segment(1, 8, evaluate=False, save=False))
-    made = []
-    for step in batches.steps():
-        if step == 1:
-            next(batches), next(batches)  # a pipeline fills itself first
-        next(batches, None)
-        made.append(step)
-        if step == 3:
-            batches.cut()
-    # 2 ahead and one in each of the steps 1 to 3: 5 batches that have to be computed.
-    assert made == [1, 2, 3, 4, 5]
-    assert next(batches, None) is None
+def test_a_figure_that_is_not_declared_is_refused_on_every_rank(tmp_path: Path) -> None:
+    for run_dir in (tmp_path, None):
+        with RunLog(run_dir, start_step=0) as log:
+            for name, prefix in (("metrics.jsonl", "train"), ("hot_set.jsonl", "hot_set")):
+                with pytest.raises(ValueError, match=r"^figure (hot_set\.)?rows_per_s: expected"):
+                    log.append(name, prefix, {"step": 1, "rows_per_s": 3.0})
+                assert not (tmp_path / name).exists()
+            with pytest.raises(ValueError, match="^figure rows_per_s: expected"):
+                log.write_summary({"auc": 0.5, "rows_per_s": 3.0})
+    assert not (tmp_path / "summary.json").exists()

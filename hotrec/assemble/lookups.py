@@ -1,0 +1,62 @@
+"""Where the lookups of a plan go: to replicas on the rank of the sample, or to the rows' owners."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from torchrec.distributed.types import ShardingPlan
+
+from hotrec.assemble.torchrec_plan import plan_document, rank_of_shard
+from hotrec.types import Partition, Rows
+
+
+@dataclass(frozen=True)
+class Destinations:
+    """Shares of all lookups, if every rank's samples are alike.
+
+    Args:
+        replicated: Share that a replica on the rank of the sample serves: hot rows, and tables that
+            are data-parallel.
+        owned: Share that the shards of each rank serve, for all ranks; with ``replicated`` they
+            add up to 1.
+    """
+
+    replicated: float
+    owned: tuple[float, ...]
+
+
+def destinations(
+    plan: ShardingPlan, partition: Partition | None, counts: Mapping[str, Rows], world_size: int
+) -> Destinations:
+    """Where the lookups of a profile go under a plan.
+
+    A lookup of a row whose columns are on several ranks counts at each by its share of the columns.
+
+    Args:
+        plan: The plan of the tables; one that is not in it is replicated.
+        partition: Its hot rows; None for a plan of TorchRec on unsplit tables.
+        counts: Lookups of each row, int64 (R,) by table.
+        world_size: Number of ranks W.
+    """
+    owned, total = np.zeros(world_size), 0
+    shards_of = {
+        table: facts["shards"]
+        for tables in plan_document(plan).values()
+        for table, facts in tables.items()
+    }
+    for table, by_row in counts.items():
+        total += int(by_row.sum())
+        hot_rows = np.empty(0, np.int64) if partition is None else partition.hot(table)
+        shards = shards_of.get(table, ())
+        num_columns = max((s["offsets"][1] + s["sizes"][1] for s in shards), default=0)
+        for shard in shards:
+            (first_row, _), (num_rows, columns) = shard["offsets"], shard["sizes"]
+            end_row = first_row + num_rows
+            hot = hot_rows[(hot_rows >= first_row) & (hot_rows < end_row)]
+            lookups = int(by_row[first_row:end_row].sum()) - int(by_row[hot].sum())
+            owned[rank_of_shard(shard)] += lookups * columns / num_columns
+    if total:
+        owned /= total
+    return Destinations(1.0 - float(owned.sum()), tuple(float(share) for share in owned))

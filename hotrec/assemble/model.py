@@ -1,0 +1,161 @@
+"""The model before sharding, with its sharders and constraints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints
+from torchrec.distributed.types import CacheStatistics, ModuleSharder, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from hotrec.assemble.constraints import (
+    cold_tier_for,
+    placement_constraints,
+    torchrec_constraints,
+)
+from hotrec.assemble.torchrec_plan import make_plan
+from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.fused import check_optimizer, fused_params
+from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.models.dense import set_up_dense_layers
+from hotrec.models.plain import Architecture
+from hotrec.models.task import ClickTask
+from hotrec.models.zoo import build_architecture
+from hotrec.planner.machine import Machine
+from hotrec.planner.plan import Plan, TorchrecTables
+from hotrec.runtime.codecs import wire_codecs
+from hotrec.train.dense_sync import check_modules
+from hotrec.types import ColdTier, PipelineKind, Placement, Precision, Schema
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What is trained, whatever the plan.
+
+    Args:
+        schema: Features and tables of the dataset.
+        architecture: Shape of the model.
+        embedding: Update rule of the rows.
+        dense: Update rule of the dense layers.
+        seed: Seed of the first weights.
+        label_weights: Weights of several labels; None for one.
+        precision: Precision of the dense layers' products.
+        is_compiled: Whether torch.compile compiles the dense layers.
+        grad_clip_norm: Largest norm of the dense layers' gradients; None for no clipping.
+    """
+
+    schema: Schema
+    architecture: Architecture
+    embedding: OptimizerSpec
+    dense: OptimizerSpec
+    seed: int = 0
+    label_weights: Mapping[str, float] | None = None
+    precision: Precision = Precision.fp32
+    is_compiled: bool = False
+    grad_clip_norm: float | None = None
+
+    @property
+    def tables(self) -> list[EmbeddingBagConfig]:
+        """The tables as TorchRec describes them."""
+        shape = self.architecture
+        return [
+            EmbeddingBagConfig(
+                name=table.name,
+                num_embeddings=table.num_rows,
+                embedding_dim=shape.embedding_dim,
+                feature_names=[feature.name for feature in self.schema.features_of(table.name)],
+                pooling=PoolingType[shape.pooling.upper()],
+            )
+            for table in self.schema.tables
+        ]
+
+    @property
+    def row_bytes(self) -> dict[str, int]:
+        """Bytes of one row with its optimizer state, by table."""
+        dim = self.architecture.embedding_dim
+        num_bytes = 4 * dim + self.embedding.state_bytes_per_row(dim)
+        return {table.name: num_bytes for table in self.schema.tables}
+
+
+@dataclass(frozen=True)
+class Unsharded:
+    """The model before sharding, on no device yet, and how to shard it."""
+
+    task: nn.Module  # model and loss
+    embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection
+    sharders: list[ModuleSharder[nn.Module]]
+    constraints: dict[str, ParameterConstraints] | None
+
+    def plan(self, machine: Machine) -> ShardingPlan:
+        return make_plan(self.task, self.sharders, machine, self.constraints)
+
+
+def build_unsharded(
+    spec: ModelSpec,
+    plan: Plan,
+    placed: Placement | None,
+    machine: Machine,
+    *,
+    dense_device: torch.device = META,
+    cache_stats: Mapping[str, CacheStatistics] | None = None,
+) -> Unsharded:
+    """Builds the model, its sharders and their constraints.
+
+    Args:
+        spec: What is trained.
+        plan: How its tables are planned.
+        placed: The hot rows of split tables and the place of the others; None for TorchRec's plans.
+        machine: The ranks and their device, which need not be there to plan.
+        dense_device: Device of the dense layers; "meta" to plan only.
+        cache_stats: Statistics of the device caches of host tables, for TorchRec's planner.
+
+    Raises:
+        ValueError: If the device has no exact kernel for the optimizer, no such memory tier, or
+            the model does not fit.
+    """
+    tables, pipeline = spec.tables, plan.pipeline
+    has_sharded = placed is None or placed.partition.total_hot < placed.partition.total_rows
+    check_optimizer(spec.embedding, torch.device(machine.device), has_cold=has_sharded)
+    embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection
+    sharders: list[ModuleSharder[nn.Module]]
+    constraints: dict[str, ParameterConstraints] | None
+    if isinstance(plan.tables, TorchrecTables):
+        embeddings = EmbeddingBagCollection(tables=tables, device=META)
+        codecs = wire_codecs(pipeline.wire, [spec.architecture.embedding_dim])
+        sharders = [EmbeddingBagCollectionSharder(fused_params(spec.embedding), codecs)]
+        constraints = torchrec_constraints(
+            tables,
+            plan.tables.plan,
+            batch_size=machine.batch_size,
+            tier=_torchrec_tier(machine.device, plan.tables.tier),
+            cache_load_factor=plan.tables.cache_load_frac,
+            is_prefetched=pipeline.kind is PipelineKind.prefetch,
+        )
+    else:
+        assert placed is not None, plan.label
+        embeddings = HotColdEmbeddingBagCollection(tables, placed, device=META)
+        sharders = [HotColdSharder(spec.embedding, plan.tables.hot_exchange, pipeline.wire)]
+        constraints = placement_constraints(placed, cache_stats, machine.device)
+    built = build_architecture(spec.architecture, embeddings, spec.seed, dense_device)
+    check_modules(built)
+    set_up_dense_layers(built, dense_device, spec.precision, is_compiled=spec.is_compiled)
+    task = ClickTask(built, machine.world_size, spec.label_weights)
+    return Unsharded(task, embeddings, sharders, constraints)
+
+
+def _torchrec_tier(device: str, tier: ColdTier) -> ColdTier:
+    """Returns the tier of the rows of TorchRec's own plans."""
+    if tier is ColdTier.cached:
+        raise ValueError(
+            "placement.tier: expected a compute kernel of TorchRec for placement=torchrec, got "
+            "cached. Set placement.tier=fused_uvm_caching, or a placement with hot and cold rows."
+        )
+    return cold_tier_for(device, tier, "placement.tier")

@@ -1,0 +1,317 @@
+"""The order of training samples: days, all-hot blocks, assignment to owners, and their loaders."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ShardingPlan,
+)
+
+from hotrec.assemble.planning import SettledPlan
+from hotrec.config.groups import AllHotOrder, HotColdConfig, OrderAssign, TimeOrder
+from hotrec.config.roots import Config
+from hotrec.data.all_hot import (
+    AllHotSamples,
+    SampleSubset,
+    count_steps_of_kinds,
+    read_all_hot,
+    write_all_hot,
+)
+from hotrec.data.chunks import Dataset
+from hotrec.data.days import check_time_order, days_of
+from hotrec.data.loader import make_loader, num_steps, step_sequence
+from hotrec.data.locality import Assign, ByOwner, Shard
+from hotrec.runtime.cores import num_workers
+from hotrec.runtime.ranks import Ranks, same_verdict
+from hotrec.train.alternate import AlternatingLoader, Alternation
+from hotrec.types import Exchange, Placement, Schema, Sharding
+
+logger = logging.getLogger(__name__)
+
+SPLIT, ALL_HOT = "train", "all_hot"
+
+
+def owned_tables(placement: Placement) -> list[str]:
+    """Tables whose cold rows are sent to the ranks that read them.
+
+    Tables with a pooled exchange are excluded: they send a vector per remote sample, whatever its
+    rows.
+    """
+    partition = placement.partition
+    return [
+        name
+        for name, num_rows in partition.num_rows.items()
+        if partition.num_hot(name) < num_rows and placement.tables[name].exchange is Exchange.ROWS
+    ]
+
+
+def check_assign(config: Config, placement: Placement | None) -> None:
+    """Refuse order.assign=by_owner where no row has an owner.
+
+    Args:
+        config: Configuration of the run.
+        placement: Planned placement; None for TorchRec's plans.
+
+    Raises:
+        ValueError: If no table has cold rows that are exchanged as rows.
+    """
+    if config.order.assign is not OrderAssign.by_owner:
+        return
+    if placement is not None and owned_tables(placement):
+        return
+    found = "TorchRec's own plan"
+    if placement is not None:
+        found = f"{placement.partition.policy}: none"
+    raise ValueError(
+        "order.assign: expected a placement with cold rows that are exchanged as rows for "
+        f"by_owner, got {found}. Choose order.assign=as_read, or a placement such as "
+        "placement=coverage."
+    )
+
+
+def adapts(config: Config, placement: Placement | None) -> HotColdConfig | None:
+    """How the hot rows follow the data; None if they do not, or if the plan has none that can.
+
+    Raises:
+        ValueError: If batches are packed or assigned by the hot rows of the plan.
+    """
+    placed, order = config.placement, config.order
+    if not isinstance(placed, HotColdConfig) or placed.adapt_every_steps == 0:
+        return None
+    by_hot_rows = isinstance(order, AllHotOrder) or order.assign is OrderAssign.by_owner
+    if by_hot_rows:
+        found = f"order={order.kind.name} order.assign={order.assign.name}"
+        raise ValueError(
+            f"order: expected shuffled or time and samples as read where hot rows follow the data, "
+            f"got {found}. Set placement.adapt_every_steps=0, or another order."
+        )
+    partition = None if placement is None else placement.partition
+    if partition is not None and any(
+        0 < partition.num_hot(table) < rows for table, rows in partition.num_rows.items()
+    ):
+        return placed
+    logger.warning(
+        "placement.adapt_every_steps=%d has no effect: no table of the plan has hot and cold rows",
+        placed.adapt_every_steps,
+    )
+    return None
+
+
+def choose_assign(
+    config: Config, schema: Schema, placement: Placement | None, plan: ShardingPlan
+) -> ByOwner | None:
+    """The assignment of training samples to ranks; None if they stay as read.
+
+    Args:
+        config: Configuration of the run.
+        schema: Features and tables of the dataset.
+        placement: Placement that passed ``check_assign``.
+        plan: Sharding plan of the tables.
+    """
+    if config.order.assign is not OrderAssign.by_owner:
+        return None
+    assert placement is not None
+    logger.info(
+        "order.assign=by_owner: each training sample goes to the rank that holds most of its cold "
+        "rows; loader workers read the ids of the whole global batch"
+    )
+    return by_owner(schema, placement, plan)
+
+
+def by_owner(schema: Schema, placement: Placement, plan: ShardingPlan) -> ByOwner:
+    """``ByOwner`` for the tables of a plan.
+
+    Raises:
+        RuntimeError: If the plan shards a table neither row-wise nor table-wise.
+    """
+    shards = {table: _shards(table, plan) for table in owned_tables(placement)}
+    hot_rows = {table: placement.partition.hot(table) for table in shards}
+    return ByOwner(schema, shards, hot_rows)
+
+
+def _shards(table: str, plan: ShardingPlan) -> list[Shard]:
+    """The non-empty shards of a table, ordered by row."""
+    found = [
+        (shard, sharding.sharding_type)
+        for module_plan in plan.plan.values()
+        if isinstance(module_plan, EmbeddingModuleShardingPlan)
+        for name, sharding in module_plan.items()
+        if name == table and isinstance(sharding.sharding_spec, EnumerableShardingSpec)
+        for shard in sharding.sharding_spec.shards
+    ]
+    types = {sharding_type for _, sharding_type in found}
+    if len(types) != 1 or not types <= {Sharding.ROW_WISE.value, Sharding.TABLE_WISE.value}:
+        raise RuntimeError(
+            f"plan table {table}: expected it row-wise or table-wise once, got "
+            f"{sorted(types) or 'no shards'}. Use the pinned torchrec (see `hotrec doctor`)."
+        )
+    shards = []
+    for found_shard, _ in found:
+        assert found_shard.placement is not None, table
+        if found_shard.shard_sizes[0]:
+            shards.append(Shard(found_shard.shard_offsets[0], found_shard.placement.rank()))
+    return sorted(shards, key=lambda shard: shard.first_row)
+
+
+def find_all_hot(
+    config: Config,
+    dataset: Dataset,
+    settled: SettledPlan,
+    run_dir: Path,
+    staged: Path,
+    *,
+    is_resumed: bool,
+) -> AllHotSamples | None:
+    """The all-hot samples for order=all_hot, None for another order; collective.
+
+    Args:
+        config: Configuration of the run.
+        dataset: Dataset of the run.
+        settled: Plan of the run.
+        run_dir: Directory of the run, with the samples that it saved before.
+        staged: Directory to save the samples in.
+        is_resumed: Whether the run resumes its own checkpoint and must use its saved samples.
+
+    Raises:
+        ValueError: If the placement has no hot rows.
+        ArtifactError: If the saved samples belong to another dataset or partition.
+    """
+    if not isinstance(config.order, AllHotOrder):
+        return None
+    partition, artifact = settled.partition, settled.artifact
+    if partition is None or artifact is None or partition.total_hot == 0:
+        found = "TorchRec's own plan" if partition is None else f"{partition.policy}: 0 hot rows"
+        raise ValueError(
+            f"order: expected a placement with hot rows for order=all_hot, got {found}. "
+            "Choose order=shuffled, or a placement that replicates rows, such as "
+            "placement=coverage."
+        )
+    path = run_dir / ALL_HOT
+    if is_resumed and path.exists():
+        return read_all_hot(dataset, SPLIT, partition_hash=artifact.content_hash, path=path)
+    return write_all_hot(
+        dataset, SPLIT, partition, partition_hash=artifact.content_hash, output=staged / ALL_HOT
+    )
+
+
+def check_order(config: Config, dataset: Dataset) -> None:
+    """Check that the dataset has the order that the configuration asks for.
+
+    Raises:
+        ArtifactError: If its samples are not in order of time, or its days are needed and unknown.
+        ValueError: If there is no day to evaluate ahead.
+    """
+    if not isinstance(config.order, TimeOrder):
+        return
+    if not check_time_order(dataset):
+        logger.warning("order=time: the dataset has no times; samples are in the order of the log")
+    if config.order.evaluate_ahead and len(days := days_of(dataset, SPLIT)) < 2:
+        raise ValueError(
+            "order.evaluate_ahead: expected two days or more in the training split of "
+            f"{dataset.artifact.path}, got {[day.name for day in days]}. Prepare it with a split "
+            "by time, or from a file for each day."
+        )
+
+
+def evaluates_ahead(config: Config) -> bool:
+    """Whether each day is evaluated before it is trained on, so that steps end with days."""
+    return isinstance(config.order, TimeOrder) and config.order.evaluate_ahead
+
+
+def count_epoch_steps(
+    config: Config, dataset: Dataset, samples: AllHotSamples | None, world_size: int
+) -> int:
+    """Steps of an epoch, the same on every rank."""
+    batch_size = config.trainer.batch_size
+    if evaluates_ahead(config):
+        return step_sequence(dataset, SPLIT, batch_size * world_size, by_day=True).count_steps(1)
+    if samples is None:
+        return num_steps(dataset, SPLIT, batch_size, world_size)
+    return sum(count_steps_of_kinds(samples, batch_size=batch_size, world_size=world_size))
+
+
+def make_alternation(
+    config: Config, samples: AllHotSamples | None, world_size: int
+) -> Alternation | None:
+    """The alternation of all-hot and mixed batches, None without all-hot samples."""
+    order, trainer = config.order, config.trainer
+    if samples is None or not isinstance(order, AllHotOrder):
+        return None
+    all_hot, mixed = count_steps_of_kinds(
+        samples, batch_size=trainer.batch_size, world_size=world_size
+    )
+    logger.info(
+        "order=all_hot: training samples are reordered: %d of %d (%.1f%%) are all-hot and come in "
+        "batches of their own; an epoch is %d all-hot and %d mixed steps, in blocks of %.3g of "
+        "each kind's at first%s",
+        sum(samples.num_all_hot),
+        samples.num_samples,
+        100 * samples.frac,
+        all_hot,
+        mixed,
+        order.start_rate,
+        "" if trainer.eval_every_steps and trainer.eval_splits else "; no evaluation changes that",
+    )
+    if all_hot == 0:
+        logger.warning("order=all_hot: no sample is all-hot, so no step saves the cold exchange")
+    return Alternation(
+        all_hot,
+        mixed,
+        start_rate=order.start_rate,
+        least_rate=order.least_rate,
+        patience=order.patience,
+    )
+
+
+def make_train_loader(
+    config: Config,
+    ranks: Ranks,
+    transform: Callable[[Any], Any] | None,
+    samples: AllHotSamples | None,
+    alternation: Alternation | None,
+    assign: Assign | None,
+) -> Any:
+    """The loader of all training steps; collective.
+
+    Args:
+        config: Configuration of the run.
+        ranks: Ranks of the process group.
+        transform: Router that the workers apply; None to route on the device.
+        samples: Result of ``find_all_hot``.
+        alternation: Result of ``make_alternation``.
+        assign: Result of ``choose_assign``.
+    """
+    trainer = config.trainer
+    workers = num_workers(trainer.num_workers, ranks)
+
+    def make(subset: SampleSubset | None) -> Any:
+        return make_loader(
+            config.paths.dataset,
+            SPLIT,
+            batch_size=trainer.batch_size,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            seed=trainer.seed,
+            epochs=trainer.num_epochs,
+            shuffle=not isinstance(config.order, TimeOrder),
+            by_day=evaluates_ahead(config),
+            num_workers=workers,
+            transform=transform,
+            pin_memory=ranks.device.type == "cuda",
+            subset=subset,
+            assign=assign,
+        )
+
+    if samples is None or alternation is None:
+        return same_verdict(lambda: make(None))
+    subsets = {kind: samples.subset(is_all_hot=kind) for kind in (True, False)}
+    loaders = same_verdict(
+        lambda: {kind: make(subset) for kind, subset in subsets.items() if subset.num_samples}
+    )
+    return AlternatingLoader(loaders.get(True), loaders.get(False), alternation)

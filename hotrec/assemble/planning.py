@@ -1,0 +1,483 @@
+"""Plans of runs: what a configuration is planned as, and the plan that a run recorded.
+
+``hotrec plan`` and ``hotrec train`` make it from the configuration; a resumed run and
+``hotrec evaluate`` read the one that the run recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torchrec.distributed.types import CacheStatistics
+
+from hotrec.artifact import Artifact, ArtifactError, check_made_from, read_record
+from hotrec.assemble.constraints import cache_statistics
+from hotrec.assemble.job import (
+    costs_of,
+    describe_situation,
+    loader_of,
+    model_spec,
+    plan_request,
+    request_for,
+    torchrec_tables_of,
+)
+from hotrec.assemble.model import ModelSpec, build_unsharded
+from hotrec.assemble.policies import policy_parameters
+from hotrec.assemble.torchrec_plan import shardings_of
+from hotrec.config.groups import (
+    CostPlacement,
+    HotColdConfig,
+    SavedPlacement,
+    TorchrecPlacement,
+)
+from hotrec.config.roots import Config
+from hotrec.cost_model.costs import Costs, CostsError
+from hotrec.cost_model.histogram import CountHistogram
+from hotrec.cost_model.profile import Profile, read_profile
+from hotrec.data.chunks import Dataset
+from hotrec.planner.document import prediction_document
+from hotrec.planner.machine import Machine
+from hotrec.planner.partition import (
+    most_accessed,
+    read_placement,
+    summarize_partition,
+    write_partition,
+)
+from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
+from hotrec.planner.predict import Shardings
+from hotrec.planner.propose import (
+    ON_DEVICE,
+    ON_HOST,
+    Decision,
+    in_doubt,
+    predict_sensitivity,
+    propose,
+    unpredicted,
+)
+from hotrec.planner.request import ByCost, GivenTables, PlanRequest
+from hotrec.planner.situation import Situation
+from hotrec.planner.trial import Trial, read_trial, trial_file
+from hotrec.runtime.memory import read_fingerprint
+from hotrec.runtime.run_dir import PARTITION, PREDICTION
+from hotrec.types import (
+    DEFAULT_LOAD_FRAC,
+    Partition,
+    PipelineKind,
+    PipelineSpec,
+    Placement,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SettledPlan:
+    """A plan with all that training it takes.
+
+    Args:
+        plan: The plan.
+        placement: The hot rows of split tables and the place of the others; None for TorchRec's
+            plans.
+        artifact: The partition's directory, or None without a placement.
+        prediction: The document of ``hotrec.planner.document``, or None without a prediction.
+        costs: The costs of the prediction.
+        cache_stats: Statistics of the device caches of host tables, by table.
+        max_bytes: Predicted memory of the fullest rank, by MEMORIES; empty without a prediction.
+        step_s: Predicted seconds of a step.
+    """
+
+    plan: Plan
+    placement: Placement | None
+    artifact: Artifact | None = None
+    prediction: dict[str, Any] | None = None
+    costs: Costs | None = None
+    cache_stats: Mapping[str, CacheStatistics] = field(default_factory=dict)
+    max_bytes: tuple[float, ...] = ()
+    step_s: float = math.nan
+
+    def machine(self, machine: Machine) -> Machine:
+        """Returns the machine with our costs, but for TorchRec's own plans with TorchRec's."""
+        return machine if self.placement is None else replace(machine, costs=self.costs)
+
+    @property
+    def partition(self) -> Partition | None:
+        return None if self.placement is None else self.placement.partition
+
+    @property
+    def predicted(self) -> Mapping[str, Any] | None:
+        """The document's entry of the plan to train."""
+        if self.prediction is None:
+            return None
+        entry: Mapping[str, Any] = self.prediction["plans"][self.prediction["chosen"]]
+        return entry
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The candidates of a run with their predictions, on one process; see ``make_proposal``.
+
+    Args:
+        request: What was asked of the planner.
+        spec: What is trained.
+        dataset: The dataset.
+        machine: The ranks.
+        parameters: The policy's configuration, which reports show with a new partition.
+        trials: Where trials are recorded.
+        trial_facts: What a step depends on besides the candidates and the machine.
+        placement: The given placement; None to choose by cost, or for TorchRec's plans.
+        artifact: The saved partition that was configured.
+        counted: The profile and its artifact; None without one.
+        histograms: The profile's histogram of every table.
+        situation: What the predictions are for; None without predictions.
+        decision: The choice by prediction; None without predictions.
+        sensitivity: Predictions with other budgets, batches and ranks.
+    """
+
+    request: PlanRequest
+    spec: ModelSpec
+    dataset: Dataset
+    machine: Machine
+    parameters: Mapping[str, object]
+    trials: Path
+    trial_facts: Mapping[str, Any]
+    placement: Placement | None
+    artifact: Artifact | None
+    counted: tuple[Profile, Artifact] | None = None
+    histograms: Mapping[str, CountHistogram] = field(default_factory=dict)
+    situation: Situation | None = None
+    decision: Decision | None = None
+    sensitivity: Sequence[Mapping[str, Any]] = ()
+
+    @cached_property
+    def candidates(self) -> dict[str, SettledPlan]:
+        """The candidates that predictions cannot tell apart, by digest, the best first."""
+        if self.situation is None or self.decision is None:
+            return {}
+        tables = self.request.tables
+        may_decline = isinstance(tables, ByCost) and tables.may_decline
+        plans = in_doubt(self.decision, self.situation.costs, may_decline=may_decline)
+        return {plan.digest: self._settled(plan) for plan in plans}
+
+    def _settled(self, plan: Plan) -> SettledPlan:
+        assert self.situation is not None
+        assert self.decision is not None
+        assert self.counted is not None
+        prediction, placement = self.decision.predictions[plan], self.decision.placement
+        if placement is None and isinstance(plan.tables, SplitTables):
+            policy = f"least step, {self.situation.costs.name}"
+            counts = self.counted[0].counts
+            placement = most_accessed(plan.tables, counts, self.histograms, policy)
+        return SettledPlan(
+            plan,
+            placement,
+            costs=self.situation.costs,
+            cache_stats={} if placement is None else cache_statistics(self.situation, placement),
+            max_bytes=prediction.max_bytes,
+            step_s=prediction.step_s,
+        )
+
+    def predicted_s(self, num_steps: int) -> tuple[float, float]:
+        """Predicted seconds of ``num_steps`` steps of the best candidate, and their upper end."""
+        assert self.situation is not None
+        assert self.decision is not None
+        run_s = num_steps * self.decision.prediction.step_s
+        return run_s, self.situation.costs.interval_s(run_s)[1]
+
+    @property
+    def recorded_trial(self) -> Trial | None:
+        """The trial of these candidates that an earlier run recorded, if any."""
+        if len(self.candidates) < 2:
+            return None
+        return read_trial(self.trial_file, self._words("label"))
+
+    @property
+    def trial_file(self) -> Path:
+        """Where a trial of these candidates, with this model, data and machine, is recorded."""
+        assert self.situation is not None
+        facts = {
+            **self.trial_facts,
+            "versions": read_fingerprint(self.situation.machine.device),
+            # New costs are a new machine, or the same one in another state.
+            "costs": self.situation.costs.to_json(),
+            "dataset": self.dataset.artifact.content_hash,
+            "machine": replace(self.situation.machine, costs=None, host_bytes=0, device_bytes=0),
+            "candidates": sorted(self.candidates),
+        }
+        return trial_file(self.trials, facts)
+
+    def _words(self, name: str) -> dict[str, str]:
+        """The label or the title of every plan, by digest."""
+        assert self.decision is not None
+        return {plan.digest: getattr(plan, name) for plan in self.decision.predictions}
+
+    def settle(self, output: Path, trial: Trial | None = None) -> SettledPlan:
+        """Chooses, by a trial if there was one, and writes a new partition.
+
+        Args:
+            output: Where a new partition is written. A saved one is not copied.
+            trial: What was measured of the candidates.
+        """
+        if self.situation is None or self.decision is None:
+            plan = unpredicted(self.request, self.machine)
+            settled = SettledPlan(plan, self.placement)
+        else:
+            decision = self.decision
+            if trial is not None:
+                decision = replace(
+                    decision,
+                    chosen=self.candidates[trial.chosen].plan,
+                    why=trial.why(self._words("title")),
+                )
+            logger.info("%s", decision.why)
+            settled = self._settled(decision.chosen)
+            assert self.counted is not None
+            document = prediction_document(
+                self.situation,
+                decision,
+                partition=settled.partition,
+                counts=self.counted[0].counts,
+                sensitivity=self.sensitivity,
+                trial=trial,
+            )
+            settled = replace(settled, prediction=document)
+        artifact = self.artifact
+        if artifact is None and settled.placement is not None:
+            artifact = self._write(settled.placement, output)
+        return replace(settled, artifact=artifact)
+
+    def _write(self, placement: Placement, output: Path) -> Artifact:
+        assert self.counted is not None
+        profile, profile_artifact = self.counted
+        return write_partition(
+            placement,
+            output,
+            parameters=self.parameters,
+            summary=summarize_partition(placement.partition, profile, self.spec.row_bytes),
+            dataset_hash=self.dataset.artifact.content_hash,
+            profile_hash=profile_artifact.content_hash,
+            planned_for=_planned_for(self.machine),
+        )
+
+
+def make_proposal(
+    config: Config, dataset: Dataset, machine: Machine, *, is_plan: bool = False
+) -> Proposal:
+    """Predicts the candidates of a configuration, on one process.
+
+    Args:
+        config: The configuration.
+        dataset: Its dataset.
+        machine: The ranks to plan for.
+        is_plan: Whether to also predict TorchRec's plans and the sensitivity, for ``hotrec plan``.
+
+    Raises:
+        ArtifactError: If the profile or the saved partition is missing, or of another dataset.
+        ValueError: If the policy cannot be satisfied, the rows do not fit the memory, or the costs
+            that a cost-based choice needs are of another kind of machine.
+    """
+    kind, placement, artifact = config.placement, None, None
+    if isinstance(kind, SavedPlacement):
+        placement, artifact = read_placement(Path(kind.partition_dir))
+        check_made_from(artifact, dataset.artifact)
+        _warn_of_another_situation(artifact, machine)
+    spec = model_spec(config, dataset.schema)
+
+    def proposal(request: PlanRequest, **of_profile: Any) -> Proposal:
+        return Proposal(
+            request,
+            spec,
+            dataset,
+            machine,
+            policy_parameters(kind) if isinstance(kind, HotColdConfig) else {},
+            Path(config.paths.trials),
+            _trial_facts(config),
+            getattr(request.tables, "placement", None),
+            artifact,
+            **of_profile,
+        )
+
+    try:
+        profile, profile_artifact = read_profile(Path(config.paths.profile))
+        check_made_from(profile_artifact, dataset.artifact)
+    except ArtifactError as error:
+        if not isinstance(kind, SavedPlacement | TorchrecPlacement):
+            raise
+        # The text: a handler that keeps records would keep the dataset open by the traceback.
+        logger.info("no prediction: %s", str(error))
+        return proposal(plan_request(config, dataset, machine, None, placement))
+    request = plan_request(config, dataset, machine, profile, placement)
+    histograms = profile.build_histograms()
+    without = proposal(request, counted=(profile, profile_artifact), histograms=histograms)
+    costs = costs_of(config, machine)
+    workers, _ = loader_of(config, machine, costs[0])
+    request = replace(request, num_workers=workers)
+
+    def describe(machine: Machine) -> Situation:
+        return describe_situation(config, dataset.schema, histograms, profile, machine, costs)
+
+    def shardings(tables: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:
+        # An optimizer that the device cannot train is an error, tables that do not fit are not.
+        unsharded = build_unsharded(spec, Plan(tables, pipeline), None, machine)
+        try:
+            sharding = unsharded.plan(machine)
+        except ValueError as error:
+            return str(error)
+        return shardings_of(
+            sharding,
+            {table.name for table in dataset.schema.tables},
+            tables.cache_load_frac,
+            is_prefetched=pipeline.kind is PipelineKind.prefetch,
+        )
+
+    sensitivity: list[dict[str, Any]] = []
+    try:
+        situation = describe(machine)
+        decision = propose(request, situation, shardings, with_baselines=is_plan)
+        is_by_cost = isinstance(kind, CostPlacement)
+        if is_by_cost and is_plan and config.plan.sensitivity is not False:
+            sensitivity = predict_sensitivity(request, decision, situation, describe)
+    except CostsError as error:
+        if isinstance(kind, CostPlacement):
+            raise
+        logger.warning("no prediction: %s", error)
+        if (slots := getattr(request.tables, "slots", None)) is not None and slots.place:
+            logger.warning(
+                "no prediction: using the default placement.cache_load_frac=%s", DEFAULT_LOAD_FRAC
+            )
+        return without
+    return replace(
+        without,
+        request=request,
+        placement=decision.placement,
+        situation=situation,
+        decision=decision,
+        sensitivity=sensitivity,
+    )
+
+
+def _trial_facts(config: Config) -> dict[str, Any]:
+    trainer, optimizer = config.trainer, config.optimizer
+    return {
+        "settings": [config.model, config.pipeline, config.placement],
+        "optimizer": [optimizer.kind, optimizer.dense_kind],  # a step takes as long at any rate
+        "trainer": [
+            *(trainer.batch_size, trainer.precision, trainer.compile, trainer.num_workers),
+            trainer.grad_clip_norm,
+        ],
+    }
+
+
+def read_settled_plan(config: Config, run_dir: Path, machine: Machine) -> SettledPlan:
+    """Reads the plan that a run recorded when it started.
+
+    Args:
+        config: The run's configuration.
+        run_dir: Its directory.
+        machine: The ranks, where the run recorded no prediction and left the pipeline open.
+
+    Raises:
+        ArtifactError: If its partition is missing or altered.
+    """
+    recorded = _read_recorded(config, run_dir)
+    placement, artifact = recorded_partition(config, run_dir)
+    tables = recorded.torchrec if placement is None else GivenTables(placement)
+    assert tables is not None, run_dir
+    request = request_for(config, tables)
+    if recorded.kind is not None:
+        request = replace(request, pipeline=request.pipeline.with_kind(recorded.kind))
+    plan = unpredicted(request, machine)
+    return SettledPlan(plan, placement, artifact, recorded.prediction)
+
+
+def recorded_partition(
+    config: Config, run_dir: Path
+) -> tuple[Placement, Artifact] | tuple[None, None]:
+    """The partition that a run trained, with its place; None and None for TorchRec's plans.
+
+    Raises:
+        ArtifactError: If it is missing or altered.
+    """
+    if _read_recorded(config, run_dir).torchrec is not None:
+        return None, None
+    kind = config.placement
+    saved = Path(kind.partition_dir) if isinstance(kind, SavedPlacement) else run_dir / PARTITION
+    return read_placement(saved)
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """What a run recorded of its plan.
+
+    Args:
+        prediction: The prediction document; None if it made none.
+        kind: The pipeline that it chose; None without a prediction.
+        torchrec: The plan of TorchRec that it trained; None for split tables.
+    """
+
+    prediction: dict[str, Any] | None
+    kind: PipelineKind | None
+    torchrec: TorchrecTables | None
+
+
+def _read_recorded(config: Config, run_dir: Path) -> _Recorded:
+    path, is_by_cost = run_dir / PREDICTION, isinstance(config.placement, CostPlacement)
+    torchrec = torchrec_tables_of(config.placement)
+    if not path.exists():
+        if is_by_cost:
+            raise ArtifactError(
+                f"{path}: expected the plan that the run chose, got no such file. Start a new run."
+            )
+        return _Recorded(None, None, torchrec)
+    try:
+        prediction = json.loads(read_record(path))
+        kind, chosen = _recorded_plan(prediction)
+    except (OSError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"{path}: expected the plan that the run chose, got {error!r}. Start a new run."
+        ) from error
+    return _Recorded(prediction, kind, chosen if is_by_cost else torchrec)
+
+
+def _recorded_plan(prediction: Mapping[str, Any]) -> tuple[PipelineKind, TorchrecTables | None]:
+    """The pipeline that a run chose, and the plan of TorchRec, if it chose one.
+
+    Documents of earlier versions name the plan by its label alone.
+    """
+    if "plan" in prediction:
+        plan = Plan.from_json(prediction["plan"])
+        tables = plan.tables if isinstance(plan.tables, TorchrecTables) else None
+        return plan.pipeline.kind, tables
+    chosen = prediction["chosen"]
+    kind = PipelineKind(prediction["plans"][chosen]["pipeline"])
+    of_label = {Plan(t, PipelineSpec(kind)).label: t for t in (*ON_DEVICE, *ON_HOST)}
+    return kind, of_label.get(chosen)
+
+
+def _planned_for(machine: Machine) -> dict[str, int]:
+    return {
+        "num_ranks": machine.world_size,
+        "ranks_per_host": machine.local_world_size,
+        "batch_size": machine.batch_size,
+    }
+
+
+def _warn_of_another_situation(artifact: Artifact, machine: Machine) -> None:
+    # Partitions of earlier versions do not record what they were planned for.
+    planned_for = artifact.content.get("planned_for") or {}
+    differences = ", ".join(
+        f"{name} {value} instead of {planned_for[name]}"
+        for name, value in _planned_for(machine).items()
+        if planned_for.get(name, value) != value
+    )
+    if differences:
+        logger.warning(
+            "%s was planned for another situation: %s. Another choice may be faster",
+            *(artifact.path, differences),
+        )

@@ -1,0 +1,420 @@
+"""Replays the rows that batches read through caches of host rows, and counts what moves.
+
+A cache holds all rows of a batch while it is computed. Every row that is read is changed, so each
+one that leaves is written back. The policies differ in which rows leave:
+
+    look_ahead      ours, by its own code (``hotrec.embedding.slots``), with the batches it knows
+    lru             those read longest ago
+    frequency       those with the fewest lookups in the profile (Colossal-AI's cache)
+    belady          those read again last, of the whole stream: no policy moves fewer (Belady, IBM
+                    Systems Journal 5(2), 1966), as far as rows are in no batch in flight
+
+Look-ahead comes to belady with depth 0, no popular rows and a window as long as the stream.
+
+Misses by number of slots are predicted by replay too, of a sample of the rows through slots in
+proportion (SHARDS: Waldspurger et al., FAST 2015). So the policy is exact, and all that is wrong
+comes from sampling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+
+from hotrec.cost_model.profile import Profile
+from hotrec.data.chunks import Dataset
+from hotrec.data.loader import make_loader
+from hotrec.embedding.slots import SlotMap, TooFewSlotsError
+from hotrec.planner.request import Replayed
+from hotrec.types import Partition, PipelineSpec, PopularRows, Rows
+
+LOOK_AHEAD = "look_ahead"
+# A stream has at most so many ids of its sampled rows, and a sample at least so many slots: with
+# half of these misses were off by up to 1.1 points, where batches in flight fill nearly all of the
+# slots, and with all of them by 0.13.
+MOST_IDS, LEAST_SLOTS = 1 << 21, 5000
+# Ids that are read to sample them, some ten seconds.
+MOST_READ = 1 << 28
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What batches read of rows that are numbered over all tables.
+
+    Args:
+        rows: Distinct rows of each batch, int64 (U,).
+        lookups: How often each of them is looked up, int64 (U,).
+        counts: Lookups of every row in the profile, int64 (R,).
+        every: One row of so many is in the stream, and one slot in a cache.
+        all_lookups: Lookups of each batch, also of rows that are not in the stream; empty stands
+            for the share of those that are.
+    """
+
+    rows: Sequence[Rows]
+    lookups: Sequence[Rows]
+    counts: Rows
+    every: int = 1
+    all_lookups: Sequence[int] = ()
+
+    def sample(self, numbers: Rows, every: int) -> Stream:
+        """The stream of the rows that ``sample_rows`` numbered."""
+        rows, lookups = [], []
+        for read, times in zip(self.rows, self.lookups, strict=True):
+            found = numbers[read]
+            rows.append(found[found >= 0])
+            lookups.append(times[found >= 0])
+        all_lookups = [int(times.sum()) for times in self.lookups]
+        return Stream(rows, lookups, self.counts[numbers >= 0], every, all_lookups)
+
+
+def sample_rows(counts: Rows, every: int) -> Rows:
+    """Number one of so many rows.
+
+    They are evenly spaced in the order of their counts, so that the sample has its share of the
+    rows of each popularity. A hash leaves the most popular ones to chance.
+
+    Args:
+        counts: Lookups of every row in the profile, int64 (R,).
+
+    Returns:
+        The number of each row in the sample, int64 (R,), rising; -1 of those that are not in it.
+    """
+    is_taken = np.ones(counts.size, np.bool_)
+    if every > 1:
+        by_count = np.argsort(-counts, kind="stable")
+        is_taken[:] = False
+        is_taken[by_count[every // 2 :: every]] = True
+    return np.where(is_taken, np.cumsum(is_taken) - 1, -1)
+
+
+def sampling_step(num_ids: float, num_slots: float) -> int:
+    """One of how many rows to replay, of a stream of so many ids, for so many slots."""
+    return max(1, min(math.ceil(num_ids / MOST_IDS), int(num_slots / LEAST_SLOTS)))
+
+
+def number_rows(rows: Mapping[str, Rows], counts: Mapping[str, Rows]) -> Rows:
+    """Rows by table, numbered over all tables in the order of the counts."""
+    begins = np.cumsum([0, *(of_table.size for of_table in counts.values())])
+    parts = [rows[table] + begin for table, begin in zip(counts, begins, strict=False)]
+    return np.concatenate(parts)
+
+
+def number_popular(
+    popular: Mapping[str, PopularRows], counts: Mapping[str, Rows], numbers: Rows | None = None
+) -> PopularRows:
+    """Popular rows by table as those of a stream, see ``read_stream``."""
+    of_all = np.concatenate([popular[table] for table in counts])
+    of_all["row"] = number_rows({table: popular[table]["row"] for table in counts}, counts)
+    if numbers is None:
+        return of_all
+    of_all["row"] = numbers[of_all["row"]]
+    return of_all[of_all["row"] >= 0]
+
+
+@dataclass(frozen=True)
+class TrainingOrder:
+    """How training reads global batches.
+
+    Args:
+        dataset: Directory of the dataset.
+        batch_size: Samples of a global batch.
+        seed: Seed of the order.
+        num_epochs: Passes over the training split.
+        is_shuffled: Whether samples are shuffled; else they come in the log's order.
+    """
+
+    dataset: str
+    batch_size: int
+    seed: int
+    num_epochs: int
+    is_shuffled: bool
+
+
+def read_stream(
+    order: TrainingOrder,
+    dataset: Dataset,
+    counts: Mapping[str, Rows],
+    *,
+    num_batches: int,
+    numbers: Rows | None = None,
+    every: int = 1,
+) -> Stream:
+    """The first global batches of training, in its order.
+
+    Args:
+        order: How training reads them.
+        dataset: Its dataset.
+        counts: Lookups of the rows of each table in the profile.
+        num_batches: The number of batches.
+        numbers: Numbers of the rows to replay, see ``sample_rows``; None for all.
+        every: One row of so many has a number.
+    """
+    begins = np.cumsum([0, *(of_table.size for of_table in counts.values())])
+    begin_of = dict(zip(counts, begins.tolist(), strict=False))
+    table_of = {feature.name: feature.table for feature in dataset.schema.features}
+    loader = make_loader(
+        order.dataset,
+        "train",
+        batch_size=order.batch_size,
+        rank=0,
+        world_size=1,
+        seed=order.seed,
+        epochs=order.num_epochs,
+        shuffle=order.is_shuffled,
+    )
+    batches = []
+    for batch in islice(loader, num_batches):
+        ids = batch.sparse.values().long().numpy()
+        starts = [begin_of[table_of[name]] for name in batch.sparse.keys()]  # noqa: SIM118 (a KJT)
+        read = ids + np.repeat(starts, batch.sparse.length_per_key())
+        batches.append(np.unique(_numbered(read, numbers), return_counts=True))
+    of_all = np.concatenate(list(counts.values()))
+    of_stream = of_all if numbers is None else of_all[numbers >= 0]
+    return Stream([rows for rows, _ in batches], [times for _, times in batches], of_stream, every)
+
+
+def _numbered(read: Rows, numbers: Rows | None) -> Rows:
+    if numbers is None:
+        return read
+    found = numbers[read]
+    return found[found >= 0]
+
+
+def draw_stream(
+    counts: Rows, numbers: Rows, every: int, *, num_ids: float, num_batches: int
+) -> Stream:
+    """Batches of independent lookups as probable as in the profile, where there is no data.
+
+    Args:
+        num_ids: Lookups of a global batch, of all rows.
+    """
+    of_stream = counts[numbers >= 0]
+    ends = np.cumsum(of_stream)
+    rng = np.random.default_rng(0)
+    num_read = num_ids * ends[-1] / counts.sum()
+    batches = [
+        np.unique(
+            np.searchsorted(ends, rng.integers(ends[-1], size=rng.poisson(num_read)), "right"),
+            return_counts=True,
+        )
+        for _ in range(num_batches)
+    ]
+    return Stream([rows for rows, _ in batches], [times for _, times in batches], of_stream, every)
+
+
+@dataclass(frozen=True)
+class SlotReplay:
+    """Training's first batches, or drawn ones without data, for slots in any number.
+
+    The ranks' shards are taken as one: each serves as much as the others. Rows that the profile
+    says are hot take no slots.
+
+    Args:
+        counts: Lookups of the rows of each table in the profile.
+        numbers: Numbers of the sampled rows that may be in slots, int64 (R,); -1 of all others.
+        stream: What the batches read of these rows.
+        pipeline: Look-ahead, which fills the slots.
+        skip_frac: Share of the batches, the first ones, that are not counted.
+    """
+
+    counts: Mapping[str, Rows]
+    numbers: Rows
+    stream: Stream
+    pipeline: PipelineSpec
+    skip_frac: float
+
+    @classmethod
+    def read(
+        cls,
+        order: TrainingOrder,
+        dataset: Dataset,
+        profile: Profile,
+        partition: Partition,
+        pipeline: PipelineSpec,
+        *,
+        num_batches: int,
+        skip_frac: float,
+        min_load_frac: float,
+    ) -> SlotReplay:
+        """Reads a sample of the rows that is large enough for the fewest slots to be replayed."""
+        counts = profile.counts
+        of_all = np.concatenate(list(counts.values()))
+        num_ids = of_all.sum() / profile.num_samples * order.batch_size
+        num_batches = max(2, min(num_batches, int(MOST_READ / max(num_ids, 1.0))))
+        every = sampling_step(num_ids * num_batches, min_load_frac * of_all.size)
+        numbers = sample_rows(of_all, every)
+        numbers[number_rows({t: partition.hot(t) for t in counts}, counts)] = -1
+        numbers = np.where(numbers >= 0, np.cumsum(numbers >= 0) - 1, -1)
+        if dataset.num_samples("train"):
+            stream = read_stream(
+                order,
+                dataset,
+                counts,
+                num_batches=num_batches,
+                numbers=numbers,
+                every=every,
+            )
+        else:
+            stream = draw_stream(of_all, numbers, every, num_ids=num_ids, num_batches=num_batches)
+        return cls(counts, numbers, stream, pipeline, skip_frac)
+
+    def predict(self, load_frac: float, popular_rows: Mapping[str, PopularRows]) -> Replayed | None:
+        """Replay look-ahead over the slots of all ranks.
+
+        Args:
+            load_frac: Slots, as a fraction of the rows.
+            popular_rows: Rows of each table that begin in slots.
+
+        Returns:
+            None if the batches that are held read more rows than there are slots.
+        """
+        stream, depth = self.stream, self.pipeline.batches_in_slots - 1
+        num_slots = math.ceil(load_frac * self.numbers.size)
+        return replay(
+            stream,
+            LOOK_AHEAD,
+            max(num_slots, stream.every * _least_slots(stream, depth)),
+            int(self.skip_frac * len(stream.rows)),
+            depth=depth,
+            window=self.pipeline.batches_foreseen,
+            popular=number_popular(popular_rows, self.counts, self.numbers),
+        )
+
+
+def _least_slots(stream: Stream, depth: int) -> int:
+    """Slots for the rows of the batches in flight, whose sample may be off."""
+    held = [
+        np.unique(np.concatenate(stream.rows[number : number + depth + 1])).size
+        for number in range(len(stream.rows))
+    ]
+    return max(held)
+
+
+# The rows of a batch that were missing, bool (U,), and the number of rows that left.
+Step = tuple[np.ndarray, int]
+
+
+def replay(
+    stream: Stream,
+    policy: str,
+    num_slots: int,
+    num_skipped: int,
+    *,
+    depth: int,
+    window: int,
+    popular: PopularRows,
+) -> Replayed | None:
+    """Replay a stream through a policy.
+
+    Args:
+        policy: One of POLICIES.
+        num_slots: Slots for all rows, of which a sampled stream has its share.
+        num_skipped: First batches, which are not counted.
+        depth: Batches that hold slots in look-ahead beside the one that is computed.
+        window: Further batches that it knows.
+        popular: Rows of the stream with which its slots begin.
+
+    Returns:
+        None if the batches that are held read more rows than there are slots.
+    """
+    every = stream.every
+    size = max(1, round(num_slots / every))
+    if policy == LOOK_AHEAD:
+        steps = _look_ahead(stream, size, depth, window, popular)
+    else:
+        steps = _ranked(stream, size, RANKINGS[policy](stream))
+    num_rows = num_lookups = missed_lookups = num_in = num_out = 0
+    try:
+        for number, (is_missing, num_left) in enumerate(steps):
+            if number >= num_skipped:
+                lookups = stream.lookups[number]
+                num_rows += is_missing.size
+                if stream.all_lookups:
+                    num_lookups += stream.all_lookups[number]
+                else:
+                    num_lookups += every * int(lookups.sum())
+                missed_lookups += every * int(lookups[is_missing].sum())
+                num_in += int(np.count_nonzero(is_missing))
+                num_out += num_left
+    except TooFewSlotsError:
+        return None
+    of_batch = every / (len(stream.rows) - num_skipped)
+    return Replayed(
+        policy,
+        num_slots,
+        1 - num_in / max(num_rows, 1),
+        1 - missed_lookups / max(num_lookups, 1),
+        num_in * of_batch,
+        num_out * of_batch,
+    )
+
+
+def _look_ahead(
+    stream: Stream, num_slots: int, depth: int, window: int, popular: PopularRows
+) -> Iterator[Step]:
+    slots = SlotMap(stream.counts.size, num_slots, popular, torch.device("cpu"))
+    known = 0
+    for number, rows in enumerate(stream.rows):
+        while window and known <= min(max(number, depth) + window, len(stream.rows) - 1):
+            slots.foresee(torch.from_numpy(stream.rows[known]), known)
+            known += 1
+        if number > depth:
+            slots.release(number - depth - 1, is_changed=True)
+        _, moves = slots.reserve(torch.from_numpy(rows), number)
+        is_missing = np.isin(rows, moves.in_rows.numpy(), assume_unique=True)
+        yield is_missing, moves.out_rows.numel()
+
+
+# The rank of each row of a batch among the rows that leave, the least first.
+Ranking = Callable[[int], np.ndarray]
+
+
+def _ranked(stream: Stream, num_slots: int, ranks_of: Ranking) -> Iterator[Step]:
+    """A cache whose rows of the least rank leave, but not those of the batch that is computed."""
+    slot_of_row = np.full(stream.counts.size, -1, np.int64)
+    row_of_slot = np.full(num_slots, -1, np.int64)
+    ranks = np.full(num_slots, -np.inf)
+    for number, rows in enumerate(stream.rows):
+        slots = slot_of_row[rows]
+        is_missing = slots < 0
+        ranks[slots[~is_missing]] = np.inf
+        missing = rows[is_missing]
+        num_free = int(np.count_nonzero(ranks < np.inf))
+        if missing.size > num_free:
+            raise TooFewSlotsError(num_slots - num_free + missing.size, num_slots)
+        taken = np.argpartition(ranks, max(missing.size - 1, 0))[: missing.size]
+        left = row_of_slot[taken]
+        slot_of_row[left[left >= 0]] = -1
+        row_of_slot[taken], slot_of_row[missing] = missing, taken
+        ranks[slot_of_row[rows]] = ranks_of(number)
+        yield is_missing, int(np.count_nonzero(left >= 0))
+
+
+def _by_recency(stream: Stream) -> Ranking:
+    # Within a batch in the order of its rows.
+    return lambda number: number + np.linspace(0, 1, stream.rows[number].size, endpoint=False)
+
+
+def _by_profile(stream: Stream) -> Ranking:
+    return lambda number: stream.counts[stream.rows[number]].astype(np.float64)
+
+
+def _by_next_use(stream: Stream) -> Ranking:
+    # Rows that are not read again leave first, of these the ones with the fewest lookups; but empty
+    # slots, whose rank is infinite, are taken before.
+    next_use = len(stream.rows) + 1 - stream.counts / (stream.counts.max() + 1)
+    following = []
+    for number in range(len(stream.rows) - 1, -1, -1):
+        following.append(next_use[stream.rows[number]])
+        next_use[stream.rows[number]] = number
+    following.reverse()
+    return lambda number: -following[number]
+
+
+RANKINGS = {"lru": _by_recency, "frequency": _by_profile, "belady": _by_next_use}
+POLICIES = (LOOK_AHEAD, *RANKINGS)

@@ -1,0 +1,351 @@
+"""What hotrec needs of TorchRec, FBGEMM's modules, DDP and autograd beyond their public interface.
+
+The only file that uses their private names, which may change with every release: a new pair of
+libraries is tried here. Where releases differ, the function says how. tests/policy lists the few
+private names of torch's runtime and of Python that other files use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
+from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
+from torchrec.distributed.train_pipeline import TrainPipelineBase
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from hotrec.types import Rows
+
+# ---- Sharded collections -------------------------------------------------------------------------
+
+
+def lookups(collection: Any) -> list[Any]:
+    """The lookups of a sharded collection, one for each way of sharding; in DDP if data-parallel.
+
+    The list is TorchRec's own, which is no submodule: ``model.modules()`` does not reach it.
+    """
+    found: list[Any] = collection._lookups
+    return found
+
+
+def output_dists(collection: Any) -> list[Any]:
+    """What sends the rows of each lookup to the ranks that requested them."""
+    found: list[Any] = collection._output_dists
+    return found
+
+
+def tables_by_lookup(collection: ShardedEmbeddingCollection) -> list[list[str]]:
+    """The tables of each lookup, in the order of its rows.
+
+    TorchRec groups tables by sharding, by owner if table-wise, and by compute kernel.
+    """
+    return [list(names) for names in collection._embedding_names_per_sharding]
+
+
+def table_configs(collection: nn.Module) -> list[BaseEmbeddingConfig]:
+    """The tables of a sharded collection; only unsharded ones have a method for them."""
+    is_pooled = isinstance(collection, ShardedEmbeddingBagCollection)
+    found: Any = collection._embedding_bag_configs if is_pooled else collection._embedding_configs
+    return list(found)
+
+
+def is_weighted(collection: ShardedEmbeddingBagCollection) -> bool:
+    """Whether a sharded collection multiplies rows by the weights of its features."""
+    return bool(collection._is_weighted)
+
+
+@dataclass(frozen=True)
+class IdsRoute:
+    """Where TorchRec would send the ids of one way of sharding.
+
+    Args:
+        group: The ranks.
+        num_keys_W: The number of tables sent to each rank.
+        block_sizes_T: The number of rows per rank of each table; None if tables are whole on one.
+        device: The device of the ids.
+    """
+
+    group: dist.ProcessGroup
+    num_keys_W: list[int]
+    block_sizes_T: torch.Tensor | None
+    device: torch.device
+
+
+class RowCollection(ShardedEmbeddingCollection):
+    """TorchRec's sharded collection of unpooled rows, whose exchange of ids can be replaced.
+
+    It never sends rank 0's replicated rows to the others, as TorchRec does in both of the first
+    methods: ``shard`` makes replicas equal later, or ``initialize_embeddings`` without a message.
+    """
+
+    def reset_parameters(self) -> None:
+        """Draw the initial weights of all rows on this rank."""
+        if self._device.type == "meta":
+            return
+        for config in self._embedding_configs:
+            assert config.init_fn is not None
+            config.init_fn(self.embeddings[config.name].weight)
+
+    def init_data_parallel(self) -> None:
+        """Wrap the lookup of replicated rows in DDP; torchrec 1.6 does so in its constructor."""
+        for at, sharding in enumerate(self._sharding_type_to_sharding.values()):
+            if isinstance(sharding, DpSequenceEmbeddingSharding):
+                self._lookups[at] = DistributedDataParallel(
+                    self._lookups[at],
+                    device_ids=[self._device] if self._device.type == "cuda" else None,
+                    process_group=self._env.process_group,
+                    gradient_as_bucket_view=True,
+                    static_graph=True,
+                    init_sync=False,
+                )
+
+    def make_ids_exchange(self, route: IdsRoute) -> nn.Module:
+        """Make what sends ids to the owners of rows; not called for replicated rows."""
+        raise NotImplementedError
+
+    def _create_input_dist(self, *args: Any, **kwargs: Any) -> None:
+        # TorchRec calls this at the first batch.
+        super()._create_input_dist(*args, **kwargs)
+        for at, replaced in enumerate(self._input_dists):
+            if not isinstance(replaced, RwSparseFeaturesDist | TwSparseFeaturesDist):
+                continue
+            block_sizes_T = None
+            if isinstance(replaced, RwSparseFeaturesDist):
+                block_sizes_T = replaced._feature_block_sizes_tensor.to(self._device)
+            exchange = replaced._dist
+            route = IdsRoute(exchange._pg, list(exchange._splits), block_sizes_T, self._device)
+            self._input_dists[at] = self.make_ids_exchange(route)
+
+
+# ---- Kernels -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TableShard:
+    """Rows of a table in a kernel: from ``first_row`` on, at ``begin`` among the kernel's rows."""
+
+    table: str
+    first_row: int
+    num_rows: int
+    begin: int
+    kind: EmbeddingComputeKernel
+
+    def holds(self, rows: Rows) -> Any:
+        """Which rows of the table are here, bool of the same shape."""
+        return (rows >= self.first_row) & (rows < self.first_row + self.num_rows)
+
+
+class Kernel:
+    """The tables of a lookup that are in one of FBGEMM's modules, and how they are looked up."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    @property
+    def fbgemm(self) -> Any:
+        """FBGEMM's module, which owns the rows and, unless it is dense, their optimizer state."""
+        return self._module.emb_module
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer whose learning rate the update follows; of fused kernels alone."""
+        optimizer: torch.optim.Optimizer = self._module.fused_optimizer
+        return optimizer
+
+    @property
+    def shards(self) -> list[TableShard]:
+        """The rows of each table, in the order in which FBGEMM keeps them."""
+        found, begin = [], 0
+        for table in self._module.config.embedding_tables:
+            place = table.local_metadata  # None for a replicated table
+            first_row = place.shard_offsets[0] if place is not None and table.local_rows else 0
+            kind = table.compute_kernel
+            found.append(TableShard(table.name, first_row, table.local_rows, begin, kind))
+            begin += table.local_rows
+        return found
+
+    @property
+    def replacement(self) -> Any:
+        """What ``replace`` was given; None where FBGEMM looks rows up."""
+        return vars(self._module).get("forward")
+
+    def replace(self, look_up: Callable[[KeyedJaggedTensor], torch.Tensor]) -> None:
+        """Look rows up by another function; FBGEMM's module remains their owner.
+
+        The forward of TorchRec's module is replaced, not the module, whose state dict and optimizer
+        TorchRec reads.
+        """
+        self._module.forward = look_up
+
+
+def kernels(module: nn.Module) -> Iterator[Kernel]:
+    """The kernels of a lookup, of a sharded collection or of a whole model."""
+    for inner in module.modules():
+        for kernel in getattr(inner, "_emb_modules", ()):
+            yield Kernel(kernel)
+        for lookup in getattr(inner, "_lookups", ()):
+            yield from kernels(lookup)
+
+
+# ---- DDP -----------------------------------------------------------------------------------------
+
+
+def ddp_modules(model: nn.Module) -> list[DistributedDataParallel]:
+    """DDP's wrappers of the dense layers and of the tables that a TorchRec plan replicates.
+
+    There may be none, as on one rank. Hot rows have an exchange of their own.
+    """
+    found: list[Any] = [getattr(model, "_dmp_wrapped_module", None)]
+    for module in model.modules():
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            found += lookups(module)
+    return [module for module in found if isinstance(module, DistributedDataParallel)]
+
+
+def keep_buckets(ddp: DistributedDataParallel) -> None:
+    """Declare DDP's buckets final, which it would else make a second time in its third step."""
+    ddp.reducer._push_all_rebuilt_params()
+
+
+def rebuild_buckets(ddp: DistributedDataParallel) -> None:
+    """Make DDP's final buckets now, in the reverse order of its parameters."""
+    parameters, is_sparse = ddp._build_params_for_reducer()
+    parameters.reverse()
+    is_sparse.reverse()
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    ddp._ddp_init_helper(parameters, is_sparse, names, ddp.static_graph)
+    if ddp.static_graph:
+        ddp.reducer._set_static_graph()
+    keep_buckets(ddp)
+
+
+# ---- Pipelines -----------------------------------------------------------------------------------
+
+
+def is_exhausted(pipeline: Any) -> bool:
+    """Whether a pipeline ignores new iterators until its reset, as ``TrainPipelineBase`` may."""
+    return isinstance(pipeline, TrainPipelineBase) and bool(pipeline._data_iter_stopped)
+
+
+def wrap_rewriting(pipeline: Any, around: Callable[[Callable[[], None]], None]) -> None:
+    """Let ``around`` call what rewrites the model at a pipeline's first batch, its argument.
+
+    There TorchRec traces the model and replaces the forward of each module that it pipelines.
+    """
+    rewrite = pipeline._pipeline_model
+    pipeline._pipeline_model = lambda *args, **kwargs: around(partial(rewrite, *args, **kwargs))
+
+
+def pipelined_modules(pipeline: Any) -> list[nn.Module]:
+    """The sharded modules whose ids a pipeline sends ahead; none before its first batch."""
+    return list(pipeline._pipelined_modules)
+
+
+def rewritten_forwards(pipeline: Any) -> list[tuple[nn.Module, Any, Any]]:
+    """The modules that a pipeline calls in parts: each with TorchRec's forward, and its own."""
+    modules = pipelined_modules(pipeline)
+    dists = [
+        of_sharding._dist
+        for module in modules
+        for inner in module.modules()
+        for of_sharding in getattr(inner, "_input_dists", ())
+        if hasattr(of_sharding, "_dist")
+    ]
+    own = [*pipeline._original_forwards, *pipeline._original_kjt_dist_forwards]
+    pairs = zip([*modules, *dists], own, strict=False)
+    return [(module, module.forward, forward) for module, forward in pairs]
+
+
+# ---- Optimizers in backward ----------------------------------------------------------------------
+
+Rule = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
+
+
+def apply_in_backward(rule: Rule, parameters: Iterable[nn.Parameter]) -> None:
+    """Note on parameters how TorchRec is to update them; its own function warns of this one."""
+    kind, kwargs = rule
+    for parameter in parameters:
+        # A dictionary each, since TorchRec writes into it.
+        _apply_optimizer_in_backward(kind, [parameter], dict(kwargs))
+
+
+def rules_in_backward(parameter: torch.Tensor) -> list[Rule]:
+    """The rules that ``apply_in_backward`` has noted on a parameter, with their arguments."""
+    kinds = getattr(parameter, "_optimizer_classes", ())
+    return list(zip(kinds, getattr(parameter, "_optimizer_kwargs", ()), strict=True))
+
+
+def tensor_of_autograd(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor that autograd accumulates gradients in, where TorchRec's parameter is a view."""
+    whole: torch.Tensor = getattr(parameter, "_original_tensor", parameter)
+    return whole
+
+
+# ---- Modules -------------------------------------------------------------------------------------
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module]:
+    """A module's children by name; ``named_children`` leaves out one that has two names."""
+    return {name: child for name, child in module._modules.items() if child is not None}
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """A module's own parameters by name; TorchRec's modules override ``named_parameters``."""
+    return dict(nn.Module.named_parameters(module, recurse=False, remove_duplicate=False))
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's own parameters and buffers by name."""
+    return parameters_of(module) | dict(nn.Module.named_buffers(module, recurse=False))
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` has made a module's forward, inside which no hook runs."""
+    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+
+
+# ---- Autograd and operators ----------------------------------------------------------------------
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass that runs, after what DDP does there.
+
+    Called from a hook. DDP queues its own function in the pass, so this one is queued at its end.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(function))
+
+
+def num_writes(tensor: torch.Tensor) -> int:
+    """How often a tensor was written in place."""
+    return tensor._version
+
+
+def tensors_in(output: Any) -> list[torch.Tensor]:
+    """The tensors in a model's output, however they are nested."""
+    return [part for part in tree_leaves(output) if isinstance(part, torch.Tensor)]
+
+
+def has_fused_optimizer(name: str, devices: set[str]) -> bool:
+    """Whether torch has the fused kernel of an optimizer ("sgd", "adagrad", "adam") for devices."""
+    # torch 2.11 has Adagrad's kernel for CUDA, but its Python half refuses the first step.
+    if name == "adagrad" and "cuda" in devices and torch.__version__ < "2.13":
+        return False
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return devices <= {"cpu", "cuda"} and all(
+        has_kernel(f"aten::_fused_{name}_", device.upper()) for device in devices
+    )

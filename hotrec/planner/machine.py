@@ -1,0 +1,51 @@
+"""The machine to plan for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hotrec.cost_model.costs import Costs, World
+
+# Fraction of a device's free memory for everything but tables: NCCL and CUDA buffers, activations,
+# messages, ids, fragmentation. Of 80 GB it is 12 GB.
+DEVICE_RESERVED_FRAC = 0.15
+# The same of a host's memory.
+HOST_RESERVED_FRAC = 0.05
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The ranks to plan for, their memory and their batch.
+
+    Args:
+        world_size: World size W.
+        local_world_size: Ranks of a host.
+        device: "cpu" or "cuda".
+        device_bytes: Free memory of each rank's device; ignored on CPU.
+        host_bytes: Memory of a host, shared by its ranks.
+        batch_size: Batch of a rank.
+        costs: Costs whose bandwidths TorchRec's planner gets. None keeps its datasheet figures.
+    """
+
+    world_size: int
+    local_world_size: int
+    device: str
+    device_bytes: int
+    host_bytes: int
+    batch_size: int
+    costs: Costs | None = None
+
+    @property
+    def num_hosts(self) -> int:
+        return self.world_size // self.local_world_size
+
+    @property
+    def world(self) -> World:
+        return World(self.world_size, self.local_world_size)
+
+    @property
+    def replica_bytes(self) -> int:
+        """Memory that a rank's hot rows must fit into."""
+        if self.device == "cuda":
+            return int((1 - DEVICE_RESERVED_FRAC) * self.device_bytes)
+        return self.host_bytes // self.local_world_size

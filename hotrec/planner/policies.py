@@ -1,0 +1,215 @@
+"""Policies: which rows are hot, from the int64 (R,) access counts of each table.
+
+A policy chooses how many of each table's most accessed rows are hot. Rows with fewer than
+``min_count`` accesses, or none, are never hot, except in the ``fixed`` tables, whose hot rows
+``CountedTables.of`` chose. Ties between tables are broken by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from hotrec.cost_model.demand import prob_drawn
+from hotrec.cost_model.histogram import (
+    CountHistogram,
+    merge_histograms,
+    order_all_rows,
+)
+from hotrec.cost_model.profile import Profile
+from hotrec.planner.counted import ROUNDING, CountedTables, Counts, Groups
+from hotrec.types import POPULAR_ROW, Partition, PopularRows
+
+
+def choose_all_hot(counts: Counts) -> Partition:
+    """Every row of every table, also rows never seen."""
+    hot_rows = {table: order_all_rows(c) for table, c in counts.items()}
+    return CountedTables(counts, hot_rows, {}).partition({}, "all hot")
+
+
+def choose_all_cold(counts: Counts) -> Partition:
+    """No row of any table."""
+    hot_rows = dict.fromkeys(counts, np.empty(0, np.int64))
+    return CountedTables(counts, hot_rows, {}).partition({}, "all cold")
+
+
+def choose_fraction(
+    counts: Counts | CountedTables,
+    *,
+    hot_frac: float,
+    per_table: bool = False,
+) -> Partition:
+    """The most accessed ``hot_frac`` of the rows, rounded down.
+
+    Args:
+        per_table: Take the fraction of each table, not of all tables together. The rows of fixed
+            tables count towards the fraction of all tables.
+    """
+    tables = CountedTables.of(counts)
+    policy = f"fraction {hot_frac:g} {'of each table' if per_table else 'of all rows'}"
+    if per_table:
+        num_hot = {
+            table: min(math.floor(hot_frac * tables.counts[table].size + ROUNDING), h.num_distinct)
+            for table, h in tables.histograms.items()
+        }
+    else:
+        total = math.floor(hot_frac * sum(c.size for c in tables.counts.values()) + ROUNDING)
+        taken = sum(rows.size for rows in tables.fixed.values())
+        num_hot = _take_densest(tables.histograms, tables.ones, max(total - taken, 0))
+    return tables.partition(num_hot, policy)
+
+
+def choose_coverage(
+    counts: Counts | CountedTables,
+    *,
+    coverage: float,
+    per_table: bool = False,
+) -> Partition:
+    """The fewest rows that take at least ``coverage`` of the lookups.
+
+    Args:
+        per_table: Cover the lookups of each table, not of all tables together. The lookups of
+            fixed hot rows count towards the coverage of all tables.
+
+    Raises:
+        ValueError: If cold overrides or ``min_count`` leave too few rows to reach it.
+    """
+    tables = CountedTables.of(counts)
+    policy = f"coverage {coverage:g} {'of each table' if per_table else 'of all lookups'}"
+    if per_table:
+        num_hot = {
+            table: _rows_to_cover(h, coverage, int(tables.counts[table].sum()), 0, f"table {table}")
+            for table, h in tables.histograms.items()
+        }
+    else:
+        total = sum(int(c.sum()) for c in tables.counts.values())
+        taken = sum(int(tables.counts[table][rows].sum()) for table, rows in tables.fixed.items())
+        together = merge_histograms(tables.histograms.values())
+        num_together = _rows_to_cover(together, coverage, total, taken, "all tables")
+        num_hot = _take_densest(tables.histograms, tables.ones, num_together)
+    return tables.partition(num_hot, policy)
+
+
+def _rows_to_cover(
+    histogram: CountHistogram, coverage: float, num_lookups: int, num_taken: int, where: str
+) -> int:
+    needed = math.ceil(coverage * num_lookups - ROUNDING) - num_taken
+    if needed <= 0:
+        return 0
+    covered = np.cumsum(histogram.values * histogram.num_rows)
+    reachable = int(covered[-1]) if covered.size else 0
+    if reachable < needed:
+        raise ValueError(
+            f"coverage of {where}: expected at most {(reachable + num_taken) / num_lookups:.6f}, "
+            f"the most that overrides and min_count allow, got {coverage}. Lower it."
+        )
+    group = int(np.searchsorted(covered, needed))
+    before = int(covered[group] - histogram.values[group] * histogram.num_rows[group])
+    in_group = -((before - needed) // int(histogram.values[group]))
+    return int(histogram.num_rows[:group].sum()) + in_group
+
+
+def choose_budget(
+    counts: Counts | CountedTables,
+    *,
+    budget_bytes: int,
+    row_bytes: Mapping[str, int],
+) -> Partition:
+    """Fill a byte budget per device with the rows that have most accesses per byte.
+
+    One budget for all tables. When the next row no longer fits, smaller rows of other tables may.
+
+    Rows count with their optimizer state, those of fixed tables too.
+
+    Raises:
+        ValueError: If the fixed tables exceed the budget.
+    """
+    tables = CountedTables.of(counts)
+    left = budget_bytes - tables.taken(row_bytes, budget_bytes)
+    num_hot = _take_densest(tables.histograms, row_bytes, left)
+    return tables.partition(num_hot, f"budget {budget_bytes:,} bytes per device")
+
+
+def choose_min_accesses(
+    counts: Counts | CountedTables,
+    *,
+    min_accesses_per_step: float,
+    global_batch_size: int,
+    num_samples: int,
+) -> Partition:
+    """The rows that a global batch is expected to access often enough: the break-even rule.
+
+    A row is hot if ``count * global_batch_size / num_samples >= min_accesses_per_step``.
+    """
+    tables = CountedTables.of(counts)
+    needed = min_accesses_per_step * num_samples
+    return tables.partition(
+        tables.num_where(lambda values: values * global_batch_size >= needed),
+        f"at least {min_accesses_per_step:g} accesses per step of {global_batch_size} samples",
+    )
+
+
+def _take_densest(
+    histograms: Mapping[str, CountHistogram], row_bytes: Mapping[str, int], budget: int
+) -> dict[str, int]:
+    """Takes rows in falling order of count per byte while they fit, passing over larger ones."""
+    left = Groups.sort(histograms, row_bytes)
+    bought = dict.fromkeys(histograms, 0)
+    while left.size.size:  # once for each distinct row size
+        taken = left.fill(budget)
+        bought = {t: n + bought[t] for t, n in left.by_table(taken, histograms).items()}
+        budget -= int(taken @ left.size)
+        after = np.arange(taken.size) > np.argmin(np.append(taken == left.num_rows, False))
+        left = left.at(after & (left.size <= budget))
+    return bought
+
+
+def choose_popular_rows(
+    partition: Partition,
+    profile: Profile,
+    *,
+    load_frac: float,
+    global_batch_size: int,
+    world_size: int,
+) -> dict[str, PopularRows]:
+    """Chooses the cold rows with which slots begin.
+
+    Each rank, of TorchRec's row-wise shards, begins with those of its rows that were looked up
+    most, of all tables together, as many as it has slots; never one that was not looked up.
+
+    Args:
+        partition: The hot rows, which have replicas.
+        load_frac: Slots, as a fraction of a rank's rows.
+        global_batch_size: Samples of a step of all ranks.
+        world_size: World size.
+
+    Returns:
+        By table, in ascending order of the rows.
+    """
+    counts = profile.counts
+    chosen: dict[str, list[PopularRows]] = {table: [] for table in counts}
+    for rank in range(world_size):
+        num_rows, found = 0, []
+        for table, lookups in counts.items():
+            begin = rank * -(-lookups.size // world_size)
+            block = np.array(lookups[begin : begin + -(-lookups.size // world_size)])
+            hot = partition.hot(table) - begin
+            block[hot[(hot >= 0) & (hot < block.size)]] = 0
+            num_rows += block.size
+            rows = np.flatnonzero(block)
+            found.append((table, rows + begin, block[rows]))
+        order = np.argsort(-np.concatenate([part for *_, part in found]), kind="stable")
+        is_kept = np.zeros(order.size, np.bool_)
+        is_kept[order[: math.ceil(load_frac * num_rows)]] = True
+        for table, rows, part in found:
+            is_of_table, is_kept = is_kept[: part.size], is_kept[part.size :]
+            kept = np.empty(np.count_nonzero(is_of_table), POPULAR_ROW)
+            kept["row"] = rows[is_of_table]
+            if kept.size:
+                total = int(counts[table].sum())
+                num_drawn = total / profile.num_samples * global_batch_size
+                kept["prob"] = prob_drawn(part[is_of_table].astype(np.float64), total, num_drawn)
+            chosen[table].append(kept)
+    return {table: np.concatenate(parts) for table, parts in chosen.items()}

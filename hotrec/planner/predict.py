@@ -1,0 +1,205 @@
+"""Predicts the step of a plan: of split tables, or of TorchRec's own plans."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hotrec.cost_model.costs import Costs
+from hotrec.cost_model.forms import BYTES_OF, BYTES_PER_FLOAT, TIERS, StepPrediction
+from hotrec.cost_model.look_ahead import FETCHES, MOVEMENTS
+from hotrec.cost_model.memory import NUM_LASTING_GRADIENTS, memory_by_rank
+from hotrec.cost_model.quantities import (
+    TableSharding,
+    hot_cold_caches,
+    hot_cold_quantities,
+    predict_torchrec,
+    torchrec_quantities,
+)
+from hotrec.cost_model.step import make_model, make_step_model
+from hotrec.planner.plan import Plan, SplitTables
+from hotrec.planner.request import Replayed
+from hotrec.planner.situation import Situation
+from hotrec.types import Exchange, PipelineSpec, Placement, RowFetch, TablePlacement, WireType
+
+# Quantities that are larger on the rank that owns most pooled tables.
+POOLED_LOADS = (
+    *(f"pooled_ids_{tier}" for tier in TIERS),
+    *(f"pooled_bytes_{tier}" for tier in TIERS),
+    "pooled_sent_bytes",
+)
+MEMORIES = ("device_bytes", "host_bytes")
+Shardings = Mapping[str, TableSharding]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan is predicted to take.
+
+    Args:
+        step: Seconds and bytes of a step on the mean rank.
+        memory: Bytes of each rank, by MEMORIES.
+        quantities: What the mean rank does in a step with split tables.
+        shardings: How TorchRec's plan shards each table; empty with split tables.
+        slots: What look-ahead moves in a step, over the slots of all ranks; None without slots.
+    """
+
+    step: StepPrediction
+    memory: list[dict[str, float]]
+    quantities: Mapping[str, float] = field(default_factory=dict)
+    shardings: Shardings = field(default_factory=dict)
+    slots: Replayed | None = None
+
+    @property
+    def step_s(self) -> float:
+        return self.step.step_s
+
+    @property
+    def max_bytes(self) -> tuple[float, ...]:
+        """Memory of the fullest rank, by MEMORIES."""
+        return tuple(max(rank[of] for rank in self.memory) for of in MEMORIES)
+
+    def fits(self, situation: Situation) -> bool:
+        """Whether every rank has this memory."""
+        limits = zip(self.max_bytes, situation.memory_bytes, strict=True)
+        return all(found <= limit for found, limit in limits)
+
+
+def predict(
+    plan: Plan,
+    situation: Situation,
+    shardings: Shardings | None = None,
+    slots: Replayed | None = None,
+) -> Prediction:
+    """Predicts a plan.
+
+    Args:
+        plan: The plan.
+        situation: What it is predicted for.
+        shardings: How TorchRec's plan shards each table; None with split tables.
+        slots: What look-ahead moves if rows are in slots.
+
+    Raises:
+        CostsError: If the costs lack what the plan needs.
+    """
+    if isinstance(plan.tables, SplitTables):
+        return predict_split(plan.tables, plan.pipeline, situation, slots)
+    assert shardings is not None, plan.label
+    return predict_shardings(shardings, plan.pipeline, situation)
+
+
+def predict_shardings(
+    shardings: Shardings, pipeline: PipelineSpec, situation: Situation
+) -> Prediction:
+    """Predicts unsplit tables as TorchRec shards them."""
+    pipeline, costs = pipeline.of_torchrec, situation.costs
+    world, workload = situation.world, situation.workload
+    per_rank = torchrec_quantities(list(situation.demands), shardings, world, workload.batch_size)
+    names = {name for quantities in per_rank for name in quantities}
+    mean = {name: sum(q.get(name, 0.0) for q in per_rank) / len(per_rank) for name in names}
+    model = make_step_model(costs, world, workload, pipeline=pipeline, at=mean)
+    return Prediction(
+        step=situation.beside_loader(predict_torchrec(model, per_rank), is_routed=False),
+        memory=_memory(situation, {}, shardings, NUM_LASTING_GRADIENTS),
+        shardings=shardings,
+    )
+
+
+def predict_split(
+    split: SplitTables,
+    pipeline: PipelineSpec,
+    situation: Situation,
+    slots: Replayed | None = None,
+) -> Prediction:
+    """Predicts split tables, with what moves if some rows are in slots."""
+    world, demands = situation.world, list(situation.demands)
+    num_hot, tables = split.num_hot, split.tables
+    quantities = hot_cold_quantities(
+        demands,
+        num_hot,
+        tables,
+        world,
+        batch_size=situation.workload.batch_size,
+        caches=hot_cold_caches(demands, num_hot, tables, world),
+    )
+    factor = _pooled_imbalance(situation, tables)
+    quantities = {n: v * factor if n in POOLED_LOADS else v for n, v in quantities.items()}
+    if slots is not None:
+        quantities |= _moved(situation, tables, slots)
+    model = make_model(
+        situation.costs,
+        world,
+        situation.workload,
+        pipeline=pipeline,
+        is_hot_dense=split.is_hot_dense,
+        at=quantities,
+    )
+    num_gradients = 0 if pipeline.is_look_ahead else NUM_LASTING_GRADIENTS
+    return Prediction(
+        step=situation.beside_loader(model.predict(quantities), is_routed=True),
+        memory=_memory(situation, num_hot, tables, num_gradients),
+        quantities=quantities,
+        slots=slots,
+    )
+
+
+def _memory(
+    situation: Situation,
+    num_hot: Mapping[str, int],
+    tables: Mapping[str, TablePlacement] | Shardings,
+    num_gradients: int,
+) -> list[dict[str, float]]:
+    return memory_by_rank(
+        list(situation.demands),
+        num_hot,
+        tables,
+        situation.world,
+        device=situation.machine.device,
+        is_routed_on_device=not situation.workload.is_routed_by_loader,
+        num_gradients=num_gradients,
+    )
+
+
+def with_faster_fetch(situation: Situation, placement: Placement, slots: Replayed) -> Placement:
+    """Returns the placement with the way of fetching rows that takes least by the costs.
+
+    Costs of a CPU have only one, since slots are host memory there.
+    """
+    costs: Costs = situation.costs
+
+    def seconds(way: RowFetch) -> float:
+        moved = _moved(situation, placement.with_fetch(way).tables, slots)
+        items = MOVEMENTS[FETCHES[way]]
+        return costs.kernel(FETCHES[way]).seconds(moved[items], moved[BYTES_OF[items]])
+
+    known = [way for way, kernel in FETCHES.items() if kernel in costs.kernels]
+    return placement.with_fetch(min(known, key=seconds, default=RowFetch.staged))
+
+
+def _moved(
+    situation: Situation, tables: Mapping[str, TablePlacement], slots: Replayed
+) -> dict[str, float]:
+    """Returns the rows, and their bytes, that the mean rank moves into slots and back in a step."""
+    # Slots are of tables of one dimension and one type (see ``SlotReplay``).
+    demand = situation.demands[0]
+    host_bytes = demand.row_bytes
+    if tables[demand.name].row_type is not WireType.fp32:
+        host_bytes -= BYTES_PER_FLOAT // 2 * demand.dim
+    fetched = MOVEMENTS[FETCHES[tables[demand.name].row_fetch]]
+    moved = {fetched: slots.num_in, "returned_rows": slots.num_out}
+    moved |= {BYTES_OF[items]: host_bytes * number for items, number in moved.items()}
+    return {name: number / situation.world.num_ranks for name, number in moved.items()}
+
+
+def _pooled_imbalance(situation: Situation, tables: Mapping[str, TablePlacement]) -> float:
+    """Returns the pooled work of the busiest rank over the mean, with greedy assignment."""
+    loads = [
+        d.dim * (d.lookups_per_sample + d.num_columns)
+        for d in situation.demands
+        if tables[d.name].exchange is Exchange.POOLED
+    ]
+    ranks = [0.0] * situation.world.num_ranks
+    for load in sorted(loads, reverse=True):
+        heapq.heapreplace(ranks, ranks[0] + load)
+    return max(ranks) * len(ranks) / sum(loads) if loads else 1.0

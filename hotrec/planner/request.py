@@ -1,0 +1,236 @@
+"""What is asked of the planner, and the pipelines that can train it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hotrec.planner.machine import Machine
+from hotrec.planner.plan import TorchrecTables
+from hotrec.types import (
+    ColdTier,
+    HotExchange,
+    PipelineKind,
+    PipelineSpec,
+    Placement,
+    PopularRows,
+    Tier,
+)
+
+# Samples per rank from which look-ahead pays on one host. Smaller steps have little to hide, and
+# its thread competes with the loader's workers for the cores: the quickstart (two ranks on two
+# cores, 256 samples) takes 25 ms a step with look-ahead and 20 ms without.
+MIN_BATCH_ON_ONE_HOST = 2048
+IN_LINE = (PipelineKind.sparse_dist, PipelineKind.base)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a cache policy did with a number of slots, over the batches after the first ones.
+
+    Args:
+        policy: Name of the policy.
+        num_slots: Slots over all ranks.
+        row_hit_frac: Hits among the distinct rows of batches.
+        lookup_hit_frac: Hits among lookups.
+        num_in: Rows fetched per batch.
+        num_out: Rows written back per batch.
+    """
+
+    policy: str
+    num_slots: int
+    row_hit_frac: float
+    lookup_hit_frac: float
+    num_in: float
+    num_out: float
+
+
+class Replay(Protocol):
+    """Training's first batches, to be replayed through slots in any number."""
+
+    def predict(self, load_frac: float, popular_rows: Mapping[str, PopularRows]) -> Replayed | None:
+        """What look-ahead does in slots for this fraction of the rows; None if they do not suffice.
+
+        Args:
+            load_frac: Slots, as a fraction of the rows.
+            popular_rows: Rows of each table that begin in slots.
+        """
+
+
+@dataclass(frozen=True)
+class SlotRequest:
+    """How the slots of a given placement are chosen.
+
+    Args:
+        samples_in_flight: Most samples of all ranks whose rows look-ahead holds at once, in
+            training or evaluation.
+        read: Reads the batches to replay, enough for the fewest slots, as a fraction of the rows.
+        place: The placement with slots for a fraction of the rows; None if their number is given.
+        is_fetch_open: Whether the planner chooses how rows come to the device.
+    """
+
+    samples_in_flight: int
+    read: Callable[[float], Replay]
+    place: Callable[[float], Placement] | None = None
+    is_fetch_open: bool = False
+
+
+@dataclass(frozen=True)
+class ByCost:
+    """The split that is predicted to be fastest.
+
+    Args:
+        hot_budget_bytes: Most memory for hot rows with their optimizer state; None for no limit
+            beyond the memory itself.
+        may_pool: Whether whole tables may exchange pooled vectors.
+        may_decline: Whether TorchRec's own plans may be chosen.
+        fixed_hot: Hot rows of tables for which the user chose their number.
+    """
+
+    hot_budget_bytes: float | None = None
+    may_pool: bool = True
+    may_decline: bool = True
+    fixed_hot: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GivenTables:
+    """A split that a policy, a saved partition or the caller chose.
+
+    Args:
+        placement: The hot rows and the place of the others.
+        slots: How its slots are chosen; None where no table has any.
+    """
+
+    placement: Placement
+    slots: SlotRequest | None = None
+
+    @property
+    def has_slots(self) -> bool:
+        return any(table.tier is Tier.CACHED for table in self.placement.tables.values())
+
+    @property
+    def is_all_in_slots(self) -> bool:
+        """Whether the rows of all tables are in slots, which they then share."""
+        return all(table.tier is Tier.CACHED for table in self.placement.tables.values())
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is to be planned.
+
+    Args:
+        tables: How the tables are placed, or what may be chosen.
+        pipeline: The pipeline; kind auto leaves the choice to the planner.
+        kinds: The pipelines that can train the model.
+        num_workers: Loader workers of a rank; None where batches are made beforehand.
+        name: The placement as the user asked for it, for messages.
+        hot_exchange: How gradients of hot rows are reduced.
+        is_routed_by_loader: Whether loader workers split the ids.
+    """
+
+    tables: ByCost | GivenTables | TorchrecTables
+    pipeline: PipelineSpec = PipelineSpec()
+    kinds: tuple[PipelineKind, ...] = tuple(PipelineKind)
+    num_workers: int | None = None
+    name: str = ""
+    hot_exchange: HotExchange = HotExchange.auto
+    is_routed_by_loader: bool = False
+
+    @property
+    def has_slots(self) -> bool:
+        return isinstance(self.tables, GivenTables) and self.tables.has_slots
+
+    def pipelines(self, machine: Machine) -> tuple[PipelineSpec, ...]:
+        """The pipelines among which predictions and a trial choose, for hot and cold rows.
+
+        Raises:
+            ValueError: If the requested one cannot train the tables.
+        """
+        kind = self.pipeline.kind
+        self._check(machine)
+        if self.has_slots:
+            kinds: tuple[PipelineKind, ...] = (PipelineKind.look_ahead,)
+        elif kind is not PipelineKind.auto:
+            kinds = (kind,)
+        elif isinstance(self.tables, TorchrecTables):
+            kinds = IN_LINE
+        else:
+            kinds = self._auto(machine)
+        return tuple(self.pipeline.with_kind(kind) for kind in kinds)
+
+    def default_pipeline(self, machine: Machine) -> PipelineSpec:
+        """The pipeline without predictions, where auto goes by the hosts and the batch.
+
+        Raises:
+            ValueError: If the requested one cannot train the tables.
+        """
+        first, *others = self.pipelines(machine)
+        is_large = machine.num_hosts > 1 or machine.batch_size >= MIN_BATCH_ON_ONE_HOST
+        return first if is_large or not others or not first.is_look_ahead else others[0]
+
+    def torchrec_pipelines(self) -> tuple[PipelineSpec, ...]:
+        """Those of TorchRec's own plans, which cannot be trained with look-ahead."""
+        kind = self.pipeline.kind
+        if kind is PipelineKind.auto:
+            kinds = tuple(k for k in IN_LINE if k in self.kinds)
+        else:
+            kinds = (kind if kind is PipelineKind.base else PipelineKind.sparse_dist,)
+        return tuple(self.pipeline.with_kind(kind) for kind in kinds)
+
+    def _auto(self, machine: Machine) -> tuple[PipelineKind, ...]:
+        # look_ahead has not been run on CUDA yet, and one rank exchanges nothing.
+        is_ahead = machine.device == "cpu" and machine.world_size > 1
+        kinds = (PipelineKind.look_ahead, *IN_LINE) if is_ahead else IN_LINE
+        return tuple(kind for kind in kinds if kind in self.kinds)
+
+    def _check(self, machine: Machine) -> None:
+        check_pipeline(
+            self.pipeline.kind,
+            machine.device,
+            has_slots=self.has_slots,
+            torchrec=self.tables if isinstance(self.tables, TorchrecTables) else None,
+            name=self.name,
+        )
+
+
+def check_pipeline(
+    kind: PipelineKind,
+    device: str,
+    *,
+    has_slots: bool,
+    torchrec: TorchrecTables | None,
+    name: str,
+) -> None:
+    """Checks that a pipeline can train the tables.
+
+    Args:
+        kind: The pipeline; auto passes.
+        device: "cpu" or "cuda".
+        has_slots: Whether rows are in slots.
+        torchrec: The plan of TorchRec; None for hot and cold rows.
+        name: The placement, for messages.
+
+    Raises:
+        ValueError: If it cannot.
+    """
+    if has_slots and kind not in (PipelineKind.auto, PipelineKind.look_ahead):
+        raise ValueError(
+            "pipeline.kind: expected look_ahead for placement.cold_tier=cached, whose slots it "
+            f"fills, got {kind.name}. Set pipeline=look_ahead, or another cold_tier."
+        )
+    if kind is PipelineKind.look_ahead and torchrec is not None:
+        raise ValueError(
+            "pipeline.kind: expected sparse_dist or base for placement=torchrec, whose tables "
+            "TorchRec exchanges, got look_ahead. Set pipeline=sparse_dist."
+        )
+    if kind is PipelineKind.prefetch:
+        is_cached = torchrec is not None and torchrec.tier is ColdTier.fused_uvm_caching
+        if not is_cached or device != "cuda":
+            found = name if torchrec is None else f"torchrec with tier {torchrec.tier.name}"
+            raise ValueError(
+                "pipeline.kind: expected placement=torchrec with placement.tier=fused_uvm_caching "
+                "on cuda for prefetch, which fills FBGEMM's device caches, got "
+                f"placement={found} on {device}. Set these, or pipeline=sparse_dist."
+            )

@@ -1,0 +1,225 @@
+"""What a prediction depends on besides the plan: machine, tables, workload, costs, loader."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotrec.cost_model.builtin import BUILTIN, NEAREST_BUILTIN
+from hotrec.cost_model.costs import Costs, CostsError, World
+from hotrec.cost_model.demand import TableDemand, build_demand
+from hotrec.cost_model.forms import StepPrediction, Workload
+from hotrec.cost_model.histogram import CountHistogram
+from hotrec.cost_model.locality import TableLocality, step_draws
+from hotrec.cost_model.step import with_loader
+from hotrec.cost_model.store import check_host, fit_to_world, read_costs
+from hotrec.planner.machine import DEVICE_RESERVED_FRAC, HOST_RESERVED_FRAC, Machine
+from hotrec.types import Tier
+
+
+@dataclass(frozen=True)
+class Loader:
+    """The loader of each rank, which shares the host's cores with the ranks."""
+
+    num_workers: int
+    cores_per_host: float
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Everything that a prediction depends on except the plan.
+
+    Args:
+        machine: The ranks.
+        demands: What a step reads of each table, in the schema's order.
+        workload: The batch and the dense layers.
+        costs: The costs of the machine.
+        note: Caveat about the costs for the user, or None.
+        loader: The loader; None where batches are made beforehand, as in a benchmark.
+    """
+
+    machine: Machine
+    demands: tuple[TableDemand, ...]
+    workload: Workload
+    costs: Costs
+    note: str | None = None
+    loader: Loader | None = None
+
+    @property
+    def world(self) -> World:
+        return self.machine.world
+
+    @property
+    def memory_bytes(self) -> tuple[float, float]:
+        """Device and host memory that a rank may fill; no device memory on CPU."""
+        machine = self.machine
+        device = (1 - DEVICE_RESERVED_FRAC) * machine.device_bytes
+        host = (1 - HOST_RESERVED_FRAC) * machine.host_bytes / machine.local_world_size
+        return (device if machine.device == "cuda" else 0.0), host
+
+    @property
+    def cold_tier(self) -> Tier:
+        """The default memory tier of cold rows."""
+        return Tier.DEVICE if self.machine.device == "cpu" else Tier.HOST
+
+    def beside_loader(self, step: StepPrediction, *, is_routed: bool) -> StepPrediction:
+        """Returns a step with what the loader takes, on cores that ranks and workers share.
+
+        ``is_routed`` is whether the ids are routed somewhere, which the loader's workers may do.
+        """
+        if self.loader is None:
+            return step
+        batch = self.workload.batch_size
+        is_routed_there = is_routed and self.workload.is_routed_by_loader
+        lookups = sum(d.lookups_per_sample for d in self.demands) if is_routed_there else 0.0
+        cores, num_workers = self.loader.cores_per_host, self.loader.num_workers
+        measured_ranks = self.costs.facts.get("ranks_per_host", 1)
+        return with_loader(
+            step,
+            loader_s=self.costs.loader_s(batch, batch * lookups, num_workers) or (0.0, 0.0),
+            num_workers=num_workers,
+            ranks_per_host=self.world.ranks_per_host,
+            # A GPU's computing takes none of the cores that workers run on.
+            cores_per_host=cores if self.costs.device == "cpu" else math.inf,
+            overlap=self.costs.overlap,
+            slowdown=max(1.0, measured_ranks / cores),
+        )
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.workload.batch_size * self.world.num_ranks
+
+
+def choose_costs(
+    name: str, path: Path, machine: Machine, fingerprint: Mapping[str, Any]
+) -> tuple[Costs, str | None]:
+    """Returns the costs that ``planner.costs`` names, and a caveat about them or None.
+
+    Args:
+        name: "measured" (those at ``path``), a built-in set, or "auto" (measured if there are any
+            for this kind of device, else the nearest built-in set).
+        path: Where `hotrec calibrate` writes.
+        machine: The ranks to predict for.
+        fingerprint: Of this host (``hotrec.runtime.memory``).
+
+    The caveat says what is not measured, not of this host, extrapolated to the machine's ranks or
+    batch, or not to be trusted. Costs of one host have a built-in link for several.
+
+    Raises:
+        ArtifactError: If measured costs are configured, but missing or altered.
+        CostsError: If they are invalid, of another kind of device, or the name is unknown.
+    """
+    device = machine.device
+    is_there = name == "measured" or (name == "auto" and path.exists())
+    costs = read_costs(path) if is_there else None
+    if costs is not None and (name == "measured" or costs.device == device):
+        notes = [check_host(costs, fingerprint), costs.caveat]
+    else:
+        chosen = NEAREST_BUILTIN[device] if name == "auto" else name
+        if chosen not in BUILTIN:
+            raise CostsError(
+                f"planner.costs: expected auto, measured or one of {sorted(BUILTIN)}, got {name!r}."
+            )
+        costs = BUILTIN[chosen]
+        notes = [f"built-in costs {chosen}, not measured; `hotrec calibrate` measures this machine"]
+    if costs.device != device:
+        raise CostsError(
+            f"costs {costs.name}: expected costs of {device}, got costs of {costs.device}. "
+            f"Calibrate on {device}, or choose a built-in set with planner.costs."
+        )
+    costs, of_world = fit_to_world(costs, machine.world, machine.batch_size)
+    return costs, "; ".join(note for note in (*notes, *of_world) if note) or None
+
+
+@dataclass(frozen=True)
+class TableShape:
+    """What a prediction needs to know of a table besides its lookups.
+
+    Args:
+        name: Name of the table.
+        dim: Embedding dimension D.
+        row_bytes: Bytes of a row with its optimizer state.
+        num_columns: Features that read the table.
+    """
+
+    name: str
+    dim: int
+    row_bytes: int
+    num_columns: int
+
+
+def build_situation(
+    shapes: Sequence[TableShape],
+    workload: Workload,
+    histograms: Mapping[str, CountHistogram],
+    num_samples: int,
+    machine: Machine,
+    costs: tuple[Costs, str | None],
+    locality: Mapping[str, TableLocality] | None = None,
+) -> Situation:
+    """Builds the situation of a model with these tables.
+
+    Args:
+        shapes: The tables.
+        workload: The batch and the dense layers.
+        histograms: The profile's histogram of every table.
+        num_samples: The number of samples that the profile counted.
+        machine: The ranks.
+        costs: The costs and a caveat about them, or None (``choose_costs``).
+        locality: The profile's locality by table. Lookups of other tables are independent.
+
+    Raises:
+        ValueError: If the profile lacks a table, or counted no sample.
+    """
+    names = [shape.name for shape in shapes]
+    missing = [name for name in names if name not in histograms]
+    if missing or num_samples < 1:
+        raise ValueError(
+            f"profile: expected counts of the tables {names}, got none "
+            f"of {missing or 'any: it counted no sample'}. Make the profile again from this "
+            "dataset."
+        )
+    demands = []
+    for shape in shapes:
+        histogram = histograms[shape.name]
+        per_sample = histogram.num_lookups / num_samples
+        demands.append(
+            build_demand(
+                shape.name,
+                histogram,
+                dim=shape.dim,
+                row_bytes=shape.row_bytes,
+                lookups_per_sample=per_sample,
+                num_columns=shape.num_columns,
+                batch_size=machine.batch_size,
+                world_size=machine.world_size,
+                num_draws=step_draws(
+                    histogram,
+                    (locality or {}).get(shape.name),
+                    batch_size=machine.batch_size,
+                    world_size=machine.world_size,
+                    lookups_per_sample=per_sample,
+                ),
+            )
+        )
+    return Situation(machine, tuple(demands), workload, *costs)
+
+
+def resized(machine: Machine, costs: Costs, world_factor: float, batch_factor: float) -> Machine:
+    """Returns the machine with more or fewer ranks, or another batch per rank.
+
+    Ranks are added as hosts of the same kind, or to the one host where the costs have no link
+    between hosts. A world smaller than a host is one host with fewer ranks.
+    """
+    world_size = max(1, round(machine.world_size * world_factor))
+    local = world_size if costs.inter is None else min(machine.local_world_size, world_size)
+    return dataclasses.replace(
+        machine,
+        world_size=world_size,
+        local_world_size=local if world_size % local == 0 else 1,
+        batch_size=max(1, round(machine.batch_size * batch_factor)),
+    )

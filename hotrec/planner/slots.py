@@ -1,0 +1,157 @@
+"""Slots on the device for rows of the host: whether they suffice, and how many are worth it."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import cache
+
+from hotrec.cost_model.demand import take_rows
+from hotrec.cost_model.quantities import cached_rows
+from hotrec.planner.plan import SplitTables
+from hotrec.planner.predict import predict_split, with_faster_fetch
+from hotrec.planner.request import Replayed, SlotRequest
+from hotrec.planner.situation import Situation
+from hotrec.types import PipelineSpec, Placement, Tier
+
+# Standard deviations by which the most that a run's batches read is taken to exceed their mean.
+NUM_DEVIATIONS = 4
+# Slots to choose among, as fractions of the rows, and how much longer a step may take with fewer.
+LOAD_FRACS = tuple(0.9 / 2 ** (half / 2) for half in reversed(range(20)))
+MAX_LONGER_FRAC = 0.01
+
+
+class SlotsError(ValueError):
+    """The slots on the device do not fit, or, if ``are_too_few``, do not suffice."""
+
+    def __init__(self, message: str, *, are_too_few: bool) -> None:
+        super().__init__(message)
+        self.are_too_few = are_too_few
+
+
+def check_slots(situation: Situation, placement: Placement, samples_in_flight: int) -> None:
+    """Checks that the slots of CACHED tables fit, and suffice for the batches of look-ahead.
+
+    They hold the distinct rows of a rank's share of those that the batches in flight read. A row is
+    read in one of n global batches with probability
+    1 - (1 - Q)^n, as if they were independent, and at most as many as NUM_DEVIATIONS standard
+    deviations of a Poisson number above the mean are read.
+
+    Args:
+        situation: The ranks, their memory and the demands.
+        placement: The placement with its slots.
+        samples_in_flight: Most samples of all ranks whose rows look-ahead holds at once, in
+            training or evaluation.
+
+    Raises:
+        SlotsError: If a mean rank is expected to need more, or its device cannot hold them.
+    """
+    num_ranks = situation.world.num_ranks
+    num_batches = samples_in_flight / (situation.machine.batch_size * num_ranks)
+    needed, num_slots = 0.0, 0.0
+    num_bytes, free_bytes = 0.0, situation.memory_bytes[0]
+    for demand in situation.demands:
+        placed, num_hot = placement.tables[demand.name], placement.partition.num_hot(demand.name)
+        if placed.tier is not Tier.CACHED or num_hot == demand.num_rows:
+            continue
+        cold_G = demand.rows_G - take_rows(demand, num_hot)
+        needed += float(cold_G @ (1 - (1 - demand.by_any_G) ** num_batches))
+        num_slots += cached_rows(demand, placed)
+        num_bytes += cached_rows(demand, placed) * demand.row_bytes / num_ranks
+    needed += NUM_DEVIATIONS * math.sqrt(num_ranks * needed)
+    if num_bytes > free_bytes and situation.machine.device == "cuda":
+        raise SlotsError(
+            f"placement.cache_load_frac: expected slots, with optimizer state, of at most "
+            f"{int(free_bytes)} bytes, the device's memory, got {math.ceil(num_bytes)}. Set it "
+            f"{free_bytes / num_bytes:.2f} times as large or less.",
+            are_too_few=False,
+        )
+    if needed > num_slots:
+        raise SlotsError(
+            f"placement.cache_load_frac: expected {math.ceil(needed)} slots or more over all ranks "
+            f"for the rows that {samples_in_flight} samples in flight read, got "
+            f"{math.ceil(num_slots)}. Set it {needed / num_slots:.2f} times as large or more, or "
+            "lower pipeline.depth or the larger of trainer.batch_size and trainer.eval_batch_size.",
+            are_too_few=True,
+        )
+
+
+def choose_slots(
+    request: SlotRequest,
+    placement: Placement,
+    split: Callable[[Placement], SplitTables],
+    pipeline: PipelineSpec,
+    situation: Situation,
+) -> tuple[Placement, Replayed | None, str]:
+    """Chooses the fewest slots with which a step is hardly longer than with the most that fit.
+
+    Args:
+        request: How they are chosen.
+        placement: The placement, with a number of slots if that is given.
+        split: Makes the plan of its tables.
+        pipeline: Look-ahead, which fills them.
+        situation: What they are chosen for.
+
+    Returns:
+        The placement, what look-ahead does in its slots, and a sentence if there was a choice.
+
+    Raises:
+        SlotsError: If the slots do not fit, or do not suffice for the batches in flight.
+    """
+    num_rows = placement.partition.num_rows
+    num_slots = sum((placement.tables[t].cache_load_frac or 0.0) * n for t, n in num_rows.items())
+    given = num_slots / sum(num_rows.values())  # all tables share their slots
+    replay = request.read(given if request.place is None else LOAD_FRACS[0])
+
+    @cache
+    def place(load_frac: float) -> Placement:
+        placed = placement if request.place is None else request.place(load_frac)
+        check_slots(situation, placed, request.samples_in_flight)
+        return placed
+
+    @cache
+    def settle(load_frac: float) -> tuple[Placement, Replayed | None]:
+        placed = place(load_frac)
+        slots = replay.predict(load_frac, placed.popular_rows)
+        if slots is not None and request.is_fetch_open:
+            placed = with_faster_fetch(situation, placed, slots)
+        return placed, slots
+
+    def step_s(load_frac: float) -> float:
+        try:
+            placed, slots = settle(load_frac)
+        except SlotsError:
+            return math.inf
+        return predict_split(split(placed), pipeline, situation, slots).step_s
+
+    if request.place is None:
+        return *settle(given), ""
+    most = _most_that_fit(place)
+    max_s = (1 + MAX_LONGER_FRAC) * step_s(most)
+    below = LOAD_FRACS[: LOAD_FRACS.index(most)]
+    first = bisect_left(below, True, key=lambda load_frac: step_s(load_frac) <= max_s)
+    chosen = LOAD_FRACS[first]
+    why = (
+        f" cache_load_frac={chosen:.3f} gives the fewest slots with which a step is predicted to "
+        f"take at most {MAX_LONGER_FRAC:.0%} longer than with the most that fit, {most:.3f}."
+    )
+    return *settle(chosen), why
+
+
+def _most_that_fit(place: Callable[[float], Placement]) -> float:
+    """Returns the largest of LOAD_FRACS with which a placement is possible.
+
+    Raises:
+        SlotsError: If there is none.
+    """
+    for load_frac in reversed(LOAD_FRACS[1:]):
+        try:
+            place(load_frac)
+        except SlotsError as error:
+            if error.are_too_few:
+                raise
+        else:
+            return load_frac
+    place(LOAD_FRACS[0])
+    return LOAD_FRACS[0]

@@ -1,0 +1,205 @@
+"""What a trial measured of each candidate, what follows from it, and the record of past trials.
+
+Candidates train in turn, in rounds of one block of steps each, so that what disturbs the machine
+disturbs all of them. The logarithm of a block's step is taken as the sum of a candidate's effect, a
+round's effect and normal noise (two-way analysis of variance without interaction), so the ratio of
+two candidates' steps lies within Student's t interval of the difference of their means.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from scipy.special import stdtrit
+
+from hotrec.artifact import read_record
+
+logger = logging.getLogger(__name__)
+
+CONFIDENCE = 0.9  # of intervals, two-sided
+# A trial ends when no other candidate is likely to be faster than the leader by more than this.
+TOLERANCE = 0.02
+# Two blocks may agree by chance: the spread of ratios counts as at least this.
+LEAST_SPREAD = 0.01
+# Standard deviation of the logarithm of a ratio between starts of the same comparison, beside what
+# blocks of one start show: where memory, threads and ranks come to lie (benchmarks/repeats.py).
+START_SPREAD = 0.02
+# After one block the spread is unknown; a candidate that takes this much longer is out. Blocks of
+# one candidate on a busy machine were up to 1.4 times as long as one another.
+FIRST_RATIO = 1.5
+
+
+def ratio_interval(
+    ours: Sequence[float], theirs: Sequence[float], *others: Sequence[float]
+) -> tuple[float, float]:
+    """The interval of the ratio of their step to ours, from the rounds that both took part in.
+
+    ``others`` are further candidates, which tell how large the noise is; those that took part in
+    fewer rounds are left out.
+    """
+    rounds = min(len(ours), len(theirs))
+    logs_CR = np.log([of[:rounds] for of in (ours, theirs, *others) if len(of) >= rounds])
+    mean = float((logs_CR[1] - logs_CR[0]).mean())
+    half = math.log(FIRST_RATIO)
+    if rounds > 1:
+        noise = logs_CR - logs_CR.mean(axis=0) - logs_CR.mean(axis=1, keepdims=True)
+        noise += logs_CR.mean()
+        freedom = (logs_CR.shape[0] - 1) * (rounds - 1)
+        # The ratio has the noise of two blocks.
+        spread = max(math.sqrt(2 * float((noise**2).sum()) / freedom), LEAST_SPREAD)
+        half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * spread / math.sqrt(rounds)
+    return math.exp(mean - half), math.exp(mean + half)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The measured candidates.
+
+    Args:
+        block_s: Seconds per step of each block, by candidate. A candidate that was found to be
+            slower takes part in fewer rounds.
+        seconds: What the trial took, with the time to build the candidates.
+        is_recorded: Whether it was measured by an earlier run of the same situation.
+        took_turns: Whether the candidates trained in turn, and not one after the other, of which
+            nothing follows but an order to go on with.
+    """
+
+    block_s: Mapping[str, Sequence[float]]
+    seconds: float
+    is_recorded: bool = False
+    took_turns: bool = True
+
+    @cached_property
+    def open_candidates(self) -> list[str]:
+        """The fastest candidate, and those that may be as fast."""
+        rounds = max(map(len, self.block_s.values()))
+        names = [name for name, blocks in self.block_s.items() if len(blocks) == rounds]
+        first, *others = sorted(names, key=self.step_s)
+        return [first, *(name for name in others if self._ratio(name, first)[0] <= 1)]
+
+    @property
+    def chosen(self) -> str:
+        """The fastest candidate."""
+        return self.open_candidates[0]
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether no candidate is likely to be faster than the leader by more than TOLERANCE."""
+        return all(
+            self._ratio(name, self.chosen)[0] > 1 - TOLERANCE for name in self.open_candidates[1:]
+        )
+
+    def _ratio(self, name: str, first: str) -> tuple[float, float]:
+        """The interval of the ratio of a candidate's step to that of ``first``."""
+        others = [blocks for n, blocks in self.block_s.items() if n not in (first, name)]
+        return ratio_interval(self.block_s[first], self.block_s[name], *others)
+
+    def ratio(self, name: str, other: str) -> tuple[float, float, float]:
+        """The ratio of the step of ``name`` to that of ``other``, and where it would be next time.
+
+        Returns:
+            The ratio, and the ends of the interval in which that of another start of both lies with
+            the probability CONFIDENCE: wider than that of the mean, which knows this start alone.
+        """
+        low, high = self._ratio(name, other)
+        middle = math.sqrt(low * high)
+        normal = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+        half = math.sqrt(2) * math.hypot(math.log(high / middle), normal * START_SPREAD)
+        return middle, middle * math.exp(-half), middle * math.exp(half)
+
+    def step_s(self, name: str) -> float:
+        """The step of a candidate: the geometric mean of its blocks, whose ratios are compared."""
+        return math.exp(float(np.log(self.block_s[name]).mean()))
+
+    def why(self, titles: Mapping[str, str]) -> str:
+        """The verdict for the user, who knows the candidates by these titles."""
+        others = sorted((n for n in self.block_s if n != self.chosen), key=self.step_s)
+        when = "an earlier run's trial" if self.is_recorded else "a trial"
+        text = (
+            f"{titles[self.chosen]} took {1e3 * self.step_s(self.chosen):.3g} ms a step, the least "
+            f"of {len(self.block_s)} plans in {when} of {self.seconds:.0f} s on this machine"
+        )
+        if not self.took_turns:
+            text += ", in which they did not take turns: no claim of speed"
+        for name in others:
+            verdict = f" ({self._verdict(name)})" if self.took_turns else ""
+            text += f"; {titles[name]} {1e3 * self.step_s(name):.3g} ms{verdict}"
+        return f"{text}."
+
+    def _verdict(self, name: str) -> str:
+        """The interval of the difference, and what it says."""
+        if len(self.block_s[name]) < min(2, len(self.block_s[self.chosen])):
+            return "left out after its first steps"
+        low, high = self._ratio(name, self.chosen)
+        judged = "perhaps as fast, within the noise" if low <= 1 <= high else "slower"
+        return f"{low - 1:+z.0%} to {high - 1:+z.0%}: {judged}"
+
+    def document(self, labels: Mapping[str, str]) -> dict[str, Any]:
+        """The trial for the prediction document, where candidates have these labels."""
+        return {
+            "seconds": self.seconds,
+            "is_recorded": self.is_recorded,
+            "took_turns": self.took_turns,
+            "plans": {
+                labels[name]: {
+                    "step_s": self.step_s(name),
+                    "block_s": list(blocks),
+                    "slower": list(self._ratio(name, self.chosen)),
+                }
+                for name, blocks in self.block_s.items()
+            },
+        }
+
+
+def trial_file(folder: Path, situation: Mapping[str, Any]) -> Path:
+    """Where the trial of a situation is recorded: its data, model, machine and candidates."""
+    text = json.dumps(situation, sort_keys=True, default=str)
+    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def read_trial(file: Path, candidates: Mapping[str, str]) -> Trial | None:
+    """The recorded trial of these candidates; None without one, or with a warning if damaged.
+
+    Args:
+        file: The record.
+        candidates: Labels of the candidates by digest. Earlier versions recorded labels.
+    """
+    try:
+        document = json.loads(read_record(file))
+        blocks = {str(n): [float(s) for s in of] for n, of in document["block_s"].items()}
+        took_turns = bool(document.get("took_turns", True))
+        trial = Trial(blocks, float(document["seconds"]), True, took_turns)
+        if not blocks or not all(map(_are_seconds, blocks.values())):
+            raise ValueError(f"block_s {blocks}")
+        if not blocks.keys() <= set(candidates):
+            raise ValueError(f"candidates {sorted(blocks)}, not of {sorted(candidates)}")
+        trial.document(candidates)  # whatever is wrong in it shows here
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        logger.warning("%s: expected the record of a trial, got %r. Trying again.", file, error)
+        return None
+    return trial
+
+
+def _are_seconds(block_s: Sequence[float]) -> bool:
+    return len(block_s) > 0 and min(block_s) > 0 and math.isfinite(sum(block_s))
+
+
+def write_trial(trial: Trial, file: Path) -> None:
+    """Record a trial; a reader sees a whole file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".tmp")
+    part.write_text(json.dumps(dataclasses.asdict(trial)) + "\n")
+    part.replace(file)

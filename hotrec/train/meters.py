@@ -1,0 +1,261 @@
+"""Measures the steps of this rank: rates, stages, traffic, and memory.
+
+What all ranks' values come to is declared in ``hotrec/runtime/figures.py``. The clock of the stages
+runs in every step that is like the others: not in those whose traffic is counted (slowed down), nor
+in the first and the last of a segment, where the pipeline fills and drains. What a step takes
+outside the pipeline counts as "other", so the stages of a step add up to its time.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from hotrec.data.batch import Batch
+from hotrec.runtime.figures import of_sum, over_ranks
+from hotrec.runtime.ranks import all_gather_object
+from hotrec.runtime.stages import StageClock, exposed_s
+from hotrec.runtime.traffic import COLLECTIVES, BatchFacts, count_sent_bytes, lower_bound_bytes
+from hotrec.train.segment import SegmentBatches
+from hotrec.types import STAGES
+
+MOST_KEPT_STEPS = 4096
+# How many steps the clock may hold before they are added up.
+MOST_PENDING_STEPS = 256
+# What is kept of a step, in seconds: its stages, the exposed communication, and the whole step.
+EXPOSED, STEP = len(STAGES), len(STAGES) + 1
+# Counting makes a step several times slower, and the bytes of steps hardly vary.
+SAMPLE_EVERY_STEPS = 500
+# Bytes of a table's tensors: what they hold -> "device" and "host" -> bytes.
+Tables = Mapping[str, Mapping[str, int]]
+PLACES = ("device", "host")
+
+logger = logging.getLogger(__name__)
+
+
+class Meter:
+    """Measures the steps of this process."""
+
+    def __init__(self, *, warmup_steps: int) -> None:
+        self._warmup_left = warmup_steps
+        self._step_s = array("d")
+        self._samples = array("q")
+        self._interval_start = 0
+        self._wait_s = 0.0
+        self._last = time.perf_counter()
+
+    def restart_clock(self) -> None:
+        """Exclude the time since the last step, such as an evaluation or a checkpoint."""
+        self._last = time.perf_counter()
+
+    def end_step(self, *, num_samples: int, wait_s: float, is_slowed: bool = False) -> float:
+        """Measure the time since the last step, in seconds, and return it.
+
+        ``wait_s`` of it was spent waiting for the loader. A step ``is_slowed`` is in no rate.
+        """
+        now = time.perf_counter()
+        step_s, self._last = now - self._last, now
+        if self._warmup_left > 0:
+            self._warmup_left -= 1
+        elif not is_slowed:
+            self._step_s.append(step_s)
+            self._samples.append(num_samples)
+            self._wait_s += wait_s
+        return step_s
+
+    def end_interval(self) -> dict[str, float | None]:
+        """Throughput and step times since the last call; None where no step was measured."""
+        start, self._interval_start = self._interval_start, len(self._step_s)
+        return _rates(self._step_s[start:], self._samples[start:])
+
+    def total(self) -> dict[str, float | None]:
+        """Those of all measured steps, and the fraction of it that this rank waited for data."""
+        total_s = sum(self._step_s)
+        rates = _rates(self._step_s, self._samples)
+        return {**rates, "data_wait_frac": self._wait_s / total_s if total_s else None}
+
+
+def _rates(step_s: array[float], samples: array[int]) -> dict[str, float | None]:
+    if not step_s:
+        return dict.fromkeys(("samples_per_s", "step_p50_s", "step_p90_s"))
+    p50, p90 = np.percentile(np.asarray(step_s), [50, 90])
+    rate = sum(samples) / sum(step_s)
+    return {"samples_per_s": rate, "step_p50_s": float(p50), "step_p90_s": float(p90)}
+
+
+class KeptSteps:
+    """Figures of the steps, (STEP + 1,) each; every other one is dropped when they are too many."""
+
+    def __init__(self, most_kept: int = MOST_KEPT_STEPS) -> None:
+        self.rows: list[np.ndarray] = []
+        self._most_kept, self._num_seen, self._stride = most_kept, 0, 1
+
+    def add(self, row: np.ndarray) -> None:
+        if self._num_seen % self._stride == 0:
+            self.rows.append(row)
+            if len(self.rows) > self._most_kept:
+                self.rows = self.rows[::2]
+                self._stride *= 2
+        self._num_seen += 1
+
+    def medians(self) -> np.ndarray:
+        """Float64 (STEP + 1,); NaN without steps."""
+        return np.median(self.rows, axis=0) if self.rows else np.full(STEP + 1, np.nan)
+
+
+class StageTimes:
+    """The stages of this rank's steps, since the last line and since ``compared_from_step``."""
+
+    def __init__(self, device: torch.device, compared_from_step: int) -> None:
+        self.compared_from_step = compared_from_step
+        self._clock = StageClock(device)
+        self._pending: list[tuple[int, float]] = []  # step, its seconds
+        self._line, self._run = KeptSteps(), KeptSteps()
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure the step made inside the block; ``end_step`` must follow."""
+        with self._clock.step():
+            yield
+
+    def end_step(self, step: int, step_s: float) -> None:
+        """Add that the step measured last took ``step_s`` from the end of the one before."""
+        self._pending.append((step, step_s))
+        if len(self._pending) >= MOST_PENDING_STEPS:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        seconds = self._clock.seconds() if self._pending else {}
+        self._clock.clear()
+        for index, (step, step_s) in enumerate(self._pending):
+            of_step = {stage: seconds[stage][index] for stage in STAGES}
+            of_step["other"] += step_s - sum(of_step.values())
+            row = np.array([*of_step.values(), exposed_s(of_step), step_s])
+            self._line.add(row)
+            if step >= self.compared_from_step:
+                self._run.add(row)
+        self._pending = []
+
+    def end_line(self) -> dict[str, Any]:
+        """This rank's medians since the last call; NaN without a step."""
+        self._add_up()
+        medians = self._line.medians().tolist()
+        self._line = KeptSteps()
+        stage_s = dict(zip(STAGES, medians[:EXPOSED], strict=True))
+        return {"stage_s": stage_s, "exposed_communication_s": medians[EXPOSED]}
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json says of all ranks; a collective. What was not measured is None."""
+        self._add_up()
+        medians = self._run.medians().tolist() if self._run.rows else [None] * (STEP + 1)
+        stage_s = dict(zip(STAGES, medians[:EXPOSED], strict=True)) if self._run.rows else None
+        own = {
+            "measured_step_s": medians[STEP],
+            "measured_stage_s": stage_s,
+            "slowest_rank_stage_s": stage_s,
+            "exposed_communication_s": medians[EXPOSED],
+            "slowest_rank_exposed_communication_s": medians[EXPOSED],
+        }
+        measured = over_ranks(all_gather_object(own))
+        step_s, exposed = measured["measured_step_s"], measured["exposed_communication_s"]
+        if step_s is None:
+            logger.info(
+                "the stages of the steps are not summed up: none was measured from step %d on",
+                self.compared_from_step,
+            )
+        measured["exposed_communication_frac"] = exposed / step_s if step_s else None
+        return {**measured, "compared_from_step": self.compared_from_step}
+
+
+class TrafficMeter:
+    """Counts the bytes sent in sampled steps, and the rows that their batches read.
+
+    ``inspect_batch`` counts the distinct rows and lookups of a batch; None for no lower bound.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        num_dense_values: int,
+        inspect_batch: Callable[[Batch], BatchFacts] | None,
+    ) -> None:
+        self._world_size = world_size
+        self._num_dense_values = num_dense_values
+        self._inspect_batch = inspect_batch
+        self._sums = dict.fromkeys(("steps", "bound", "lookups", "hot_lookups", *COLLECTIVES), 0.0)
+
+    def is_due(self, index: int, num_steps: int) -> bool:
+        """Whether to count in step ``index`` (from 0) of a segment.
+
+        A step in between is sampled, since the others fill or drain the pipeline. Where segments
+        are too short for that, a whole segment is.
+        """
+        if num_steps >= 4:
+            return index % SAMPLE_EVERY_STEPS == 2 and index < num_steps - 1
+        return self._sums["steps"] <= index
+
+    @contextmanager
+    def counting(self, batches: SegmentBatches) -> Iterator[None]:
+        """Count the bytes that the step inside the block sends and the rows its batch reads."""
+        with count_sent_bytes() as traffic:
+            yield
+        self._sums["steps"] += 1
+        for name, num_bytes in traffic.sent_bytes.items():
+            self._sums[name] += num_bytes
+        if self._inspect_batch is not None:
+            assert batches.last_taken is not None, "the step took no batch"
+            facts = self._inspect_batch(batches.last_taken)
+            self._sums["lookups"] += facts.num_lookups
+            self._sums["hot_lookups"] += facts.num_hot_lookups
+            self._sums["bound"] += lower_bound_bytes(
+                facts.num_distinct, self._world_size, num_dense_values=self._num_dense_values
+            )
+
+    def sums(self) -> dict[str, float]:
+        """What this rank has counted, to be summed over the ranks."""
+        return dict(self._sums)
+
+    def means(self, total: Mapping[str, float]) -> dict[str, Any]:
+        """Means by step and rank, given the ``sums()`` of all ranks; None where not counted."""
+        num_steps, lookups = round(total["steps"]), total["lookups"]  # over all ranks
+
+        def mean(key: str, name: str) -> int | None:
+            return round(of_sum(key, total[name], num_steps)) if num_steps else None
+
+        return {
+            "sent_bytes": {n: mean("sent_bytes", n) for n in COLLECTIVES} if num_steps else None,
+            "bound_bytes": mean("bound_bytes", "bound") if self._inspect_batch else None,
+            "hot_lookup_frac": total["hot_lookups"] / lookups if lookups else None,
+        }
+
+
+def peak_bytes(device: torch.device) -> dict[str, int | None]:
+    """This rank's peaks since it started; None where the device keeps none. Waits for nothing.
+
+    They hold everything: dense layers, activations, messages, and the libraries of the process.
+    """
+    is_cuda = device.type == "cuda"
+    return {
+        "peak_allocated_bytes": torch.cuda.max_memory_allocated(device) if is_cuda else None,
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if is_cuda else None,
+        # Linux counts it in KiB.
+        "peak_resident_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    }
+
+
+def memory_figures(device: torch.device, tables: Tables | None) -> dict[str, Any]:
+    """What summary.json says of memory; a collective."""
+    own: dict[str, Any] = {**peak_bytes(device)}
+    for place in PLACES:
+        by_kind = None if tables is None else {kind: of[place] for kind, of in tables.items()}
+        own[f"{place}_bytes_by_kind"] = by_kind
+        own[f"measured_{place}_bytes"] = None if by_kind is None else sum(by_kind.values())
+    return over_ranks(all_gather_object(own))

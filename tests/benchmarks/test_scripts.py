@@ -1,0 +1,128 @@
+"""Benchmark scripts: what they refuse, choose and write; the others have files of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import cpu_rows, networks_page, one_gpu, routing_speed
+from hotrec.bench.figures import Measured
+from hotrec.planner.plan import TorchrecTables
+from hotrec.types import STAGES, ColdTier, OptimizerKind, Tier
+from tests.unit.bench.test_bench import document_of, figures_of, measured, one_step
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_one_gpu_says_what_it_cannot_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit):
+        one_gpu.parse(["--table-gib", "1", "--budget-gib", "2"])
+    assert "below --table-gib 1, got 2" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert one_gpu.main([]) == 77
+    assert "expected a CUDA device" in capsys.readouterr().err
+    sizes = {"device_bytes": 18 * one_gpu.GIB, "host_bytes": 46 * one_gpu.GIB}
+    one_gpu.check_memory(8.0, 1.0, **sizes)
+    for place, less in (("GPU", {"device_bytes": 17 << 30}), ("host", {"host_bytes": 45 << 30})):
+        with pytest.raises(ValueError, match=f"--table-gib: .* free {place} memory, got .* 8"):
+            one_gpu.check_memory(8.0, 1.0, **sizes | less)
+
+
+def test_one_gpu_cases_cost_the_same_gpu_memory() -> None:
+    options = one_gpu.parse(["--table-gib", "0.01", "--budget-gib", "0.002"])
+    config = one_gpu.make_config(options)
+    dim, budget = config.model.embedding_dim, 0.002 * one_gpu.GIB
+    num_bytes = 4 * dim * sum(config.bench.table_rows)
+    assert num_bytes == pytest.approx(0.01 * one_gpu.GIB, rel=0.01)
+    counts = {
+        f"C{i}": np.arange(1, rows + 1) for i, rows in enumerate(config.bench.table_rows, start=1)
+    }
+    choose = one_gpu.case_chooser(budget, dim)
+    cases = {case.name: case for case in choose(config.bench, counts, 1, "cuda")}
+
+    def cost(name: str) -> float:
+        plan = cases[name].plan
+        hot = plan.num_hot * one_gpu.hot_row_bytes(dim)
+        if isinstance(plan.tables, TorchrecTables):
+            is_cached = plan.tables.tier is ColdTier.fused_uvm_caching
+            return plan.tables.cache_load_frac * num_bytes if is_cached else 0.0
+        caches = {
+            (table.cache_load_frac or 0.0) if table.tier is Tier.HOST_CACHED else 0.0
+            for table in plan.tables.tables.values()
+        }
+        return hot + caches.pop() * num_bytes
+
+    assert cost("uvm") == 0
+    for name in ("uvm_cache", "uvm_cache_prefetch", "hot_cold_uvm", "hot_cold_cache"):
+        assert cost(name) == pytest.approx(budget, rel=1e-3), name
+
+
+def test_cpu_rows_measures_every_kernel() -> None:
+    times = cpu_rows.measure(
+        OptimizerKind.sgd, num_rows=40, num_tables=2, table_rows=100, dim=8, repeats=1
+    )
+    assert set(times) == {"fbgemm_unpooled", "fbgemm_pooled", "hotrec"}
+    assert all(0 < t["forward_s"] < 1 for t in times.values())
+
+
+def test_routing_speed_counts_every_id(capsys: pytest.CaptureFixture[str]) -> None:
+    routing_speed.main(
+        ["--bench", "smoke", "--batch-size", "30", "--multi-hot", "2", "--repeats", "1"]
+    )
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert result["num_ids"] == 5 * 30 * 2
+    assert result["ids_per_core_s"] > 0
+
+
+def networks_document(step_s: float, exposed_frac: float) -> dict[str, Any]:
+    def case(step_s: float, exposed_s: float) -> list[Measured]:
+        stages = {stage: np.zeros(1) for stage in STAGES}
+        stages |= {"rows_exchange": np.full(1, exposed_s), "dense": np.ones(1)}
+        return [measured(blocks={0: one_step(step_s)}, stage_s=stages)]
+
+    cases = figures_of(
+        look_ahead=case(step_s, exposed_frac * step_s),
+        planner=case(4.2, 0.0),
+        hand_tuned=case(2.4, 0.0),
+    )
+    return document_of(cases, partitions={"look_ahead": {"num_hot_rows": 77}})
+
+
+def test_the_page_of_networks_says_which_targets_are_reached(tmp_path: Path) -> None:
+    (tmp_path / "1gbit-w2-b2048.json").write_text(json.dumps(networks_document(1.0, 0.16)))
+    (tmp_path / "1gbit-w4-b8192.json").write_text(json.dumps(networks_document(0.01, 0.0)))
+    with pytest.raises(SystemExit, match="expected .*-w.*json of networks.sh, got none"):
+        networks_page.main([str(tmp_path / "empty")])
+    networks_page.main([str(tmp_path)])
+    rows = networks_page.verdicts(networks_page.read(tmp_path))
+    found = {(network, case, what): rest for network, case, what, *rest in rows}
+    assert found[("1gbit", "look_ahead", "faster than planner")] == ["at least 4x", "4.20x", "yes"]
+    assert found[("1gbit", "look_ahead", "faster than hand_tuned")][1:] == ["2.40x", "**no**"]
+    assert found[("1gbit", "look_ahead", "exposed share of the step")][1:] == ["16.0%", "**no**"]
+    assert found[("loopback", "look_ahead", "faster than planner")][1:] == ["-", "not measured"]
+    page = (tmp_path / "networks.md").read_text()
+    for text in ("1gbit, 2 ranks, B = 2,048", "1gbit, 4 ranks, B = 8,192", "**no**", " 77 |"):
+        assert text in page, text
+    assert (tmp_path / "networks.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_two_hosts_says_why_it_is_skipped(tmp_path: Path) -> None:
+    script = REPOSITORY / "benchmarks" / "two_hosts.sh"
+    (tmp_path / "bin").mkdir()
+    for name in ("ip", "tc"):
+        program = tmp_path / "bin" / name
+        program.write_text('#!/bin/sh\necho "Operation not permitted" >&2\nexit 1\n')
+        program.chmod(0o755)
+    path = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
+    done = subprocess.run([script], env=path, capture_output=True, text=True, check=False)
+    assert done.returncode == 77
+    assert "skipped: network namespaces cannot be made here" in done.stderr
+    assert "Operation not permitted" in done.stderr

@@ -1,0 +1,42 @@
+"""Short runs train as recorded, bit for bit: a few of the cases of ``benchmarks/same_training.py``.
+
+The bits depend on the processor's vector instructions and on the packages. Where these are not
+those of the record, losses and evaluations are compared within a tolerance, weights not at all, and
+messages and hot rows exactly. A commit that changes the record says why the numbers moved.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.same_training import all_cases, check, record
+from tests.e2e.conftest import REPOSITORY
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+RECORD = REPOSITORY / "benchmarks/results/same_training.json"
+# Between AVX2 and AVX-512 no loss of these cases differed.
+ELSEWHERE = 1e-4
+# Each pipeline, with two ranks, and what has state of its own.
+CASES = (
+    "look_ahead/ranks=2",
+    "sparse_dist/ranks=2",
+    "sparse_dist/pipeline=base",
+    "sparse_dist/torchrec=planner",
+    "sparse_dist/resume",
+    "look_ahead/order=all_hot",
+    "look_ahead/adapt",
+    "look_ahead/slots",
+)
+
+
+def test_training_is_as_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = json.loads(RECORD.read_text())
+    cases = {name: all_cases()[name] for name in CASES}
+    found = record(tmp_path / "found.json", cases, checkout=REPOSITORY, num_jobs=1)
+    there, here = ({**made["made_on"], "commit": ""} for made in (expected, found))
+    different = check(expected, found, CASES, 0.0 if here == there else ELSEWHERE)
+    said = capsys.readouterr().err
+    assert different == [], f"made on {here}, recorded on {there}\n{said}"

@@ -1,0 +1,226 @@
+"""``prediction.json`` of 42 plans, byte for byte: what the planner predicts and chooses.
+
+The cells are like those of ``benchmarks/choice_grid.py``, with data that is made in seconds: skews
+x one-hot or bags x batches x networks, machines with GPUs of which some have too little memory, and
+placements that are given. Costs are fixed: built-in ones, or ``costs/`` (measured for
+``benchmarks/results/prediction_look_ahead`` and ``prediction``, with lines for slots and the loader
+that calibration has measured since).
+
+The record has the SHA-256 of every document, and of every candidate its hot rows and step, which
+say what changed. A commit that changes it (HOTREC_UPDATE_GOLDEN=1) says why, and by how much the
+steps of the chosen plans moved.
+
+numpy rounds exp and log differently on processors with other vector instructions: there the hash is
+not compared, and steps may differ in their last digits. TorchRec's plans depend on its version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import chdir
+from dataclasses import replace
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotrec.artifact import commit_artifact, scratch_directory
+from hotrec.cli import plan, prepare, profile
+from hotrec.cli.store import build_config, compose_config
+from hotrec.config.data import OutlineSpec, OutlineTableSpec
+from tests.frozen.record import FROZEN, is_updated, write_json
+
+RECORD = FROZEN / "predictions.json"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+PACKAGES = ("torch", "torchrec", "numpy", "scipy")
+EXPONENTS = (0.8, 1.05, 1.2)
+BATCH_SIZES = (512, 2048, 8192)
+# Network -> ranks and ranks of a host.
+NETWORKS = {"loopback": (2, 2), "1gbit": (4, 1), "100mbit": (2, 1)}
+ONE_HOT_ROWS = (200_000, 20_000, 1460, 50)
+BAGS = (
+    *("data.synthetic.num_rows=[20000,5000,1000,50]", "data.synthetic.mean_lengths=[12]"),
+    *("data.synthetic.num_dense=0", "data.synthetic.num_train=8192"),
+    *("data.synthetic.num_valid=1024", "data.synthetic.rows_per_chunk=4096"),
+    *("data.synthetic.num_periods=4", "data.synthetic.drift_frac=0.1"),
+)
+# Two sizes of rows, and of the dense layers.
+MODELS = {
+    "onehot": ("model.embedding_dim=64", "model.dense_layer_sizes=[128,64]"),
+    "bags": ("model.embedding_dim=16", "model.dense_layer_sizes=[16]"),
+}
+CPU = ("plan.device=cpu", "planner.host_gib=16")
+CUDA = ("plan.device=cuda", "planner.host_gib=64", "trainer.batch_size=4096")
+# A replay of the slots takes as long as there are lookups.
+FEW = ("trainer.batch_size=256", "trainer.eval_batch_size=256")
+NO_DECLINE = "placement.may_decline=false"
+# With all of the sensitivity, which takes several times as long.
+SENSITIVE = ("zipf1.05-onehot_b2048_100mbit", "zipf1.05-bags_b8192_loopback", "gpu_two_hosts")
+
+
+def all_cells() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Every cell by name: its dataset, and the words of its command."""
+    cells = {
+        f"zipf{exponent}-{shape}_b{batch_size}_{network}": (
+            f"zipf{exponent}-{shape}",
+            (
+                *CPU,
+                *("planner.costs=measured", f"paths.costs=costs/{network}"),
+                f"trainer.batch_size={batch_size}",
+                f"plan.world_size={NETWORKS[network][0]}",
+                f"plan.ranks_per_host={NETWORKS[network][1]}",
+            ),
+        )
+        for (i, exponent), (j, shape), (k, batch_size), (m, network) in product(
+            enumerate(EXPONENTS),
+            enumerate(("onehot", "bags")),
+            enumerate(BATCH_SIZES),
+            enumerate(NETWORKS),
+        )
+        if (i + j + k + m) % 2 == 0
+    }
+    bags, one_hot = "zipf1.05-bags", "zipf1.05-onehot"
+    a_gbit = ("planner.costs=cpu_1gbit", "plan.world_size=2", "plan.ranks_per_host=1")
+    small = "planner.hbm_gib=0.05"
+    a_host = ("planner.costs=dgx_h100_infiniband", "plan.world_size=8")
+    own = {
+        "gpu_one_host": (one_hot, *CUDA, *a_host),
+        "gpu_two_hosts": (one_hot, *CUDA, *a_host, "plan.ranks_per_host=4"),
+        "gpu_a100_bags": (bags, *CUDA, "planner.costs=dgx_a100", "plan.world_size=8"),
+        "gpu_hot_rows": (bags, *CUDA, *a_host, NO_DECLINE, "placement.hot_budget_mib=1"),
+        "gpu_host_tier": (one_hot, *CUDA, *a_host, small, NO_DECLINE),
+        "gpu_one_rank": (one_hot, *CUDA, "planner.costs=one_gpu_pcie", "plan.world_size=1", small),
+        "gpu_slots": (
+            *(one_hot, *CUDA, *a_host, *FEW, "pipeline=look_ahead"),
+            *("placement=all_cold", "placement.cold_tier=cached"),
+        ),
+        "gpu_slots_bf16": (
+            *(one_hot, *CUDA, *a_host, *FEW, "pipeline=look_ahead", "placement=coverage"),
+            *("placement.cold_tier=cached", "placement.cold_rows=bf16"),
+            *("placement.row_fetch=staged", "placement.cache_load_frac=0.2"),
+        ),
+        "gpu_prefetch": (
+            *(one_hot, *CUDA, *a_host, "placement=torchrec", "pipeline=prefetch"),
+            "placement.tier=fused_uvm_caching",
+        ),
+        "cpu_slots": (
+            *(bags, *CPU, *a_gbit, *FEW, "pipeline=look_ahead", "pipeline.depth=2"),
+            *("placement=all_cold", "placement.cold_tier=cached", "placement.cache_load_frac=0.4"),
+        ),
+        "cpu_no_decline": (one_hot, *CPU, *a_gbit, NO_DECLINE, "pipeline=sparse_dist"),
+        "cpu_no_pooling": (bags, *CPU, *a_gbit, NO_DECLINE, "placement.may_pool=false"),
+        "cpu_override": (bags, *CPU, *a_gbit, "+placement.overrides.t0=0.01", "pipeline=base"),
+        "cpu_coverage_bf16": (
+            *(one_hot, *CPU, *a_gbit, "placement=coverage", "pipeline=look_ahead"),
+            *("pipeline.wire=bf16", "pipeline.depth=0", "placement.hot_exchange=owners"),
+        ),
+        "cpu_torchrec": (one_hot, *CPU, *a_gbit, "placement=torchrec"),
+    }
+    return cells | {name: (words[0], words[1:]) for name, words in own.items()}
+
+
+CELLS = all_cells()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the costs and the bags are; the one-hot datasets are outlines."""
+    folder = tmp_path_factory.mktemp("predictions")
+    with chdir(folder):
+        for file in (FROZEN / "costs").glob("*.json"):
+            document = json.loads(file.read_text())
+            with scratch_directory(Path("costs", file.stem), kind="costs") as scratch:
+                (scratch / "costs.json").write_text(file.read_text())
+                content = {name: document[name] for name in ("name", "origin", "device")}
+                commit_artifact(scratch, Path("costs", file.stem), kind="costs", content=content)
+        for exponent in EXPONENTS:
+            config = configuration(f"zipf{exponent}-bags", ())
+            prepare.run(config, folder)
+            profile.run(config, folder)
+        yield folder
+
+
+def configuration(data: str, words: tuple[str, ...]) -> Any:
+    """The configuration of a command, with a dataset by its name."""
+    skew, _, shape = data.removeprefix("zipf").partition("-")
+    drawn = [*BAGS, f"data.synthetic.zipf_exponent={skew}"] if shape == "bags" else []
+    given = ("data=synthetic", f"dataset_name={data}", *MODELS[shape], *drawn, *words)
+    config = build_config(compose_config("config", given))
+    if shape == "bags":
+        return config
+    tables = {
+        f"t{number}": OutlineTableSpec(num_rows, float(skew))
+        for number, num_rows in enumerate(ONE_HOT_ROWS)
+    }
+    outline = OutlineSpec("a test", num_train=500_000, num_dense=13, tables=tables)
+    return replace(config, data=replace(config.data, outline=outline))
+
+
+def predict(name: str, folder: Path) -> bytes:
+    """The document that ``hotrec plan`` writes for a cell."""
+    data, words = CELLS[name]
+    sensitivity = f"plan.sensitivity={str(name in SENSITIVE).lower()}"
+    run_dir = folder / "runs" / name
+    run_dir.mkdir(parents=True)
+    plan.run(configuration(data, (*words, sensitivity)), run_dir)
+    return (run_dir / "prediction.json").read_bytes()
+
+
+def summarize(written: bytes) -> dict[str, Any]:
+    """What is recorded of a document."""
+    document = json.loads(written)
+    return {
+        "chosen": document["chosen"],
+        "hot_rows": {name: plan["hot_rows"] for name, plan in document["plans"].items()},
+        "step_s": {name: plan["step_s"] for name, plan in document["plans"].items()},
+        "sha256": hashlib.sha256(written).hexdigest(),
+    }
+
+
+def made_on() -> dict[str, Any]:
+    """What the digits depend on beside this program."""
+    features = np.show_config("dicts")["SIMD Extensions"]["found"]
+    return {**{name: version(name) for name in PACKAGES}, "vector_instructions": features}
+
+
+def test_predictions_are_the_recorded_ones(folder: Path) -> None:
+    found = {name: summarize(predict(name, folder)) for name in CELLS}
+    if is_updated():
+        write_json(RECORD, {"made_on": made_on(), "cells": found})
+    record = json.loads(RECORD.read_text())
+    recorded, here = record["made_on"], made_on()
+    versions = {name: (recorded[name], here[name]) for name in PACKAGES}
+    if any(there != now for there, now in versions.values()):
+        pytest.skip(f"TorchRec's plans and numpy's digits are those of {versions}")
+    if recorded != here:
+        for cells in (found, record["cells"]):
+            for cell in cells.values():
+                cell.pop("sha256")
+                cell["step_s"] = pytest.approx(cell["step_s"], rel=1e-9)
+    assert list(found) == list(record["cells"])
+    changed = [
+        f"{cell} {key}: recorded {record['cells'][cell][key]}, now {value}"
+        for cell, entry in found.items()
+        for key, value in entry.items()
+        if value != record["cells"][cell][key]
+    ]
+    assert not changed, "\n".join(changed)
+
+
+def test_the_cells_are_of_every_kind() -> None:
+    """So that a change of any of these cannot go unseen."""
+    cells = json.loads(RECORD.read_text())["cells"]
+    assert list(cells) == list(CELLS)
+    assert len(cells) == 42
+    assert set(SENSITIVE) < set(cells)
+    chosen = [cell["chosen"].split() for cell in cells.values()]
+    kinds = {tuple(words[:2]) for words in chosen} | {tuple(words[-1:]) for words in chosen}
+    assert kinds >= {("hot_cold", "look_ahead"), ("hot_cold", "sparse_dist"), ("hot_cold", "base")}
+    assert kinds >= {("torchrec", "planner"), ("torchrec", "table_wise"), ("prefetch",)}
+    hot = [cell["hot_rows"][cell["chosen"]] for cell in cells.values()]
+    assert sum(rows > 0 for rows in hot) >= 5

@@ -1,0 +1,70 @@
+"""What order.assign=by_owner refuses, and which tables have owners."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+from torchrec.distributed.types import ShardingPlan
+
+from hotrec.assemble.order import check_assign, choose_assign, owned_tables
+from hotrec.cli.store import build_config, compose_config
+from hotrec.config.roots import Config
+from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
+from tests.unit.data.logs import SCHEMA
+
+NUM_ROWS = {"t_a": 10, "t_b": 1000}
+POOLED = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
+
+
+def config_of(*words: str) -> Config:
+    config: Config = build_config(compose_config("config", list(words)))
+    return config
+
+
+def placement_of(num_hot: tuple[int, int], **tables: TablePlacement) -> Placement:
+    hot = {t: np.arange(n, dtype=np.int64) for t, n in zip(NUM_ROWS, num_hot, strict=True)}
+    default = dict.fromkeys(NUM_ROWS, TablePlacement())
+    return Placement(Partition(NUM_ROWS, hot, policy="by hand"), default | tables)
+
+
+def test_off_by_default() -> None:
+    config = config_of()
+    check_assign(config, None)
+    assert choose_assign(config, SCHEMA, None, ShardingPlan({})) is None
+
+
+@pytest.mark.parametrize("order", ["shuffled", "all_hot"])
+@pytest.mark.parametrize(
+    ("placement", "found"),
+    [
+        (None, "TorchRec's own plan"),
+        (placement_of((10, 1000)), "by hand: none"),
+        (placement_of((0, 0), t_a=POOLED, t_b=POOLED), "by hand: none"),
+    ],
+    ids=["torchrec", "all_hot", "pooled"],
+)
+def test_placements_whose_rows_have_no_owner_are_refused(
+    order: str, placement: Placement | None, found: str
+) -> None:
+    config = config_of("order.assign=by_owner", f"order={order}")
+    with pytest.raises(ValueError, match=rf"order\.assign: expected .* got {found}\. Choose"):
+        check_assign(config, placement)
+    check_assign(config_of(f"order={order}"), placement)
+
+
+def test_tables_with_owners_are_those_whose_cold_rows_travel() -> None:
+    assert owned_tables(placement_of((0, 0))) == ["t_a", "t_b"]
+    assert owned_tables(placement_of((10, 3))) == ["t_b"]
+    assert owned_tables(placement_of((3, 0), t_b=POOLED)) == ["t_a"]
+
+
+def test_a_plan_without_the_table_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of("order.assign=by_owner")
+    placement = placement_of((0, 0))
+    check_assign(config, placement)
+    match = "plan table t_a: expected it row-wise or table-wise once, got no shards"
+    with caplog.at_level(logging.INFO), pytest.raises(RuntimeError, match=match):
+        choose_assign(config, SCHEMA, placement, ShardingPlan({}))
+    assert "order.assign=by_owner" in caplog.text

@@ -1,0 +1,145 @@
+"""What a configuration asks of the planner, and what it asks in vain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotrec.assemble.job import as_placement, check_placement, plan_request, samples_in_flight
+from hotrec.cli.store import build_config, compose_config
+from hotrec.config.groups import AllColdPlacement
+from hotrec.config.roots import Config
+from hotrec.cost_model.profile import Profile, Sampling
+from hotrec.data.chunks import Dataset
+from hotrec.planner.machine import Machine
+from hotrec.planner.plan import TorchrecTables
+from hotrec.planner.request import ByCost, GivenTables, PlanRequest
+from hotrec.types import (
+    ColdTier,
+    HotExchange,
+    Partition,
+    PipelineKind,
+    PipelineSpec,
+    Placement,
+    RowFetch,
+    Tier,
+    TorchrecPlan,
+    WireType,
+)
+from tests.unit.data.logs import ONE_HOT_SCHEMA, write_dataset
+
+NUM_ROWS = {table.name: table.num_rows for table in ONE_HOT_SCHEMA.tables}
+COUNTS = {name: np.arange(num_rows)[::-1] + 1 for name, num_rows in NUM_ROWS.items()}
+PROFILE = Profile(90, 0, 90, Sampling(), COUNTS)
+ON = Machine(2, 2, "cpu", 0, 8 << 30, 32)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    path = tmp_path_factory.mktemp("job") / "dataset"
+    write_dataset(path, {"train": 90}, schema=ONE_HOT_SCHEMA)
+    return Dataset.open(path)
+
+
+def config_of(*words: str) -> Config:
+    config: Config = build_config(compose_config("config", list(words)))
+    return config
+
+
+def request_of(dataset: Dataset, *words: str, **given: Any) -> PlanRequest:
+    config = config_of("trainer.batch_size=32", f"paths.dataset={dataset.artifact.path}", *words)
+    return plan_request(config, dataset, ON, PROFILE, **given)
+
+
+def test_a_choice_by_cost(dataset: Dataset) -> None:
+    table, num_rows = next(iter(NUM_ROWS.items()))
+    asked = request_of(
+        dataset,
+        "placement=cost",
+        "placement.hot_budget_mib=3",
+        "placement.may_pool=false",
+        f"++placement.overrides={{{table}:hot}}",
+        "pipeline.wire=bf16",
+        "trainer.num_workers=2",
+    )
+    limits = ByCost(3 << 20, may_pool=False, may_decline=True, fixed_hot={table: num_rows})
+    assert asked == PlanRequest(
+        limits,
+        PipelineSpec(PipelineKind.auto, WireType.bf16),
+        num_workers=2,
+        name="cost",
+        is_routed_by_loader=True,
+    )
+    assert request_of(dataset, "placement=cost").tables == ByCost()
+
+
+def test_a_plan_of_torchrec(dataset: Dataset) -> None:
+    words = ("placement.plan=table_wise", "placement.tier=fused_uvm", "pipeline=base")
+    asked = request_of(dataset, "placement=torchrec", *words)
+    tables = TorchrecTables(TorchrecPlan.table_wise, ColdTier.fused_uvm)
+    assert (asked.tables, asked.name) == (tables, "torchrec")
+    assert asked.pipeline.kind is PipelineKind.base
+    assert not asked.is_routed_by_loader
+
+
+def test_a_policy_and_a_saved_partition(dataset: Dataset) -> None:
+    all_hot = request_of(
+        dataset, "placement=all_hot", "placement.routing=device", "placement.hot_exchange=owners"
+    )
+    assert isinstance(all_hot.tables, GivenTables)
+    assert all_hot.tables.placement.partition.total_hot == sum(NUM_ROWS.values())
+    assert all_hot.tables.slots is None
+    assert (all_hot.hot_exchange, all_hot.is_routed_by_loader) == (HotExchange.owners, False)
+    placed = Placement.alike(Partition(NUM_ROWS), Tier.DEVICE, None)
+    saved = request_of(dataset, "placement=saved", "placement.partition_dir=p", saved=placed)
+    assert isinstance(saved.tables, GivenTables)
+    assert saved.tables.placement is placed
+
+
+def test_slots_are_chosen_unless_their_number_is_given(dataset: Dataset) -> None:
+    words = ("placement=all_cold", "placement.cold_tier=cached", "trainer.eval_batch_size=64")
+    words += ("pipeline.depth=2", "pipeline.window=0")
+    for given, is_chosen in (((), True), (("placement.cache_load_frac=0.5",), False)):
+        tables = request_of(dataset, *words, *given).tables
+        assert isinstance(tables, GivenTables)
+        assert tables.is_all_in_slots
+        assert tables.slots is not None
+        assert (tables.slots.place is not None) == is_chosen
+        assert tables.slots.samples_in_flight == 2 * 64 * 3
+        popular = tables.placement.popular_rows
+        assert sum(map(len, popular.values())) > 0
+        if tables.slots.place is not None:
+            placed = tables.slots.place(0.9)
+            assert {table.cache_load_frac for table in placed.tables.values()} == {0.9}
+            assert sum(map(len, placed.popular_rows.values())) > sum(map(len, popular.values()))
+    # Without evaluation the batches are those of training.
+    config = config_of(*words, "trainer.batch_size=8", "trainer.eval_splits=[]")
+    assert samples_in_flight(config, 2) == 2 * 8 * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "device", "message"),
+    [
+        (("placement=all_cold", "placement.cold_tier=cached", "pipeline=base"), "cuda", "look_ah"),
+        (("placement=torchrec", "pipeline=look_ahead"), "cpu", "sparse_dist or base"),
+        (("placement=all_cold", "pipeline=prefetch"), "cuda", "placement=torchrec .* for prefetch"),
+    ],
+)
+def test_pipelines_are_checked_before_there_is_data(
+    words: tuple[str, ...], device: str, message: str
+) -> None:
+    config = config_of(*words)
+    with pytest.raises(ValueError, match=rf"^pipeline\.kind: expected {message}"):
+        check_placement(config, device)
+    check_placement(config_of("placement=torchrec"), device)
+
+
+def test_slots_of_a_cpu_are_not_mapped() -> None:
+    placement = AllColdPlacement(cold_tier=ColdTier.cached, row_fetch=RowFetch.mapped)
+    partition = Partition({"t": 5})
+    with pytest.raises(ValueError, match=r"^placement\.row_fetch: expected staged or auto on CPU"):
+        as_placement(placement, partition, "cpu")
+    placed = as_placement(placement, partition, "cuda")
+    assert placed.tables["t"].row_fetch is RowFetch.mapped

@@ -1,0 +1,77 @@
+"""Where the lookups of a plan go: to replicas, or to the ranks that own the rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingPlan,
+    ShardMetadata,
+)
+
+from hotrec.assemble.lookups import destinations
+from hotrec.types import Partition
+
+COUNTS = {
+    "rows": np.array([40, 10, 0, 20, 30]),  # row-wise, three rows and two
+    "whole": np.array([5, 15]),  # on rank 1
+    "wide": np.array([60, 20]),  # its columns: three on rank 0, one on rank 1
+    "copied": np.array([1, 99]),  # data-parallel
+    "hot": np.array([50, 50]),  # not in the plan: all rows are hot
+}
+
+
+def sharding(*shards: tuple[int, int, int, int, int]) -> ParameterSharding:
+    """Shards by first row and column, rows, columns, and rank."""
+    found = [
+        ShardMetadata([row, column], [rows, columns], f"rank:{rank}/cpu")
+        for row, column, rows, columns, rank in shards
+    ]
+    spec = EnumerableShardingSpec(found) if found else None
+    return ParameterSharding("any", "fused", [s[4] for s in shards], spec)
+
+
+PLAN = ShardingPlan(
+    {
+        "model.ebc": EmbeddingModuleShardingPlan(
+            {
+                "rows": sharding((0, 0, 3, 4, 0), (3, 0, 2, 4, 1)),
+                "whole": sharding((0, 0, 2, 4, 1)),
+                "wide": sharding((0, 0, 2, 3, 0), (0, 3, 2, 1, 1)),
+                "copied": sharding(),
+            }
+        )
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("hot", "rank_0", "rank_1"),
+    [
+        ({}, 50 + 60, 50 + 20 + 20),
+        # The rows that are read most are read where the sample is.
+        ({"rows": [0, 4], "wide": [0]}, 10 + 15, 20 + 20 + 5),
+    ],
+)
+def test_cold_rows_are_read_where_their_shard_is(
+    hot: dict[str, list[int]], rank_0: int, rank_1: int
+) -> None:
+    everything = hot | {"hot": [0, 1]}
+    partition = Partition(
+        {name: counts.size for name, counts in COUNTS.items()},
+        {name: np.array(rows) for name, rows in everything.items()},
+    )
+    found = destinations(PLAN, partition, COUNTS, 2)
+    assert found.owned == pytest.approx((rank_0 / 400, rank_1 / 400))
+    assert found.replicated == pytest.approx(1 - (rank_0 + rank_1) / 400)
+
+
+def test_a_plan_of_torchrec_has_no_hot_rows() -> None:
+    counts = {name: COUNTS[name] for name in ("rows", "whole")}
+    found = destinations(PLAN, None, counts, 2)
+    assert (found.replicated, found.owned) == (0.0, pytest.approx((50 / 120, 70 / 120)))
+    nothing = {name: np.zeros_like(of) for name, of in counts.items()}
+    assert destinations(PLAN, None, nothing, 2).owned == (0.0, 0.0)

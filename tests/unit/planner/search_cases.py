@@ -1,0 +1,191 @@
+"""Random small placement problems and a slow oracle for them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
+from hotrec.cost_model.demand import TableDemand
+from hotrec.cost_model.forms import QUANTITIES, Workload
+from hotrec.cost_model.memory import cached_row_bytes, replica_row_bytes, shard_row_bytes
+from hotrec.cost_model.quantities import hot_cold_quantities
+from hotrec.cost_model.step import make_step_model
+from hotrec.planner.search import TIERS, Limits
+from hotrec.types import Exchange, Sharding, TablePlacement, Tier
+
+GROUPS = ("cold_groups", "hot_groups", "pooled_groups", "replicated_groups")
+
+
+def make_demand(rng, name, *, dim, row_bytes, num_draws, ranks, num_groups, most_rows):
+    """A table whose groups have few rows; some rows may never have been seen."""
+    weights = np.sort(rng.pareto(rng.uniform(0.5, 2.0), num_groups) + 1e-3)[::-1]
+    rows = rng.integers(1, most_rows + 1, num_groups)
+    probs = weights / (weights * rows).sum()
+    unseen = int(rng.integers(0, 3)) * int(rng.random() < 0.5)
+    columns = int(rng.integers(1, 3))
+    return TableDemand(
+        name=name,
+        num_rows=int(rows.sum()) + unseen,
+        dim=dim,
+        row_bytes=row_bytes,
+        lookups_per_sample=columns * float(rng.choice([1.0, 1.0, 5.0])),
+        num_columns=columns,
+        rows_G=rows.astype(np.int64),
+        probs_G=probs,
+        by_rank_G=-np.expm1(num_draws * np.log1p(-np.minimum(probs, 1 - 1e-12))),
+        by_any_G=-np.expm1(num_draws * ranks * np.log1p(-np.minimum(probs, 1 - 1e-12))),
+    )
+
+
+def make_costs(rng, device, *, hosts):
+    """Costs of a machine that need not be sane: prices over several orders of magnitude."""
+
+    def line(rng=rng):
+        fixed, item, byte = 10.0 ** rng.uniform([-7, -9, -11], [-3, -5, -7])
+        return Line(fixed * (rng.random() < 0.7), item, byte * (rng.random() < 0.8))
+
+    [apart] = rng.spawn(1)
+    link = Link(10.0 ** rng.uniform(-7, -2), 10.0 ** rng.uniform(5, 10))
+    if rng.random() < 0.1:
+        link = Link(10.0, link.bytes_per_s)  # latency is all there is
+    inter = Link(10.0 ** rng.uniform(-6, -2), 10.0 ** rng.uniform(4, 9)) if hosts > 1 else None
+    overlap = float(rng.choice([0.0, 0.5, 1.0, rng.random()]))
+    return Costs(
+        name="random",
+        origin="built-in",
+        device=device,
+        # Draws of their own, so that seeds keep the cases that they were found to give.
+        kernels={name: line() for name in KERNELS if not name.startswith("order_")}
+        | {name: line(apart) for name in ("order_row", "order_id")},
+        intra=link,
+        inter=inter,
+        device_bytes=1 << 30 if device == "cuda" else 0,
+        host_bytes=1 << 30,
+        overlap=overlap,
+        overhead_s=float(rng.choice([0.0, 1e-3])),
+    )
+
+
+def make_case(seed, *, most_tables=3, num_groups=3, most_rows=2):
+    """Demands, costs, world, workload and limits, some of which bind or cannot be met."""
+    rng = np.random.default_rng(seed)
+    device = "cpu" if seed % 2 else "cuda"
+    world = World(*[(1, 1), (2, 2), (2, 1), (4, 2), (4, 4)][seed % 5])
+    batch_size = int(rng.choice([1, 4, 32]))
+    costs = make_costs(rng, device, hosts=world.num_hosts)
+    demands = []
+    for t in range(int(rng.integers(1, most_tables + 1))):
+        dim = int(rng.choice([2, 8]))
+        demands.append(
+            make_demand(
+                rng,
+                f"t{t}",
+                dim=dim,
+                row_bytes=4 * dim + int(rng.choice([0, 4, 4 * dim])),
+                num_draws=batch_size,
+                ranks=world.num_ranks,
+                num_groups=int(rng.integers(1, num_groups + 1)),
+                most_rows=most_rows,
+            )
+        )
+    workload = Workload(batch_size, float(rng.choice([0, 1e3])), float(rng.random()), 100)
+    whole = sum(d.num_rows * (d.row_bytes + 4 * d.dim + 4) for d in demands)
+    device_bytes, host_bytes = (whole * float(rng.choice([0.3, 0.6, 1.0, 3.0])) for _ in range(2))
+    replica = None if rng.random() < 0.6 else whole * rng.random() / 2
+    return demands, costs, world, workload, Limits(device_bytes, host_bytes, replica)
+
+
+def limit_sizes(limits, is_cpu):
+    """Device, host and replica bytes, infinite where there is no limit."""
+    replica = np.inf if limits.replica_bytes is None else limits.replica_bytes
+    return np.array([np.inf if is_cpu else limits.device_bytes, limits.host_bytes, replica])
+
+
+def brute_force(demands, costs, world, workload, limits):
+    """The least predicted step over every placement with prefixes hot; None if nothing fits.
+
+    All combinations of what each table can do, at once: quantities are sums over tables, except
+    the message groups, which tables of one dimension share.
+    """
+    is_cpu = costs.device == "cpu"
+    every = [list(_options(d, world, limits, is_cpu)) for d in demands]
+    sizes = limit_sizes(limits, is_cpu)
+    shape = tuple(len(options) for options in every)
+    memory = np.zeros((*shape, 3))
+    total = {name: np.zeros(shape) for name in QUANTITIES}
+    for t, (demand, options) in enumerate(zip(demands, every, strict=True)):
+        along = [1] * len(shape)
+        along[t] = -1
+        memory = memory + np.array([m for _, _, m in options]).reshape(*along, 3)
+        does = [
+            hot_cold_quantities(
+                [demand], {demand.name: hot}, {demand.name: placed}, world, workload.batch_size
+            )
+            for hot, placed, _ in options
+        ]
+        for name in set(QUANTITIES) - set(GROUPS):
+            total[name] = total[name] + np.array([d[name] for d in does]).reshape(along)
+        for name in GROUPS:
+            key = f"{name} {demand.dim}"
+            needs = np.array([d[name] for d in does]).reshape(along)
+            total[key] = np.maximum(total.get(key, np.zeros(shape)), needs)
+    for name in GROUPS:
+        total[name] = sum(total[f"{name} {dim}"] for dim in {d.dim for d in demands})
+    fits = (memory <= sizes * (1 + 1e-9)).all(axis=-1)
+    if not fits.any():
+        return None
+    return min(
+        float(
+            _seconds(make_step_model(costs, world, workload, is_hot_dense=dense), total)[fits].min()
+        )
+        for dense in (False, True)
+    )
+
+
+def _seconds(model, total):
+    """``StepModel.predict`` for arrays of quantities."""
+    step_s = 0.0
+    for form in model.stages.values():
+        excess = form.wire.value(total) - model.overlap * form.cover.value(total)
+        step_s = step_s + form.compute.value(total) + np.maximum(excess, 0.0)
+    return np.broadcast_to(step_s, total["lookups"].shape)
+
+
+def _options(demand, world, limits, is_cpu):
+    """(hot rows, placement, memories) of everything a table can do."""
+    ranks, size = world.num_ranks, demand.num_rows
+    whole = size * demand.row_bytes
+    for exchange, tier in itertools.product(Exchange, TIERS):
+        if is_cpu and tier is not Tier.DEVICE:
+            continue
+        is_pooled = exchange is Exchange.POOLED
+        in_host = is_cpu or tier is not Tier.DEVICE
+        if is_pooled and whole > (limits.host_bytes if in_host else limits.device_bytes):
+            continue
+        by_table = is_pooled or size < ranks
+        sharding = Sharding.TABLE_WISE if by_table else Sharding.ROW_WISE
+        for hot in range(1 if is_pooled else size + 1):
+            cached = range(1, size - hot + 1) if tier is Tier.HOST_CACHED else [0]
+            for num_cached in cached:
+                frac = num_cached / size if tier is Tier.HOST_CACHED else None
+                placed = TablePlacement(exchange, sharding, tier, frac)
+                numbers = {demand.name: hot}, {demand.name: placed}
+                yield hot, placed, memory_of([demand], *numbers, ranks, is_cpu=is_cpu)
+
+
+def memory_of(demands, num_hot, tables, ranks, *, is_cpu, is_routed_on_device=True):
+    """Device, host and replica bytes of the mean rank; on a CPU all memory is the host's."""
+    device = host = replica = 0.0
+    for d in demands:
+        hot, placed = num_hot[d.name], tables[d.name]
+        on_device, in_memory = shard_row_bytes(d, placed.tier)
+        device += hot * replica_row_bytes(d) + d.num_rows * on_device / ranks
+        device += d.num_rows * (placed.cache_load_frac or 0.0) * cached_row_bytes(d) / ranks
+        host += d.num_rows * in_memory / ranks
+        replica += hot * d.row_bytes
+        if placed.exchange is Exchange.ROWS:  # the router
+            host += 4 * d.num_rows
+            device += 4 * d.num_rows * (is_routed_on_device and not is_cpu)
+    return np.array([0.0, device + host, replica] if is_cpu else [device, host, replica])

@@ -1,0 +1,121 @@
+"""The prediction document: what it says of each plan, each table and the step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hotrec.cost_model.costs import Line
+from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST
+from hotrec.cost_model.quantities import TableSharding
+from hotrec.planner.document import prediction_document
+from hotrec.planner.plan import Plan
+from hotrec.planner.predict import Prediction, predict, predict_shardings
+from hotrec.planner.propose import Decision, fastest_split, propose
+from hotrec.planner.request import ByCost, PlanRequest
+from hotrec.planner.situation import Loader, Situation
+from hotrec.planner.trial import Trial
+from hotrec.report.plan import plan_report_text
+from hotrec.types import PipelineKind, PipelineSpec, WireType
+from tests.unit.planner.situations import (
+    COUNTS,
+    NUM_ROWS,
+    SKEWED_BATCH,
+    by_table,
+    machine,
+    situation,
+    skewed_situation,
+)
+
+BY_COST = ByCost(may_pool=False)
+
+
+def fastest(of: Situation, pipeline: PipelineSpec) -> tuple[Plan, Prediction]:
+    return fastest_split(PlanRequest(BY_COST), BY_COST, pipeline, of)
+
+
+def as_read(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(json.dumps(prediction_document(*args, **kwargs)))
+    return document
+
+
+@pytest.mark.parametrize(
+    "pipeline", [LOOK_AHEAD, PipelineSpec(PipelineKind.look_ahead, WireType.fp16), SPARSE_DIST]
+)
+def test_the_document(pipeline: PipelineSpec) -> None:
+    of = skewed_situation()
+    chosen, prediction = fastest(of, pipeline)
+    decision = Decision(chosen, "It is fastest.", {chosen: prediction})
+    document = as_read(of, decision, partition=None, counts=COUNTS, sensitivity=[])
+    [plan] = document["plans"].values()
+    assert document["pipeline"] == plan["pipeline"] == pipeline.kind.value
+    assert plan["wire"] == pipeline.wire.value
+    # Bytes by table add up to those of the plan.
+    dense_bytes = 100_000 * (4 if pipeline.wire is WireType.fp32 else 2)  # 2 (W-1)/W of each
+    sent = sum(table["sent_bytes_after"] for table in document["tables"])
+    assert sent == pytest.approx(plan["total_sent_bytes"] - dense_bytes, rel=1e-6)
+    assert 0 < document["expected"]["urgent_rows"] < document["expected"]["cold_rows"]
+    text = " ".join(plan_report_text(document).split())
+    assert ("communication that nothing hides. Row lookups" in text) == pipeline.is_look_ahead
+    shown = "look_ahead" if pipeline.is_look_ahead else "sparse_dist"
+    assert shown in text[text.index("(chosen)") :].split("Where a step")[0]
+
+
+def test_each_plan_is_named_and_known_by_its_digest() -> None:
+    """For people, by its label and title; for programs, as it is."""
+    of = situation(machine("cpu"))
+    request = PlanRequest(ByCost(), PipelineSpec(PipelineKind.auto), num_workers=2)
+    decision = propose(request, of, by_table)
+    counts = {name: demand.rows_G for name, demand in zip(NUM_ROWS, of.demands, strict=True)}
+    blocks = {plan.digest: [1.0, 1.0] for plan in list(decision.predictions)[:2]}
+    document = as_read(
+        of, decision, partition=None, counts=counts, sensitivity=[], trial=Trial(blocks, 3.0)
+    )
+    plans = {plan.label: plan for plan in decision.predictions}
+    assert list(document["plans"]) == [
+        *(f"hot_cold {kind}" for kind in ("look_ahead", "sparse_dist", "base")),
+        "all_cold",
+        *("torchrec planner", "torchrec hand_tuned"),
+        *("torchrec planner base", "torchrec hand_tuned base"),
+    ]
+    for label, plan in plans.items():
+        entry = document["plans"][label]
+        assert (entry["digest"], entry["title"]) == (plan.digest, plan.title)
+        assert (entry["is_hotrec"], entry["hot_rows"]) == (plan.is_hotrec, plan.num_hot)
+        named = None if plan.torchrec_plan is None else plan.torchrec_plan.value
+        assert entry["torchrec_plan"] == named
+        assert entry["pipeline"] == plan.pipeline.kind.value
+    assert document["plans"]["torchrec hand_tuned base"]["torchrec_plan"] == "hand_tuned"
+    cold = document["plans"]["all_cold"]
+    assert cold["title"] == f"hotrec, no hot rows, {cold['pipeline']}"
+    assert cold["hot_rows"] == 0
+    assert {"digest", "is_hotrec"}.isdisjoint(cold)  # it is no candidate
+    assert document["chosen"] == decision.chosen.label
+    assert Plan.from_json(document["plan"]) == decision.chosen
+    assert list(document["trial"]["plans"]) == ["hot_cold look_ahead", "hot_cold sparse_dist"]
+
+
+READ_S = 1e-3  # of a sample
+
+
+@pytest.mark.parametrize("pipeline", [LOOK_AHEAD, SPARSE_DIST])
+def test_the_loader_is_in_the_step(pipeline: PipelineSpec) -> None:
+    """Where it is the bottleneck; workers that route take longer, but not TorchRec's."""
+    of = skewed_situation()
+    plan, _ = fastest(of, pipeline)
+    loader = {name: Line(per_item_s=READ_S) for name in ("read", "work")}
+    loader |= {"receive": Line(), "route": Line(per_item_s=1e-6)}
+    costs = replace(of.costs, loader=loader)
+    workload = replace(of.workload, is_routed_by_loader=True)
+    slow = replace(of, costs=costs, workload=workload, loader=Loader(2, 64))
+    predicted = predict(plan, slow)
+    num_ids = SKEWED_BATCH * sum(d.lookups_per_sample for d in of.demands)
+    assert predicted.step_s == pytest.approx((READ_S * SKEWED_BATCH + 1e-6 * num_ids) / 2)
+    plain = predict_shardings(
+        {d.name: TableSharding("table_wise", (0,)) for d in of.demands}, pipeline, slow
+    )
+    assert plain.step_s == pytest.approx(READ_S * SKEWED_BATCH / 2)
+    assert sum(predicted.step.stage_s.values()) == pytest.approx(predicted.step_s)

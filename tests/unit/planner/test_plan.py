@@ -1,0 +1,181 @@
+"""A plan as a value: its identity, its plain data, and what people read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
+from hotrec.types import (
+    ColdTier,
+    Exchange,
+    HotExchange,
+    PipelineKind,
+    PipelineSpec,
+    RowFetch,
+    Sharding,
+    TablePlacement,
+    Tier,
+    TorchrecPlan,
+    WireType,
+)
+from tests.unit.planner.situations import split_plan, torchrec_plan
+
+PREFETCH, BASE = PipelineKind.prefetch, PipelineKind.base
+SPLIT = SplitTables(
+    {"a": 3, "b": 0},
+    {
+        "a": TablePlacement(),
+        "b": TablePlacement(
+            Exchange.ROWS,
+            Sharding.ROW_WISE,
+            Tier.CACHED,
+            0.25,
+            row_type=WireType.fp16,
+            row_fetch=RowFetch.mapped,
+        ),
+    },
+    HotExchange.dense,
+    is_routed_by_loader=True,
+    rows="0123",
+)
+AHEAD = PipelineSpec(PipelineKind.look_ahead, WireType.bf16, 2, 8, micro_batches=True)
+PLANS = {
+    "split": Plan(SPLIT, AHEAD, 4),
+    "one pooled table": Plan(
+        SplitTables({"a": 0}, {"a": TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)})
+    ),
+    **{f"split {kind.value}": split_plan(kind) for kind in PipelineKind},
+    **{f"torchrec {plan.value}": torchrec_plan(plan) for plan in TorchrecPlan},
+    **{f"torchrec tier {tier.value}": torchrec_plan(tier=tier) for tier in ColdTier},
+    "torchrec": Plan(
+        TorchrecTables(TorchrecPlan.hand_tuned, ColdTier.fused_uvm_caching, 0.4),
+        PipelineSpec(PREFETCH),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_is_read_back_from_its_plain_data(name: str) -> None:
+    plan = PLANS[name]
+    again = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert again == plan
+    assert (again.digest, hash(again), again.label) == (plan.digest, hash(plan), plan.label)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"tables": {}},
+        {"tables": 3},
+        {"is_hotrec": False},
+        {"pipeline": {"kind": "warp"}},
+        {"pipeline": {"kind": "base", "wire": "fp32", "speed": 3}},
+    ],
+)
+def test_what_is_not_a_plan_is_refused(change: dict[str, Any]) -> None:
+    document = PLANS["split"].to_json() | change if change else {}
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        Plan.from_json(document)
+
+
+def changed(value: Any) -> dict[str, Any]:
+    """Another value of each field of a part of a plan, by the field."""
+    found = {}
+    for field in fields(value):
+        old = getattr(value, field.name)
+        new: Any
+        if isinstance(old, bool):
+            new = not old
+        elif isinstance(old, int | float):
+            new = old / 2
+        elif isinstance(old, str):
+            new = old + "4"
+        elif isinstance(old, PipelineSpec | SplitTables | TorchrecTables):
+            continue
+        elif isinstance(old, dict):
+            new = dict(list(old.items())[:1])
+        else:
+            new = next(other for other in type(old) if other is not old)
+        found[field.name] = replace(value, **{field.name: new})
+    return found
+
+
+def test_each_field_is_in_the_digest() -> None:
+    split, torchrec = PLANS["split"], PLANS["torchrec"]
+    plans = [split, torchrec, *changed(split).values()]
+    plans += [replace(split, pipeline=pipeline) for pipeline in changed(AHEAD).values()]
+    plans += [replace(split, tables=tables) for tables in changed(SPLIT).values()]
+    placed = SPLIT.tables["b"]
+    # Slots are of tables whose rows are exchanged row-wise.
+    for name, table in changed(placed).items():
+        if name in ("exchange", "sharding", "tier"):
+            table = replace(table, tier=Tier.HOST_CACHED, row_fetch=RowFetch.staged)
+        tables = {**SPLIT.tables, "b": table}
+        plans.append(replace(split, tables=replace(SPLIT, tables=tables)))
+    assert len(changed(placed)) == 6
+    plans += [replace(torchrec, tables=tables) for tables in changed(torchrec.tables).values()]
+    plans.append(replace(torchrec, num_workers=None))
+    assert len({plan.digest for plan in plans}) == len(plans)
+    assert len(set(plans)) == len(plans)
+
+
+def test_equal_plans_are_one_key() -> None:
+    """The order in which tables are named is none of a plan."""
+    tables = dict(reversed(SPLIT.tables.items()))
+    other = Plan(replace(SPLIT, tables=tables, num_hot={"b": 0, "a": 3}), AHEAD, 4)
+    assert other.digest == PLANS["split"].digest
+    assert {PLANS["split"]: 1, other: 2} == {other: 2}
+
+
+@pytest.mark.parametrize(
+    ("plan", "label", "title"),
+    [
+        (
+            split_plan(PipelineKind.look_ahead, 1650),
+            "hot_cold look_ahead",
+            "hotrec, 1,650 hot rows, look_ahead",
+        ),
+        (split_plan(num_hot=0), "hot_cold sparse_dist", "hotrec, no hot rows, sparse_dist"),
+        (split_plan(BASE, 1), "hot_cold base", "hotrec, 1 hot rows, base"),
+        (torchrec_plan(), "torchrec planner", "TorchRec's planner"),
+        (torchrec_plan(kind=BASE), "torchrec planner base", "TorchRec's planner, base"),
+        (
+            torchrec_plan(TorchrecPlan.hand_tuned),
+            "torchrec hand_tuned",
+            "TorchRec's hand-tuned plan",
+        ),
+        (
+            torchrec_plan(TorchrecPlan.table_wise, BASE),
+            "torchrec table_wise base",
+            "TorchRec's table-wise plan, base",
+        ),
+        (
+            torchrec_plan(tier=ColdTier.fused_uvm),
+            "torchrec planner fused_uvm",
+            "TorchRec's planner, fused_uvm",
+        ),
+        (
+            torchrec_plan(kind=PREFETCH, tier=ColdTier.fused_uvm_caching),
+            "torchrec planner fused_uvm_caching prefetch",
+            "TorchRec's planner, fused_uvm_caching, prefetch",
+        ),
+    ],
+)
+def test_label_and_title(plan: Plan, label: str, title: str) -> None:
+    assert (plan.label, plan.title) == (label, title)
+
+
+def test_what_a_plan_knows_of_its_tables() -> None:
+    split, torchrec = PLANS["split"], PLANS["torchrec"]
+    assert (split.is_hotrec, split.num_hot, split.torchrec_plan) == (True, 3, None)
+    assert (torchrec.is_hotrec, torchrec.num_hot) == (False, 0)
+    assert torchrec.torchrec_plan is TorchrecPlan.hand_tuned
+    assert (SPLIT.has_slots, SPLIT.is_hot_dense) == (True, True)
+    plain = replace(SPLIT, tables={"a": TablePlacement()}, hot_exchange=HotExchange.auto)
+    assert (plain.has_slots, plain.is_hot_dense) == (False, False)

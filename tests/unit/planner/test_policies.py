@@ -1,0 +1,402 @@
+"""Every policy against a plain loop over the rows."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from hotrec.assemble.policies import choose_partition
+from hotrec.config.groups import (
+    AllColdPlacement,
+    AllHotPlacement,
+    BreakEvenPlacement,
+    BudgetPlacement,
+    CoveragePlacement,
+    FaePlacement,
+    FractionPlacement,
+    FreqCachePlacement,
+    ScarsPlacement,
+)
+from hotrec.cost_model.builtin import BUILTIN
+from hotrec.cost_model.demand import prob_drawn
+from hotrec.cost_model.profile import Profile, Sampling
+from hotrec.planner.counted import CountedTables
+from hotrec.planner.machine import Machine
+from hotrec.planner.paper_policies import choose_fae, choose_freq_cache, choose_scars
+from hotrec.planner.policies import (
+    choose_all_cold,
+    choose_all_hot,
+    choose_budget,
+    choose_coverage,
+    choose_fraction,
+    choose_min_accesses,
+    choose_popular_rows,
+)
+from hotrec.types import Partition
+
+TABLES = ("a", "b", "c")
+ROW_BYTES = {"a": 8, "b": 12, "c": 20}
+DIMS = {"a": 2, "b": 3, "c": 5}
+COUNTS = st.fixed_dictionaries(
+    {
+        table: arrays(
+            np.int64,
+            st.integers(1, 8),
+            elements=st.one_of(st.integers(0, 6), st.sampled_from([0, 70_000])),
+        )
+        for table in TABLES
+    }
+)
+
+
+def ranked(counts, *, row_bytes=None, but=(), min_count=1):
+    """All seen rows as (table, row), densest first: the oracle of every joint policy."""
+    rows = [(t, r) for t in sorted(set(counts) - set(but)) for r in range(counts[t].size)]
+    size = row_bytes or dict.fromkeys(counts, 1)
+    seen = [(t, r) for t, r in rows if counts[t][r] >= min_count]
+    return sorted(seen, key=lambda x: -counts[x[0]][x[1]] / size[x[0]])
+
+
+def chosen(partition):
+    return {(t, int(r)) for t in partition.num_rows for r in partition.hot(t)}
+
+
+def check_invariants(partition, counts, *, min_count=1, fixed=()):
+    """What holds for every policy."""
+    assert partition.num_rows == {t: c.size for t, c in counts.items()}
+    for table in set(counts) - set(fixed):
+        hot = partition.hot(table)
+        assert hot.dtype == np.int64
+        assert (counts[table][hot] >= min_count).all()
+        # The top H of the table, in falling order, ties by row number.
+        assert hot.tolist() == falling(counts[table])[: hot.size]
+
+
+def falling(counts):
+    return np.lexsort((np.arange(counts.size), -counts)).tolist()
+
+
+@given(counts=COUNTS, frac=st.floats(0, 1), min_count=st.integers(1, 3))
+def test_fraction(counts, frac, min_count):
+    partition = choose_fraction(CountedTables.of(counts, min_count=min_count), hot_frac=frac)
+    wanted = math.floor(frac * partition.total_rows + 1e-6)
+    assert chosen(partition) == set(ranked(counts, min_count=min_count)[:wanted])
+    check_invariants(partition, counts, min_count=min_count)
+    shuffled = CountedTables.of(dict(reversed(list(counts.items()))), min_count=min_count)
+    again = choose_fraction(shuffled, hot_frac=frac)
+    assert chosen(again) == chosen(partition)
+    per_table = choose_fraction(counts, hot_frac=frac, per_table=True)
+    for table, values in counts.items():
+        wanted = math.floor(frac * values.size + 1e-6)
+        assert per_table.num_hot(table) == min(wanted, int((values > 0).sum()))
+    check_invariants(per_table, counts)
+
+
+def test_fraction_does_not_lose_a_row_to_rounding():
+    counts = {"a": np.arange(1, 101)}
+    assert 0.29 * 100 < 29
+    assert choose_fraction(counts, hot_frac=0.29).num_hot("a") == 29
+    assert CountedTables.of(counts, overrides={"a": 0.29}).fixed["a"].size == 29
+
+
+@given(counts=COUNTS, coverage=st.floats(0, 1))
+def test_coverage_takes_the_fewest_rows(counts, coverage):
+    partition = choose_coverage(counts, coverage=coverage)
+    needed = math.ceil(coverage * sum(int(c.sum()) for c in counts.values()) - 1e-6)
+    covered = list(itertools.accumulate(int(counts[t][r]) for t, r in ranked(counts)))
+    fewest = 0 if needed <= 0 else next(i for i, c in enumerate(covered, 1) if c >= needed)
+    assert chosen(partition) == set(ranked(counts)[:fewest])
+    check_invariants(partition, counts)
+    per_table = choose_coverage(counts, coverage=coverage, per_table=True)
+    for table, values in counts.items():
+        needed = math.ceil(coverage * values.sum() - 1e-6)
+        found = values[falling(values)][: per_table.num_hot(table)]
+        assert found.sum() >= needed
+        assert not found.size or found[:-1].sum() < needed
+    check_invariants(per_table, counts)
+
+
+@pytest.mark.parametrize(
+    ("coverage", "given", "message"),
+    [
+        (0.9, {"min_count": 2}, r"all tables: expected at most 0\.800000.* got 0\.9"),
+        (0.5, {"overrides": {"a": "cold"}}, r"all tables: expected at most 0\.200000"),
+    ],
+)
+def test_coverage_out_of_reach_is_an_error(coverage, given, message):
+    tables = CountedTables.of({"a": np.array([6, 1, 1]), "b": np.array([2])}, **given)
+    with pytest.raises(ValueError, match=message):
+        choose_coverage(tables, coverage=coverage)
+
+
+@settings(max_examples=200)
+@given(counts=COUNTS, budget=st.integers(0, 300))
+def test_budget_is_the_greedy_loop(counts, budget):
+    """One row that is too large does not bar smaller ones."""
+    partition = choose_budget(counts, budget_bytes=budget, row_bytes=ROW_BYTES)
+    hot, left = set(), budget
+    for table, row in ranked(counts, row_bytes=ROW_BYTES):
+        if ROW_BYTES[table] <= left:
+            hot.add((table, row))
+            left -= ROW_BYTES[table]
+    assert chosen(partition) == hot
+    check_invariants(partition, counts)
+
+
+@given(
+    counts=COUNTS,
+    least=st.floats(0.01, 20),
+    batch=st.integers(1, 64),
+    num_samples=st.integers(1, 100),
+)
+def test_accesses_per_step(counts, least, batch, num_samples):
+    rates = {
+        "min_accesses_per_step": least,
+        "global_batch_size": batch,
+        "num_samples": num_samples,
+    }
+    above = [(t, r) for t, r in ranked(counts) if counts[t][r] * batch >= least * num_samples]
+    assert chosen(choose_min_accesses(counts, **rates)) == set(above)
+
+
+@settings(max_examples=150, deadline=None)
+@given(counts=COUNTS, budget=st.integers(0, 250), small=st.sampled_from([0, 30, 60]))
+def test_fae_against_every_threshold(counts, budget, small):
+    def run():
+        return choose_fae(counts, budget_bytes=budget, row_bytes=ROW_BYTES, small_table_bytes=small)
+
+    tiny = [t for t, c in counts.items() if c.size * ROW_BYTES[t] < small]
+    whole = {(t, r) for t in tiny for r in range(counts[t].size)}
+    best = None
+    for threshold in (70_001, 70_000, *range(6, 0, -1)):
+        hot = whole | {(t, r) for t, r in ranked(counts, but=tiny) if counts[t][r] >= threshold}
+        if sum(ROW_BYTES[t] for t, _ in hot) <= budget:
+            best = hot
+    if best is None:
+        with pytest.raises(ValueError, match="budget_bytes"):
+            run()
+    else:
+        assert chosen(run()) == best
+
+
+@settings(max_examples=150, deadline=None)
+@given(counts=COUNTS, frac=st.sampled_from([0.0, 0.1, 0.3, 0.7, 1.0]))
+def test_freq_cache_against_a_plain_loop(counts, frac):
+    partition = choose_freq_cache(counts, dims=DIMS, cached_frac=frac)
+    budget = frac * sum(c.size * DIMS[t] for t, c in counts.items())
+    expected = set()
+    for table, row in ranked(counts):
+        if DIMS[table] > budget + 1e-9:
+            break
+        budget -= DIMS[table]
+        expected.add((table, row))
+    assert chosen(partition) == expected
+
+
+def scars_seconds(counts, hot, *, batch, num_samples, cold_s, hot_s):
+    """The objective of SCARS for any set of hot rows."""
+    cold, share = 0.0, 1.0
+    for table, values in counts.items():
+        total = int(values.sum())
+        if not total:
+            continue
+        covered = sum(int(values[r]) for t, r in hot if t == table)
+        share *= (covered / total) ** (total / num_samples)
+        for row, value in enumerate(values):
+            if (table, row) not in hot:
+                cold += 1 - (1 - value / total) ** (batch * total / num_samples)
+    return (1 - share) * cold_s * cold + hot_s * len(hot)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    counts=st.fixed_dictionaries(
+        {t: arrays(np.int64, st.integers(1, 6), elements=st.integers(0, 6)) for t in TABLES}
+    ),
+    memory=st.integers(50, 300),
+    hot_s=st.sampled_from([0.0, 0.02, 0.1, 0.5]),
+    batch=st.sampled_from([2, 16]),
+    is_fixed=st.booleans(),
+)
+def test_scars_against_every_size(counts, memory, hot_s, batch, is_fixed):
+    fixed = {"a": np.arange(counts["a"].size)} if is_fixed else {}
+    partition = choose_scars(
+        CountedTables.of(counts, overrides=dict.fromkeys(fixed, "hot")),
+        memory_bytes=memory,
+        row_bytes=ROW_BYTES,
+        num_samples=5,
+        global_batch_size=batch,
+        cold_row_s=1.0,
+        hot_row_s=hot_s,
+    )
+    hot = [("a", int(r)) for r in fixed.get("a", ())]
+    left, sizes = memory - 8 * len(hot), [len(hot)]
+    for (table, _), group in itertools.groupby(
+        ranked(counts, row_bytes=ROW_BYTES, but=fixed), key=lambda x: (x[0], counts[x[0]][x[1]])
+    ):
+        rows = list(group)
+        fitting = rows[: left // ROW_BYTES[table]]
+        left -= ROW_BYTES[table] * len(fitting)
+        hot += fitting
+        sizes.append(len(hot))
+        if len(fitting) < len(rows):
+            break
+    numbers = {"batch": batch, "num_samples": 5, "cold_s": 1.0, "hot_s": hot_s}
+    best = min(scars_seconds(counts, set(hot[:n]), **numbers) for n in sizes)
+    found = chosen(partition)
+    assert found in [set(hot[:n]) for n in sizes]
+    assert scars_seconds(counts, found, **numbers) == pytest.approx(best, rel=1e-9, abs=1e-9)
+
+
+@given(counts=COUNTS)
+def test_all_hot_and_all_cold(counts):
+    hot = choose_all_hot(counts)
+    assert {t: hot.hot(t).tolist() for t in TABLES} == {t: falling(counts[t]) for t in TABLES}
+    assert choose_all_cold(counts).total_hot == 0
+
+
+# --- overrides, small tables
+
+
+@given(counts=COUNTS, data=st.data())
+def test_overrides_and_small_tables(counts, data):
+    values = counts["a"]
+    override = data.draw(
+        st.sampled_from(["hot", "cold"]) | st.integers(0, values.size) | st.floats(0, 1)
+    )
+    fixed = CountedTables.of(counts, overrides={"a": override}, small_table_rows=4).fixed
+    assert set(fixed) == {"a"} | {t for t in ("b", "c") if counts[t].size <= 4}
+    order, seen = falling(values), int((values > 0).sum())
+    match override:
+        case "hot":
+            expected = order
+        case "cold":
+            expected = []
+        case float():
+            expected = order[: min(math.floor(override * values.size + 1e-6), seen)]
+        case _:
+            expected = order[: min(override, seen)]
+    assert fixed["a"].tolist() == expected
+    for table in set(fixed) - {"a"}:
+        # Wholly hot: also the rows that were never seen.
+        assert sorted(fixed[table].tolist()) == list(range(counts[table].size))
+
+
+STEPS = {"num_samples": 5, "global_batch_size": 5}
+BYTES = {"row_bytes": ROW_BYTES}
+
+
+@pytest.mark.parametrize(
+    ("choose", "options"),
+    [
+        (choose_fraction, {"hot_frac": 1.0}),
+        (choose_coverage, {"coverage": 0.6}),
+        (choose_budget, {"budget_bytes": 1000, **BYTES}),
+        (choose_min_accesses, {"min_accesses_per_step": 0.1, **STEPS}),
+        (choose_fae, {"budget_bytes": 1000, "small_table_bytes": 0, **BYTES}),
+        (choose_freq_cache, {"dims": ROW_BYTES, "cached_frac": 1.0}),
+        (choose_scars, {"memory_bytes": 1000, "cold_row_s": 1, "hot_row_s": 0, **STEPS, **BYTES}),
+    ],
+)
+def test_fixed_tables_and_min_count_are_kept(choose, options):
+    counts = {t: np.array([5, 4, 3, 1, 0], np.int64) for t in TABLES}
+    tables = CountedTables.of(counts, overrides={"a": "hot", "b": "cold"}, min_count=3)
+    partition = choose(tables, **options)
+    # 60% of 39 lookups are 24, of which a has 13.
+    assert [partition.num_hot(t) for t in TABLES] == [5, 0, 3]
+    check_invariants(partition, counts, min_count=3, fixed=tables.fixed)
+
+
+def test_fixed_tables_pay_from_the_budget():
+    counts = {"a": np.array([0, 0, 1]), "b": np.array([9, 8, 7])}
+    tables = CountedTables.of(counts, overrides={"a": "hot"})
+    assert choose_budget(tables, budget_bytes=48, **BYTES).hot("b").tolist() == [0, 1]
+    with pytest.raises(ValueError, match=r"at least 24 for the tables fixed hot \(\['a'\]\)"):
+        choose_budget(tables, budget_bytes=23, **BYTES)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"a": 1.5}, r"overrides\.a: .* a fraction in 0\.\.1, got 1\.5"),
+        ({"a": 3}, r"overrides\.a: expected at most the table's 2 rows.* got 3"),
+        ({"a": -1}, r"overrides\.a: expected at most the table's 2 rows.* got -1"),
+        ({"z": "hot"}, r"overrides: expected tables of \['a'\], got \['z'\]"),
+    ],
+)
+def test_override_refuses(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        CountedTables.of({"a": np.array([1, 2])}, overrides=overrides)
+
+
+# --- configured policies
+
+
+@pytest.mark.parametrize(
+    ("placement", "policy"),
+    [
+        (FractionPlacement(hot_frac=0.5), "fraction 0.5 of all rows"),
+        (CoveragePlacement(coverage_frac=0.9, per_table=True), "coverage 0.9 of each table"),
+        (BudgetPlacement(hot_budget_mib=2**-8), "budget 4,096 bytes per device"),
+        (BreakEvenPlacement(), "at least 1 accesses per step of 64 samples"),
+        (FaePlacement(hot_budget_mib=2**-10), "FAE, 1,024 bytes"),
+        (FreqCachePlacement(), "frequency cache, 0.015 of the parameters"),
+        (ScarsPlacement(hot_budget_mib=2**-10), "SCARS, 1,024 bytes"),
+        (AllHotPlacement(), "all hot"),
+        (AllColdPlacement(), "all cold"),
+    ],
+)
+def test_configured_policies(placement, policy):
+    counts = {t: np.arange(9, dtype=np.int64) for t in TABLES}
+    profile = Profile(100, 0, 100, Sampling(), counts)
+    costs = BUILTIN["cpu_1gbit"]
+    on = Machine(4, 4, "cpu", 0, 4 * 5000, 16, costs)
+    given = {"row_bytes": dict.fromkeys(TABLES, 36), "dim": 8}
+    partition = choose_partition(placement, profile, on, **given)
+    assert partition.policy == policy
+    if partition.total_hot:
+        # With gradients in two of DDP's buckets, a row takes 36 + 2 * 32 bytes.
+        short = Machine(4, 4, "cpu", 0, 4 * (100 * partition.total_hot - 1), 16, costs)
+        with pytest.raises(ValueError, match=r"expected .*at most .* got"):
+            choose_partition(placement, profile, short, **given)
+
+
+POPULAR_COUNTS = {"a": np.array([9, 8, 7, 6, 5, 0]), "b": np.array([4, 10, 1])}
+
+
+def choose_popular(load_frac, *, batch_size=1, world_size=2):
+    partition = Partition({"a": 6, "b": 3}, {"a": np.array([1])})
+    return choose_popular_rows(
+        partition,
+        Profile(10, 0, 10, Sampling(), POPULAR_COUNTS),
+        load_frac=load_frac,
+        global_batch_size=batch_size,
+        world_size=world_size,
+    )
+
+
+@pytest.mark.parametrize(
+    ("load_frac", "expected"),
+    [
+        (0.2, {"a": [3], "b": [1]}),  # of one slot each
+        (0.5, {"a": [0, 2, 3, 4], "b": [1]}),
+        (1.0, {"a": [0, 2, 3, 4], "b": [0, 1, 2]}),
+    ],
+)
+def test_each_rank_begins_with_its_most_looked_up_cold_rows(load_frac, expected):
+    # Rank 0 has a0 to a2 and b0, b1; rank 1 has a3 to a5 and b2.
+    found = choose_popular(load_frac)
+    assert {name: rows["row"].tolist() for name, rows in found.items()} == expected
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_popular_rows_have_the_probability_that_a_batch_reads_them(batch_size):
+    for table, found in choose_popular(1.0, batch_size=batch_size).items():
+        counts = POPULAR_COUNTS[table]
+        num_drawn = counts.sum() / 10 * batch_size
+        expected = prob_drawn(counts[found["row"]].astype(float), counts.sum(), num_drawn)
+        assert found["prob"] == pytest.approx(expected)

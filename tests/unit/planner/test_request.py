@@ -1,0 +1,181 @@
+"""Which pipelines may train what is asked, and which one does without predictions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
+from hotrec.planner.propose import split_of, unpredicted
+from hotrec.planner.request import (
+    MIN_BATCH_ON_ONE_HOST,
+    ByCost,
+    GivenTables,
+    PlanRequest,
+    check_pipeline,
+)
+from hotrec.types import (
+    ColdTier,
+    HotExchange,
+    Partition,
+    PipelineKind,
+    PipelineSpec,
+    Placement,
+    TablePlacement,
+    Tier,
+    TorchrecPlan,
+)
+from tests.unit.planner.situations import NUM_ROWS, machine
+
+AUTO, AHEAD, IN_LINE = PipelineKind.auto, PipelineKind.look_ahead, PipelineKind.sparse_dist
+BASE, PREFETCH = PipelineKind.base, PipelineKind.prefetch
+CPU = machine("cpu")
+LARGE = replace(CPU, batch_size=MIN_BATCH_ON_ONE_HOST)
+TWO_HOSTS = replace(CPU, local_world_size=1)
+ONE_RANK = replace(LARGE, world_size=1, local_world_size=1)
+PARTITION = Partition(NUM_ROWS, {"C2": np.array([4, 1])})
+
+
+def given(tier: Tier = Tier.DEVICE, **others: Tier) -> GivenTables:
+    placement = Placement.alike(PARTITION, tier, 0.5)
+    tables = {name: TablePlacement(tier=tier, cache_load_frac=0.5) for name, tier in others.items()}
+    return GivenTables(replace(placement, tables={**placement.tables, **tables}))
+
+
+CACHE = TorchrecTables(tier=ColdTier.fused_uvm_caching)
+
+
+def request(tables: Any, kind: PipelineKind = AUTO, **fields: Any) -> PlanRequest:
+    return PlanRequest(tables, PipelineSpec(kind), name="theirs", **fields)
+
+
+@pytest.mark.parametrize(
+    ("asked", "on", "kinds", "default"),
+    [
+        (request(ByCost()), CPU, [AHEAD, IN_LINE, BASE], IN_LINE),
+        (request(ByCost()), LARGE, [AHEAD, IN_LINE, BASE], AHEAD),
+        (request(ByCost()), TWO_HOSTS, [AHEAD, IN_LINE, BASE], AHEAD),
+        # One rank exchanges nothing, and look-ahead has not been run on CUDA.
+        (request(ByCost()), ONE_RANK, [IN_LINE, BASE], IN_LINE),
+        (request(given()), machine("cuda"), [IN_LINE, BASE], IN_LINE),
+        (request(given()), CPU, [AHEAD, IN_LINE, BASE], IN_LINE),
+        (request(given(), AHEAD), CPU, [AHEAD], AHEAD),
+        (request(given(), BASE), LARGE, [BASE], BASE),
+        # Only look-ahead fills slots, be they of one table, wherever they are.
+        (request(given(Tier.CACHED)), machine("cuda"), [AHEAD], AHEAD),
+        (request(given(C3=Tier.CACHED)), CPU, [AHEAD], AHEAD),
+        (request(given(Tier.CACHED)), ONE_RANK, [AHEAD], AHEAD),
+        (request(TorchrecTables()), LARGE, [IN_LINE, BASE], IN_LINE),
+        (request(TorchrecTables(), BASE), CPU, [BASE], BASE),
+        (request(CACHE, PREFETCH), machine("cuda"), [PREFETCH], PREFETCH),
+        # A model that only some of them can train.
+        (request(ByCost(), kinds=(IN_LINE, BASE)), LARGE, [IN_LINE, BASE], IN_LINE),
+        (request(ByCost(), kinds=(BASE,)), LARGE, [BASE], BASE),
+        (request(ByCost(), kinds=(AHEAD,)), CPU, [AHEAD], AHEAD),
+    ],
+)
+def test_pipelines_of_a_request(
+    asked: PlanRequest, on: Any, kinds: list[PipelineKind], default: PipelineKind
+) -> None:
+    assert [pipeline.kind for pipeline in asked.pipelines(on)] == kinds
+    assert asked.default_pipeline(on).kind is default
+
+
+@pytest.mark.parametrize(
+    ("kind", "kinds", "expected"),
+    [
+        (AUTO, tuple(PipelineKind), [IN_LINE, BASE]),
+        (AUTO, (AHEAD, BASE), [BASE]),
+        (AHEAD, tuple(PipelineKind), [IN_LINE]),
+        (IN_LINE, tuple(PipelineKind), [IN_LINE]),
+        (BASE, tuple(PipelineKind), [BASE]),
+    ],
+)
+def test_pipelines_of_torchrecs_plans(
+    kind: PipelineKind, kinds: tuple[PipelineKind, ...], expected: list[PipelineKind]
+) -> None:
+    found = request(ByCost(), kind, kinds=kinds).torchrec_pipelines()
+    assert [pipeline.kind for pipeline in found] == expected
+
+
+def test_the_rest_of_the_pipeline_is_as_requested() -> None:
+    asked = PlanRequest(ByCost(), PipelineSpec(AUTO, depth=3, window=5))
+    found = [*asked.pipelines(CPU), asked.default_pipeline(CPU), *asked.torchrec_pipelines()]
+    assert {(pipeline.depth, pipeline.window) for pipeline in found} == {(3, 5)}
+
+
+@pytest.mark.parametrize(
+    ("tables", "kind", "device", "message"),
+    [
+        (given(Tier.CACHED), BASE, "cuda", "look_ahead .*cold_tier=cached.* got base"),
+        (TorchrecTables(), AHEAD, "cpu", "sparse_dist or base .*placement=torchrec.* got look_ah"),
+        (given(), PREFETCH, "cuda", ".* for prefetch.* got placement=theirs on cuda"),
+        (
+            TorchrecTables(),
+            PREFETCH,
+            "cuda",
+            ".* for prefetch.* got placement=torchrec with tier auto on cuda",
+        ),
+        (CACHE, PREFETCH, "cpu", ".* for prefetch.* tier fused_uvm_caching on cpu"),
+    ],
+)
+def test_pipelines_that_cannot_train_the_tables_are_refused(
+    tables: Any, kind: PipelineKind, device: str, message: str
+) -> None:
+    """By a request, and before there is any data."""
+    asked, on = request(tables, kind), machine(device)
+    refused = pytest.raises(ValueError, match=rf"^pipeline\.kind: expected {message}")
+    with refused:
+        asked.pipelines(on)
+    with refused:
+        unpredicted(asked, on)
+    with refused:
+        check_pipeline(
+            kind,
+            device,
+            has_slots=asked.has_slots,
+            torchrec=tables if isinstance(tables, TorchrecTables) else None,
+            name="theirs",
+        )
+
+
+def test_slots_of_given_tables() -> None:
+    found = [given(), given(C3=Tier.CACHED), given(Tier.CACHED)]
+    assert [of.has_slots for of in found] == [False, True, True]
+    assert [of.is_all_in_slots for of in found] == [False, False, True]
+    assert [request(of).has_slots for of in found] == [False, True, True]
+    assert not request(CACHE).has_slots
+
+
+def test_a_plan_without_predictions() -> None:
+    asked = request(
+        given(), num_workers=3, hot_exchange=HotExchange.touched_rows, is_routed_by_loader=True
+    )
+    plan = unpredicted(asked, TWO_HOSTS)
+    assert plan == Plan(
+        SplitTables(
+            {"C1": 0, "C2": 2, "C3": 0},
+            given().placement.tables,
+            HotExchange.touched_rows,
+            is_routed_by_loader=True,
+            rows=PARTITION.digest,
+        ),
+        PipelineSpec(AHEAD),
+        3,
+    )
+    tables = TorchrecTables(TorchrecPlan.table_wise)
+    assert unpredicted(request(tables, BASE), CPU) == Plan(tables, PipelineSpec(BASE))
+
+
+def test_other_hot_rows_are_another_plan() -> None:
+    """As many rows of each table, but not the same ones; and a dense exchange stays dense."""
+    placement = given().placement
+    other = replace(placement, partition=Partition(NUM_ROWS, {"C2": np.array([4, 2])}))
+    ours, theirs = (split_of(request(given()), of) for of in (placement, other))
+    assert ours.num_hot == theirs.num_hot
+    assert Plan(ours).digest != Plan(theirs).digest
+    dense = split_of(request(given()), replace(placement, is_hot_dense=True))
+    assert dense.hot_exchange is HotExchange.dense

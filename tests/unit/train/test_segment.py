@@ -1,0 +1,41 @@
+"""The batches of a segment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+from hotrec.train.schedule import Segment
+from hotrec.train.segment import SegmentBatches
+from tests.conftest import Time
+
+
+def numbered_batches(time: Time) -> Iterator[SimpleNamespace]:
+    for number in range(10):
+        time.now_s += 2.0
+        yield SimpleNamespace(number=number, num_global_samples=number + 1)
+
+
+def test_segment_takes_its_batches_and_no_more(time: Time) -> None:
+    source = numbered_batches(time)
+    batches = SegmentBatches(source, Segment(5, 7, evaluate=False, save=False))
+    assert list(batches.steps()) == [5, 6, 7]
+    assert [batch.number for batch in batches] == [0, 1, 2]
+    assert [batches.num_samples(step) for step in (5, 6, 7)] == [1, 2, 3]
+    assert batches.wait_s == 6.0
+    assert next(source).number == 3
+
+
+def test_cut_segment_ends_with_the_batches_taken_so_far(time: Time) -> None:
+    batches = SegmentBatches(numbered_batches(time), Segment(1, 8, evaluate=False, save=False))
+    made = []
+    for step in batches.steps():
+        if step == 1:
+            next(batches), next(batches)  # a pipeline fills itself first
+        next(batches, None)
+        made.append(step)
+        if step == 3:
+            batches.cut()
+    # 2 ahead and one in each of the steps 1 to 3: 5 batches that have to be computed.
+    assert made == [1, 2, 3, 4, 5]
+    assert next(batches, None) is None
