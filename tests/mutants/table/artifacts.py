@@ -145,7 +145,7 @@ MUTANTS = [
     mutant(
         "exit.second_interrupt",
         "A second Ctrl-C ends a run at once.",
-        "hotrec/train/watch.py",
+        "hotrec/train/signals.py",
         "        elif number == signal.SIGINT:\n",
         "        elif number == signal.SIGINT and request.number is None:\n",
         "unit/train/test_loop.py::test_sigint_saves_like_sigterm_and_twice_ends_at_once",
