@@ -157,8 +157,8 @@ MUTANTS = [
         "search.flags_are_shared",
         "Tables of one dimension share a message and pay for it once.",
         "hotrec/planner/search.py",
-        "num_raised_F = (self.count(raised_TF) > 0).sum(axis=0)",
-        "num_raised_F = self.count(raised_TF).sum(axis=0)",
+        "num_raised_PF = others_F + (raised_PF | (used_DF[d] > 0))",
+        "num_raised_PF = others_F + raised_PF + (used_DF[d] > 0)",
         "unit/planner/test_search.py::test_small_problems_against_every_placement",
     ),
     mutant(
@@ -393,8 +393,10 @@ MUTANTS = [
         "trial.damaged_record",
         "The record of a trial of other candidates is not believed.",
         "hotrec/planner/trial.py",
-        "        if not blocks.keys() <= set(candidates):\n",
-        "        if not blocks.keys() & set(candidates):\n",
+        "        if not blocks.keys() <= set(candidates):\n"
+        '            raise ValueError(f"candidates {sorted(blocks)}, not of {sorted(candidates)}")\n'
+        "        trial.document(candidates)",
+        '        trial.document(dict.fromkeys(blocks, ""))',
         "unit/planner/test_trial.py::test_a_damaged_record_is_not_believed",
     ),
     mutant(
