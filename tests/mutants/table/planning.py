@@ -394,7 +394,8 @@ MUTANTS = [
         "The record of a trial of other candidates is not believed.",
         "hotrec/planner/trial.py",
         "        if not blocks.keys() <= set(candidates):\n"
-        '            raise ValueError(f"candidates {sorted(blocks)}, not of {sorted(candidates)}")\n'
+        '            raise ValueError(f"candidates {sorted(blocks)}, '
+        'not of {sorted(candidates)}")\n'
         "        trial.document(candidates)",
         '        trial.document(dict.fromkeys(blocks, ""))',
         "unit/planner/test_trial.py::test_a_damaged_record_is_not_believed",
