@@ -201,8 +201,8 @@ def test_a_trial_that_cannot_be_recorded_ends_all_ranks(calibrated: Path) -> Non
     words += ["plan.trial_s=0.001", "paths.trials=taken"]
     done = hotrec("train", *words, cwd=calibrated, HOTREC_RUN_DIR="runs/unrecorded")
     assert done.exit_code == 1
-    [said] = [line for line in done.stderr.splitlines() if "error: " in line]
-    assert "taken" in said
+    said = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert len(said) == 1 and "taken" in said[0], done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -14,7 +14,7 @@ from hotrec.cost_model.costs import CollectiveCurve, CostsError, Line, Link, Wor
 from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineSpec, Workload
 from hotrec.cost_model.look_ahead import OVERLAPPABLE_DENSE_FRAC
 from hotrec.cost_model.step import make_step_model
-from hotrec.types import STAGES, PipelineKind
+from hotrec.types import STAGES, PipelineKind, WireType
 from tests.unit.cost_model.samples import predict_step, work_of
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overlap=1.0)
@@ -55,7 +55,7 @@ def message_s(num_bytes, num_messages=1, costs=COSTS, world=WORLD):
 
 @pytest.mark.parametrize(("wire", "value"), [("fp32", 4), ("bf16", 2), ("fp16", 2)])
 def test_bytes_are_those_of_the_exchanges(wire, value):
-    pipeline = PipelineSpec(PipelineKind.look_ahead, wire)
+    pipeline = PipelineSpec(PipelineKind.look_ahead, WireType(wire))
     sent = predict(pipeline=pipeline).sent_bytes
     row_bytes = 64 * value
     expected = {
@@ -161,7 +161,7 @@ def test_more_network_never_makes_a_longer_step(
     rates, latency_s, overlap, urgent_frac, hot, ranks, wire
 ):
     work = work_of(hot_rows=hot, union_rows=1.5 * hot, urgent_rows=urgent_frac * 12e3)
-    pipeline = PipelineSpec(PipelineKind.look_ahead, wire)
+    pipeline = PipelineSpec(PipelineKind.look_ahead, WireType(wire))
     steps = [
         predict(
             MIXED | work,
@@ -265,7 +265,7 @@ def test_a_narrow_wire_halves_what_floats_take_in_line(is_hot_dense):
     found = [
         predict(
             {**MIXED, **pooled},
-            pipeline=PipelineSpec(PipelineKind.sparse_dist, wire),
+            pipeline=PipelineSpec(PipelineKind.sparse_dist, WireType(wire)),
             is_hot_dense=is_hot_dense,
         ).sent_bytes
         for wire in ("fp32", "fp16")
