@@ -43,7 +43,7 @@ CORE_TESTS := tests/unit/embedding tests/unit/train $(addprefix tests/distribute
 # test-2.11 and so on, one for each lock of a torch that is not the pinned one.
 PAIR_TESTS := $(sort $(patsubst requirements/torch-%.lock,test-%,$(wildcard requirements/torch-*.lock)))
 
-.PHONY: help install quickstart test test-more durations faults test-pairs $(PAIR_TESTS) test-oldest test-cuda-lock \
+.PHONY: help install quickstart test test-more durations faults mutants test-pairs $(PAIR_TESTS) test-oldest test-cuda-lock \
     test-wheel test-docker lint format docs bench clean
 
 help: ## Show this text.
@@ -83,6 +83,9 @@ test-more: ## Run the tests of benchmark scripts, launchers and the wheel.
 
 faults: $(INSTALLED_DEV) ## Run every case of damaged files, bad data and signals.
 	$(BIN)/python -m tests.faults run $(ARGS)
+
+mutants: $(INSTALLED_DEV) ## Put one fault after the other into a copy of the code; tests must notice each.
+	$(BIN)/python -m tests.mutants run $(ARGS)
 
 test-pairs: ## Run the suite with every torch and its torchrec, each in an environment of its own.
 	$(MAKE) --keep-going $(PAIR_TESTS) test TORCH=

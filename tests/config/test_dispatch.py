@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -69,6 +70,22 @@ def test_flags_may_stand_anywhere() -> None:
 def test_figures_are_json() -> None:
     figures = {"a": float("nan"), "b": [float("inf"), 1.5, (2, None)], "c": {"d": "x"}}
     assert _plain(figures) == {"a": None, "b": [None, 1.5, [2, None]], "c": {"d": "x"}}
+
+
+def test_what_libraries_print_is_not_on_standard_output(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(config: object, run_dir: Path) -> dict[str, object]:
+        print("of a library")
+        return {"verdict": ["fast"], "page": run_dir / "report.html"}
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hotrec.cli.report.run", run)
+    assert main(["report", "runs=[a]"]) == 0
+    out, err = capfd.readouterr()
+    [line] = out.splitlines()
+    assert json.loads(line)["verdict"] == ["fast"]
+    assert "of a library" in err
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "--cfg", "job"]])

@@ -59,6 +59,18 @@ def test_two_hosts(place: Place, free_port: int, run_id: str, directory: str | N
     assert place.seen_variable("HOTREC_RUN_DIR") == [directory, directory]
 
 
+def test_host_0_holds_the_rendezvous(place: Place) -> None:
+    """Which two hosts that are one do not tell."""
+    python = place.path / "show-words"
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    words = [str(place.path / "launch" / "torchrun.sh"), "--python", str(python), "--nnodes", "2"]
+    words += ["--rdzv-endpoint", "a:1", "--node-rank"]
+    shown = [place.run([*words, host, "train"]).stdout for host in ("0", "1")]
+    assert ["is_host=true" in line for line in shown] == [True, False]
+    assert ["is_host=false" in line for line in shown] == [False, True]
+
+
 def test_sigterm_reaches_the_ranks(place: Place) -> None:
     launcher = place.start(place.torchrun("--nproc-per-node", "2", "wait"))
     place.wait_for("0.ready", "1.ready")

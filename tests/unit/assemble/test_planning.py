@@ -30,7 +30,7 @@ from hotrec.planner.situation import Loader
 from hotrec.planner.slots import LOAD_FRACS, SlotsError
 from hotrec.planner.trial import Trial, write_trial
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
-from hotrec.types import PipelineKind, PipelineSpec, Table, TorchrecPlan
+from hotrec.types import ColdTier, PipelineKind, PipelineSpec, Table, TorchrecPlan
 from tests.unit.data.logs import ONE_HOT_SCHEMA, write_dataset
 
 # Made by a version that recorded plans by their labels.
@@ -213,6 +213,15 @@ def test_a_plan_that_was_recorded_by_its_label_is_read(
         assert read.placement is not None
         assert read.placement.tables == placement.tables
         assert read.plan.num_hot == placement.partition.total_hot
+
+
+def test_a_plan_of_a_host_tier_that_was_recorded_by_its_label_is_read(folder: Path) -> None:
+    prediction, label = json.loads(BY_LABEL.read_text()), "torchrec planner fused_uvm"
+    plans = {**prediction["plans"], label: prediction["plans"]["torchrec planner"]}
+    record(folder / "on_host", prediction | {"chosen": label, "plans": plans})
+    read = read_settled_plan(config_of(folder, "placement=cost"), folder / "on_host", ON)
+    tables = TorchrecTables(tier=ColdTier.fused_uvm)
+    assert read.plan == Plan(tables, PipelineSpec(SPARSE_DIST))
 
 
 def test_a_plan_of_torchrec_is_read_where_look_ahead_was_asked_for(folder: Path) -> None:

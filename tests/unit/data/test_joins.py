@@ -33,6 +33,16 @@ def test_columns_are_matched_by_key(tmp_path):
     assert np.isnan(ages[[1, 2, 5]]).all()
 
 
+def test_a_missing_key_is_no_empty_one(tmp_path):
+    side = tmp_path / "users.parquet"
+    pq.write_table(pa.table({"id": ["", "u1"], "city": ["Rome", "Oslo"], "age": [30, 40]}), side)
+    parquet = LogFormat(SourceFormat.parquet)
+    table = read_side_table("users", [side], parquet, key="id", on="user", wanted=WANTED)
+    keys = pa.DictionaryArray.from_arrays(pa.array([0, 1, 2]), pa.array(["", None, "u1"]))
+    found = join(RawBlock(np.arange(3), {"user": texts_from_arrow(keys)}, {}), table)
+    assert plain(found.ids["city"]) == ["Rome", None, "Oslo"]
+
+
 def test_a_side_table_of_several_files(tmp_path):
     one = write(tmp_path / "1", "age,id,city\n30,u1,Rome\n")
     two = write(tmp_path / "2", "age,id,city\n40,u2,Oslo\n")

@@ -65,6 +65,8 @@ def test_rows_are_shuffled_within_chunks_and_chunks_among_each_other():
         rows = [row for _, row in order[:50]]
         assert rows != sorted(rows)
     assert len({tuple(chunk for chunk, _ in order) for order in orders}) == 4
+    of_first_chunk = [[row for chunk, row in order if chunk == 0] for order in orders]
+    assert len(set(map(tuple, of_first_chunk))) == 4
 
 
 def test_without_shuffling_samples_come_in_the_order_of_the_files():

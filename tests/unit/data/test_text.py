@@ -36,6 +36,12 @@ def test_blocks_hold_every_line_once(tmp_path_factory, rows, block_bytes, has_he
         number += block.num_lines
 
 
+@pytest.mark.parametrize(("content", "number"), [("", 0), ("a", 1), ("a\n", 1), ("a\nb", 2)])
+def test_a_last_line_needs_no_end(content, number, tmp_path):
+    (tmp_path / "log").write_text(content)
+    assert text.count_lines(tmp_path / "log") == number
+
+
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".bz2"])
 def test_compressed_files_read_the_same_or_are_cut_short(tmp_path, suffix):
     data = b"".join(b"%d,x\n" % number for number in range(5000))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
-from hotrec.embedding.adapt import choose_swaps
+from hotrec.embedding import adapt
+from hotrec.embedding.adapt import AdaptiveHotSet, Swaps, choose_swaps
+from hotrec.embedding.canonical import Part
 from hotrec.routing.popularity import CountedRows
 
 
@@ -31,3 +37,26 @@ def test_swaps_pay_and_are_no_chance(
     slots, keys, gains = choose_swaps(np.array(hot, float), counted, least)
     assert dict(zip(slots.tolist(), keys.tolist(), strict=True)) == expected
     assert gains.tolist() == [cold[key] - hot[slot] for slot, key in expected.items()]
+
+
+def test_rows_of_several_owners_get_the_slots_that_were_decided(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On rank 0 of two, of which each owns half of the rows."""
+    weights = torch.arange(8.0)[:, None].repeat(1, 2)
+    replica = Part("t", (8, 2), torch.zeros(4, 2), (0, 0), rows=torch.arange(4))
+    shard = Part("t", (8, 2), weights[:4], (0, 0), is_shard=True)
+    rows, slots = np.array([6, 1, 7, 3]), np.array([2, 0, 3, 1])
+    hot_set = object.__new__(AdaptiveHotSet)
+    hot_set._tables = [SimpleNamespace(key="t", owner_of=lambda rows: rows // 4)]  # type: ignore[list-item]
+
+    def broadcast(packed: torch.Tensor, source: int) -> None:
+        if source == 1:
+            packed.copy_(weights[[6, 7]].reshape(-1))
+
+    monkeypatch.setattr(adapt, "world_size", lambda: 2)
+    monkeypatch.setattr(adapt, "rank", lambda: 0)
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    num_bytes = hot_set._promote({"t": Swaps(rows, slots, rows)}, [replica], {"t": shard})
+    assert replica.value[:, 0].tolist() == [1, 3, 6, 7]
+    assert num_bytes == 4 * 2 * 4

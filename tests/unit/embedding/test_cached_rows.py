@@ -312,3 +312,15 @@ def test_the_next_read_of_rows_that_leave_is_never_said_too_late(number: int) ->
 def test_as_many_rows_and_slots_as_int32_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="expected fewer than 2147483648 rows and slots"):
         SlotMap((1 << 31) - 1, 1, np.empty(0, POPULAR_ROW), torch.device("cpu"))
+
+
+def test_rows_in_half_precision_are_rounded_anew_at_every_write() -> None:
+    host, value = torch.zeros(NUM_ROWS, DIM, dtype=torch.float16), 1 + 2**-11
+    mover = RowMover([host], [torch.zeros(1, DIM)], torch.device("cpu"))
+    written = []
+    for moment in range(64):
+        mover.put_back(torch.tensor([3]), [torch.full((1, DIM), value)], moment)
+        written.append(host[3].float())
+    # Halfway between its neighbours: each column is now the one, now the other.
+    assert torch.stack(written).unique().tolist() == [1, 1 + 2**-10]
+    assert torch.stack(written).std(0).min() > 0

@@ -126,6 +126,25 @@ def test_checksum_sees_a_change(corrupt: Callable[[torch.Tensor], torch.Tensor])
     assert (replicas.checksum() != before) == is_changed
 
 
+@pytest.mark.parametrize("differing", [[], [2], [1, 2]])
+def test_a_rank_whose_replica_differs_ends_the_run(
+    differing: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicas = make_replicas()
+    replicas._world_size = 3
+
+    def gather(sums: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+        sums.copy_(mine.expand(3))
+        sums[differing] += 1
+
+    monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
+    if not differing:
+        replicas.check_equal()
+        return
+    with pytest.raises(RuntimeError, match=f"hot replicas of dimension {DIM}: expected equal"):
+        replicas.check_equal()
+
+
 @every_kind
 def test_step_moves_touched_rows_and_leaves_a_zero_gradient(kind: OptimizerKind) -> None:
     replicas = make_replicas()

@@ -11,11 +11,13 @@ from hotrec.embedding.update_rules import OptimizerSpec, repeat_sums, sum_by_row
 from hotrec.types import OptimizerKind
 
 NUM_ROWS, DIM, NUM_STEPS = 12, 5, 6
+# A schedule gives the steps another rate than the rule has.
+RATE, BASE_RATE = 0.1, 0.7
 ALL = list(OptimizerKind)
 
 
 def spec_of(kind: OptimizerKind) -> OptimizerSpec:
-    return OptimizerSpec(kind, learning_rate=0.1, eps=1e-3, beta1=0.8, beta2=0.95)
+    return OptimizerSpec(kind, learning_rate=BASE_RATE, eps=1e-3, beta1=0.8, beta2=0.95)
 
 
 def steps(seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -33,9 +35,7 @@ def run(spec: OptimizerSpec) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     weights = torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(1))
     states = {name: torch.zeros(spec.state_shape(NUM_ROWS, DIM)) for name in spec.state_names}
     for t, (rows, grad) in enumerate(steps(), start=1):
-        update_rows(
-            spec, weights, states, rows, grad, learning_rate=spec.learning_rate, num_updates=t
-        )
+        update_rows(spec, weights, states, rows, grad, learning_rate=RATE, num_updates=t)
     return weights, states
 
 
@@ -44,14 +44,14 @@ def run(spec: OptimizerSpec) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 def test_equals_torch(kind: OptimizerKind) -> None:
     """SparseAdam adds eps before it divides by the bias correction, so eps is tiny there."""
     is_adam = kind is OptimizerKind.adam
-    spec = OptimizerSpec(kind, 0.1, eps=1e-12 if is_adam else 1e-3, beta1=0.8, beta2=0.95)
+    spec = OptimizerSpec(kind, BASE_RATE, eps=1e-12 if is_adam else 1e-3, beta1=0.8, beta2=0.95)
     weights = torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(1))
     parameter = torch.nn.Parameter(weights)
     optimizer = {
-        OptimizerKind.sgd: lambda: torch.optim.SGD([parameter], lr=0.1),
-        OptimizerKind.adagrad: lambda: torch.optim.Adagrad([parameter], lr=0.1, eps=1e-3),
+        OptimizerKind.sgd: lambda: torch.optim.SGD([parameter], lr=RATE),
+        OptimizerKind.adagrad: lambda: torch.optim.Adagrad([parameter], lr=RATE, eps=1e-3),
         OptimizerKind.adam: lambda: torch.optim.SparseAdam(
-            [parameter], lr=0.1, betas=(0.8, 0.95), eps=1e-12
+            [parameter], lr=RATE, betas=(0.8, 0.95), eps=1e-12
         ),
     }[kind]()
     for rows, grad in steps():
@@ -69,7 +69,7 @@ def by_formula(kind: OptimizerKind) -> list[list[float]]:
     zeros = [[0.0] * DIM for _ in range(NUM_ROWS)]
     first, second = [list(row) for row in zeros], [list(row) for row in zeros]
     row_sum = [0.0] * NUM_ROWS
-    lr, eps, beta1, beta2 = 0.1, 1e-3, 0.8, 0.95
+    lr, eps, beta1, beta2 = RATE, 1e-3, 0.8, 0.95
     for t, (rows, grads) in enumerate(steps(), start=1):
         for r, g in zip(rows.tolist(), grads.tolist(), strict=True):
             row_sum[r] += sum(x * x for x in g) / DIM

@@ -144,3 +144,18 @@ def test_loss_of_unequal_shares_is_the_global_mean() -> None:
     torch.testing.assert_close(torch.stack(losses).detach().mean(), expected)
     losses[2].backward()  # padding updates nothing
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_the_loss_of_logits_in_16_bits_is_computed_in_32() -> None:
+    batch = make_batch([1.0] * 3, 4, 0)
+    logits_B1 = torch.tensor([[9.0], [-0.3], [2.0]], dtype=torch.bfloat16)
+
+    class Fixed(nn.Module):
+        def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
+            return logits_B1
+
+    loss, (_, logits_B, labels_B) = ClickTask(Fixed(), world_size=4)(batch)
+    exact = F.binary_cross_entropy_with_logits(logits_B1[:, 0].double(), labels_B.double())
+    num_samples = batch.num_global_samples
+    torch.testing.assert_close(loss.double(), exact * 3 * 4 / num_samples, rtol=1e-6, atol=0)
+    assert logits_B.dtype is torch.float32

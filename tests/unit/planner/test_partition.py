@@ -3,10 +3,17 @@ import pytest
 
 from hotrec.artifact import ArtifactError, commit_artifact, scratch_directory
 from hotrec.cost_model.profile import Profile, Sampling
-from hotrec.planner.partition import read_placement, summarize_partition, write_partition
+from hotrec.planner.partition import (
+    most_accessed,
+    read_placement,
+    summarize_partition,
+    write_partition,
+)
+from hotrec.planner.plan import SplitTables
 from hotrec.types import (
     POPULAR_ROW,
     Exchange,
+    HotExchange,
     Partition,
     Placement,
     RowFetch,
@@ -73,6 +80,18 @@ def test_summary_without_heldout_data():
     summary = summarize_partition(PARTITION, profile, ROW_BYTES)
     assert summary["total"]["coverage_heldout"] is None
     assert summary["tables"]["file"]["coverage_heldout"] is None
+
+
+def test_the_most_accessed_rows_are_hot():
+    """As many of each table as the split has, rows that were never seen last, ties by number."""
+    tables = {**TABLES, "t/x": TablePlacement()}
+    split = SplitTables({"file": 2, "t/x": 1, "big": 10}, tables, HotExchange.dense)
+    found = most_accessed(split, COUNTS, PROFILE.build_histograms(), "by cost")
+    rows = {"file": [0, 2], "t/x": [0], "big": [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]}
+    assert {table: found.partition.hot(table).tolist() for table in COUNTS} == rows
+    assert found.partition.num_rows == PARTITION.num_rows
+    assert (found.tables, found.is_hot_dense) == (tables, True)
+    assert found.partition.policy == "by cost"
 
 
 def test_artifact_round_trip(tmp_path):

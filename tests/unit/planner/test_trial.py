@@ -87,6 +87,8 @@ def test_what_did_not_take_turns_claims_nothing(tmp_path: Path) -> None:
     # What left before the rounds has none to compare.
     left = Trial({"a": [1.0, 1.0, 1.0], "c": [3.5]}, 5.0)
     assert "plan c 3.5e+03 ms (left out after its first steps)" in left.why(LABELS)
+    # It was slower in its time, which others may have been, too.
+    assert Trial({"a": [1.0, 4.0, 4.0], "c": [1.6]}, 5.0).chosen == "a"
 
 
 def test_a_difference_that_rounds_to_nothing_has_no_minus() -> None:
@@ -139,6 +141,7 @@ def test_a_record_without_an_end_is_not_read(
     "content",
     ["", "[]", "{}", '{"block_s": {}, "seconds": 1}', '{"block_s": {"a": []}, "seconds": 1}']
     + ['{"block_s": {"gone": [1.0]}, "seconds": 1}']
+    + ['{"block_s": {"a": [1.0], "gone": [2.0]}, "seconds": 1}']
     + [json.dumps({"block_s": {"a": [step]}, "seconds": 1}) for step in (-1, "x", float("nan"))],
 )
 def test_a_damaged_record_is_not_believed(

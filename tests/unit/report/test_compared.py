@@ -217,6 +217,13 @@ def test_what_compare_did_not_write_is_refused(tmp_path: Path, text: str | None)
 
 def test_an_interval_is_written_from_its_lesser_end() -> None:
     assert Ratio(0.8, 0.75, 0.86).size == "14% to 25%"
+    for ratio, is_less, is_more in (
+        (Ratio(0.8, 0.75, 0.86), True, False),
+        (Ratio(0.95, 0.9, 1.01), False, False),
+        (Ratio(1.05, 0.99, 1.1), False, False),
+        (Ratio(1.2, 1.1, 1.3), False, True),
+    ):
+        assert (ratio.is_less, ratio.is_more) == (is_less, is_more)
     assert Ratio(1.2, 1.1, 1.3).size == "10% to 30%"
     assert Ratio(0.9, 0.899, 0.901).size == "10%"
     assert math.isclose(Ratio(1.0, 0.9, 1.1).low, 0.9)

@@ -159,9 +159,9 @@ def test_an_export_is_brought_up_to_date_in_place(exports: Exports) -> None:
 
 
 def test_rows_that_differ_in_a_bit_are_changed() -> None:
-    before = {"weight": np.array([[0.0], [1.0], [2.0]], np.float32)}
+    before = {"weight": np.array([[0.0, 5], [1.0, 5], [2.0, 5]], np.float32)}
     more_than_2 = np.nextafter(np.float32(2), np.float32(3))
-    after = np.array([[-0.0], [1.0], [more_than_2], [4.0]], np.float32)
+    after = np.array([[-0.0, 5], [1.0, 5], [more_than_2, 5], [4.0, 5]], np.float32)
     chunks = [{"weight": after[:1]}, {"weight": after[1:]}]
     assert [chunk["row"].tolist() for chunk in changed_rows(chunks, before)] == [[0], [2, 3]]
 

@@ -417,6 +417,22 @@ def test_full_disk_leaves_what_was_there(saved: Path) -> None:
     assert find_latest(saved.parent) == saved
 
 
+def test_a_checkpoint_is_named_when_it_is_in_its_place(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a run that is killed just before goes on from the one before."""
+    run = Run()
+    run.train(3)
+
+    def fail(*_: object, **given: object) -> None:
+        raise OSError("killed")
+
+    monkeypatch.setattr("hotrec.train.checkpoint.commit_artifact", fail)
+    with pytest.raises(OSError, match="killed"):
+        run.save(saved.parent)
+    assert find_latest(saved.parent) == saved
+
+
 def test_failure_while_writing_tensors_is_an_ordinary_error(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -343,6 +343,30 @@ def test_saving_by_time_changes_no_loss_and_skips_no_evaluation(
     assert again == {step: losses_by_step(tmp_path / "whole")[step] for step in again}
 
 
+def test_a_resumed_run_draws_the_numbers_of_an_uninterrupted_one(
+    one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[float] = []
+    forward = TinyModel.forward
+
+    def draw(model: TinyModel, batch: Batch) -> Any:  # as dropout does
+        drawn.append(torch.rand(()).item())
+        return forward(model, batch)
+
+    monkeypatch.setattr(TinyModel, "forward", draw)
+    checkpoints = Checkpoints(tmp_path, facts={}, keep_last=9)
+    arguments: dict[str, Any] = {"num_steps": 6, "pipeline_kind": "base"}
+    arguments["cadence"] = Cadence(save_every=4)
+    run(one_rank, TinyLoader(num_batches=6), checkpoints=checkpoints, **arguments)
+    expected = drawn[4:]
+    drawn.clear()
+    torch.manual_seed(99)
+    checkpoints = replace(checkpoints, resume_from=tmp_path / "step-00000004")
+    run(one_rank, TinyLoader(num_batches=6), checkpoints=checkpoints, **arguments)
+    assert len(expected) == 2
+    assert drawn == expected
+
+
 def test_no_checkpoint_by_time_where_it_is_off(one_rank: Ranks, tmp_path: Path) -> None:
     for save_every_s in (0.0, 1e6):
         checkpoints = Checkpoints(tmp_path / str(save_every_s), facts={}, keep_last=100)
