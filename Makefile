@@ -87,7 +87,7 @@ faults: $(INSTALLED_DEV) ## Run every case of damaged files, bad data and signal
 mutants: $(INSTALLED_DEV) ## Put one fault after the other into a copy of the code; tests must notice each.
 	$(BIN)/python -m tests.mutants run $(ARGS)
 
-test-pairs: ## Run the suite with every torch and its torchrec, each in an environment of its own.
+test-pairs: ## Run make test with every torch and its torchrec, each in an environment of its own.
 	$(MAKE) --keep-going $(PAIR_TESTS) test TORCH=
 
 # One of them; the environment is .venv-2.11 and so on.

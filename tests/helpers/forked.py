@@ -200,10 +200,15 @@ def run(
     return subprocess.CompletedProcess(words, process.returncode, out, err)
 
 
+def is_forking() -> bool:
+    """Whether anything is forked here: not where tests run cold, or with a device of CUDA."""
+    return not (COLD in os.environ or sys.platform != "linux" or Path("/dev/nvidiactl").exists())
+
+
 def _is_forkable(named: Mapping[str, Any]) -> bool:
     """Whether a call of Popen asks for nothing but what ``Program`` holds."""
     unused = ("executable", "preexec_fn", "pass_fds", "shell", "gid", "gids", "uid")
-    if COLD in os.environ or sys.platform != "linux" or Path("/dev/nvidiactl").exists():
+    if not is_forking():
         return False
     if any(named[name] for name in unused) or {named["umask"], named["process_group"]} != {-1}:
         return False

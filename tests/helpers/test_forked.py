@@ -50,6 +50,9 @@ os._exit(7)
 """
 
 
+FORKING = pytest.mark.skipif(not forked.is_forking(), reason="programs are executed here")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "outer.py").write_text(OUTER)
@@ -69,6 +72,7 @@ def outcome(folder: Path) -> list[Any]:
     return [done.returncode, done.stderr, json.loads(done.stdout), json.loads(inner), last]
 
 
+@FORKING
 def test_a_forked_program_sees_what_an_executed_one_sees(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +89,7 @@ def test_a_forked_program_sees_what_an_executed_one_sees(
     assert cold[0] == 7
 
 
+@FORKING
 def test_it_is_forked(folder: Path) -> None:
     code = "import sys; print('torchrec' in sys.modules)"
     assert start(folder, "-c", code).stdout == "True\n"

@@ -31,11 +31,9 @@ def test_contracts_are_not_dropped() -> None:
 
 
 def test_no_fault_was_missed() -> None:
-    missed = {
-        n: r.verdict
-        for n, r in read_results(RESULTS).items()
-        if r.verdict not in ("caught", "skipped")
-    }
+    results = read_results(RESULTS)
+    assert results.keys() == {fault.name for fault in all_mutants()}, "python -m tests.mutants run"
+    missed = {n: r.verdict for n, r in results.items() if r.verdict not in ("caught", "skipped")}
     assert missed == {}, "python -m tests.mutants run"
 
 

@@ -164,6 +164,7 @@ def test_candidates(
 def test_a_trial_decides_and_is_read_back(folder: Path, one_rank: Any) -> None:
     proposal = propose_plan(folder, "placement=cost")
     digests = list(proposal.candidates)
+    assert len(digests) > 1
     for number, (digest, candidate) in enumerate(proposal.candidates.items()):
         run, plan = folder / f"trial_{number}", candidate.plan
         trial = Trial({other: [0.01 + 0.01 * (other != digest)] * 3 for other in digests}, 5.0)

@@ -92,16 +92,16 @@ def test_problems_of_several_dims_fit(seed):
 
 
 @pytest.mark.parametrize(
-    ("device_frac", "host_frac", "replica_frac", "most_s"),
+    ("device_frac", "host_frac", "replica_frac", "best_s", "gap"),
     [
-        (1e3, 1e3, None, 0.001020463),
-        (0.3, 1.02, None, 0.001027524),
-        (0.02, 2.0, None, 0.001126704),
-        (16.0, 16.0, 1e-3, 0.001027423),
+        (1e3, 1e3, None, 0.001020463, 1e-6),
+        (0.3, 1.02, None, 0.001027524, 1e-6),
+        (0.02, 2.0, None, 0.001126704, 0.0035),
+        (16.0, 16.0, 1e-3, 0.001027423, 1e-6),
     ],
 )
-def test_criteo_sizes(device_frac, host_frac, replica_frac, most_s):
-    """Steps within 0.5% of the best that is known.
+def test_criteo_sizes(device_frac, host_frac, replica_frac, best_s, gap):
+    """The best steps that are known, but for 0.35% where caches and a full device trade.
 
     Mixed-integer programs, with 80 thresholds, 60 sweeps, 12 programs of 24 prices, 5,000 nodes and
     a gap of 1e-6, found no better ones.
@@ -112,7 +112,7 @@ def test_criteo_sizes(device_frac, host_frac, replica_frac, most_s):
     limits = Limits(share * device_frac, share * host_frac, replica)
     costs = machine(without=("order_row", "order_id"))
     choice = search_placement(demands, costs, WORLD, BY_LOADER, limits)
-    assert choice.prediction.step_s <= most_s * 1.005
+    assert choice.prediction.step_s <= best_s * (1 + gap)
     used = used_frac(demands, choice, limits, 16, is_cpu=False, is_routed_on_device=False)
     assert used <= 1 + 1e-9
 
