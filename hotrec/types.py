@@ -190,7 +190,8 @@ class Partition:
         """What tells the hot rows of two partitions apart."""
         found = hashlib.sha256()
         for table in sorted(self.hot_rows):
-            found.update(table.encode() + np.ascontiguousarray(self.hot(table)).tobytes())
+            found.update(table.encode())
+            found.update(np.ascontiguousarray(self.hot(table)).data)
         return found.hexdigest()[:16]
 
     @property

@@ -44,7 +44,7 @@ from hotrec.planner.request import (
 )
 from hotrec.planner.situation import Loader, Situation, TableShape, build_situation, choose_costs
 from hotrec.runtime.cores import choose_workers
-from hotrec.runtime.memory import GIB, read_fingerprint, read_memory
+from hotrec.runtime.memory import GIB, MIB, read_fingerprint, read_memory
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
     TIER_OF_KERNEL,
@@ -60,7 +60,6 @@ from hotrec.types import (
     WireType,
 )
 
-MIB = 1 << 20
 # Device memory that `hotrec plan` assumes without a GPU: an H100's.
 ASSUMED_DEVICE_GIB = 80.0
 
@@ -114,9 +113,8 @@ def optimizer_specs(optimizer: OptimizerConfig) -> tuple[OptimizerSpec, Optimize
 
 def row_bytes(schema: Schema, config: Config) -> dict[str, int]:
     """Bytes of one row with its optimizer state, by table."""
-    dim = config.model.embedding_dim
     embedding, _ = optimizer_specs(config.optimizer)
-    num_bytes = 4 * dim + embedding.state_bytes_per_row(dim)
+    num_bytes = embedding.bytes_per_row(config.model.embedding_dim)
     return {table.name: num_bytes for table in schema.tables}
 
 
@@ -422,6 +420,7 @@ def describe_situation(
     profile: Profile,
     machine: Machine,
     costs: tuple[Costs, str | None],
+    workers_and_cores: tuple[int | None, float | None],
 ) -> Situation:
     """What a configuration is predicted for.
 
@@ -432,13 +431,15 @@ def describe_situation(
         profile: The profile.
         machine: The ranks.
         costs: The costs and a caveat about them, or None.
+        workers_and_cores: The loader workers of a rank and the cores of a host, of ``loader_of``.
+            A machine with other ranks is predicted with the same workers.
 
     Raises:
         ValueError: If the profile lacks a table, or counted no sample.
     """
     dense, placement = work_of(config.model, schema), config.placement
     bytes_of_row = row_bytes(schema, config)
-    workers, cores = loader_of(config, machine, costs[0])
+    workers, cores = workers_and_cores
     situation = build_situation(
         shapes_of(schema, config.model.embedding_dim, bytes_of_row),
         Workload(

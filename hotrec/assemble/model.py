@@ -80,8 +80,7 @@ class ModelSpec:
     @property
     def row_bytes(self) -> dict[str, int]:
         """Bytes of one row with its optimizer state, by table."""
-        dim = self.architecture.embedding_dim
-        num_bytes = 4 * dim + self.embedding.state_bytes_per_row(dim)
+        num_bytes = self.embedding.bytes_per_row(self.architecture.embedding_dim)
         return {table.name: num_bytes for table in self.schema.tables}
 
 

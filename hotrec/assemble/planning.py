@@ -316,11 +316,12 @@ def make_proposal(
     histograms = profile.build_histograms()
     without = proposal(request, counted=(profile, profile_artifact), histograms=histograms)
     costs = costs_of(config, machine)
-    workers, _ = loader_of(config, machine, costs[0])
-    request = replace(request, num_workers=workers)
+    loader = loader_of(config, machine, costs[0])
+    request = replace(request, num_workers=loader[0])
 
     def describe(machine: Machine) -> Situation:
-        return describe_situation(config, dataset.schema, histograms, profile, machine, costs)
+        schema = dataset.schema
+        return describe_situation(config, schema, histograms, profile, machine, costs, loader)
 
     def shardings(tables: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:
         # An optimizer that the device cannot train is an error, tables that do not fit are not.
@@ -386,7 +387,7 @@ def read_settled_plan(config: Config, run_dir: Path, machine: Machine) -> Settle
         ArtifactError: If its partition is missing or altered.
     """
     recorded = _read_recorded(config, run_dir)
-    placement, artifact = recorded_partition(config, run_dir)
+    placement, artifact = _partition_of(recorded, config, run_dir)
     tables = recorded.torchrec if placement is None else GivenTables(placement)
     assert tables is not None, run_dir
     request = request_for(config, tables)
@@ -404,7 +405,13 @@ def recorded_partition(
     Raises:
         ArtifactError: If it is missing or altered.
     """
-    if _read_recorded(config, run_dir).torchrec is not None:
+    return _partition_of(_read_recorded(config, run_dir), config, run_dir)
+
+
+def _partition_of(
+    recorded: _Recorded, config: Config, run_dir: Path
+) -> tuple[Placement, Artifact] | tuple[None, None]:
+    if recorded.torchrec is not None:
         return None, None
     kind = config.placement
     saved = Path(kind.partition_dir) if isinstance(kind, SavedPlacement) else run_dir / PARTITION

@@ -33,9 +33,8 @@ from hotrec.planner.policies import (
     choose_fraction,
     choose_min_accesses,
 )
+from hotrec.runtime.memory import MIB
 from hotrec.types import Partition
-
-MIB = 1 << 20
 
 
 def choose_partition(

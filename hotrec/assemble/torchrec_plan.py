@@ -48,6 +48,7 @@ from hotrec.types import (
 # (split_table_batched_embeddings_ops_training.py).
 CACHE_WAYS = 32
 MOST_CACHE_SETS = 2**24 - 1
+_TIERS = {"dense": Tier.DEVICE, **{kernel.value: tier for kernel, tier in TIER_OF_KERNEL.items()}}
 HOST_KERNELS = (ColdTier.fused_uvm.value, ColdTier.fused_uvm_caching.value)
 # State of FBGEMM's optimizers, floats for each of the row's, and floats for the row.
 STATE_FLOATS: Mapping[str, tuple[int, int]] = {
@@ -135,7 +136,11 @@ def shardings_of(
             if name not in names:
                 continue
             kernel = facts["compute_kernel"]
-            tier = Tier.DEVICE if kernel == "dense" else TIER_OF_KERNEL[ColdTier(kernel)]
+            if (tier := _TIERS.get(kernel)) is None:
+                raise ValueError(
+                    f"plan of table {name}: expected a kernel of {', '.join(_TIERS)}, got "
+                    f"{kernel}. Constrain TorchRec's planner to these."
+                )
             is_cached = tier is Tier.HOST_CACHED
             shardings[name] = TableSharding(
                 kind=facts["sharding_type"],

@@ -42,7 +42,7 @@ from hotrec.runtime.ranks import all_gather_object, same_verdict
 from hotrec.runtime.traffic import BatchFacts, count_distinct_rows
 from hotrec.train.meters import Tables
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
-from hotrec.types import ColdTier, Placement, Tier
+from hotrec.types import ColdTier, Placement
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,8 @@ def assemble(
     if device.type == "cuda":
         check_host_memory(sharding, machine, spec.embedding)
     is_ahead = plan.pipeline.is_look_ahead
-    if placed is not None and not is_ahead:
-        _check_no_slots(plan, placed)
+    if not is_ahead:
+        _check_no_slots(plan)
     model = shard(
         unsharded.task,
         sharding,
@@ -197,8 +197,8 @@ def assemble(
     )
 
 
-def _check_no_slots(plan: Plan, placed: Placement) -> None:
-    if any(table.tier is Tier.CACHED for table in placed.tables.values()):
+def _check_no_slots(plan: Plan) -> None:
+    if isinstance(plan.tables, SplitTables) and plan.tables.has_slots:
         raise ValueError(
             "pipeline.kind: expected look_ahead for a placement in tier cached, got "
             f"{plan.pipeline.kind.name}. Set pipeline=look_ahead."

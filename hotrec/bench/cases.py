@@ -128,7 +128,7 @@ def choose_hot_rows(bench: BenchConfig, counts: Mapping[str, Rows], world_size: 
 
 
 def make_cases(
-    bench: BenchConfig, counts: Mapping[str, Rows], world_size: int, device: str = "cpu"
+    bench: BenchConfig, counts: Mapping[str, Rows], world_size: int, device: str
 ) -> list[Case]:
     """The chosen cases, in the configuration's order."""
     variants = {name: bench.variants.get(name) for name in bench.cases}
@@ -334,5 +334,10 @@ def bench_situation(
     machine, spec = machine_of(config, ranks), bench_model(config, schema)
     shapes = shapes_of(schema, config.model.embedding_dim, spec.row_bytes)
     work = work_of(config.model, schema)
-    workload = Workload(machine.batch_size, work.flops, work.bottom_frac, work.num_dense_values)
+    workload = Workload(
+        batch_size=machine.batch_size,
+        dense_flops=work.flops,
+        bottom_frac=work.bottom_frac,
+        num_dense_values=work.num_dense_values,
+    )
     return build_situation(shapes, workload, histograms, num_samples, machine, (costs, None))

@@ -502,7 +502,7 @@ def _host_rows(
 
 def _slot_bytes(workload: CalibrationWorkload) -> int:
     """Bytes of a row and its optimizer state."""
-    return 4 * workload.dim + row_spec(workload).state_bytes_per_row(workload.dim)
+    return row_spec(workload).bytes_per_row(workload.dim)
 
 
 def row_spec(workload: CalibrationWorkload) -> OptimizerSpec:

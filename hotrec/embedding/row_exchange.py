@@ -210,7 +210,7 @@ def _hook_up(
     replaced[0].replace(replicas)
     # FBGEMM's buffers are constants; DDP would broadcast them in every forward pass.
     lookup.broadcast_buffers = False
-    # The only one is as large as all hot rows.
+    # DDP's only bucket here is as large as all hot rows, and would be made twice.
     keep_buckets(lookup)
     lookup.register_comm_hook(None, replicas.reduce_gradient)
     return replicas

@@ -64,6 +64,10 @@ class OptimizerSpec:
         num_values = 1 if self.kind is OptimizerKind.rowwise_adagrad else dim
         return 4 * num_values * len(self.state_names)
 
+    def bytes_per_row(self, dim: int) -> int:
+        """Bytes of an fp32 row with its optimizer state."""
+        return 4 * dim + self.state_bytes_per_row(dim)
+
 
 @torch.no_grad()
 def update_rows(

@@ -135,7 +135,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Its identity in trials, predictions and runs."""
+        """Its identity in trials and predictions."""
         text = json.dumps(self.to_json(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -172,11 +172,10 @@ class PlanRequest:
 
     def torchrec_pipelines(self) -> tuple[PipelineSpec, ...]:
         """Those of TorchRec's own plans, which cannot be trained with look-ahead."""
-        kind = self.pipeline.kind
-        if kind is PipelineKind.auto:
-            kinds = tuple(k for k in IN_LINE if k in self.kinds)
-        else:
-            kinds = (kind if kind is PipelineKind.base else PipelineKind.sparse_dist,)
+        kind, in_line = self.pipeline.kind, tuple(k for k in IN_LINE if k in self.kinds)
+        kinds = in_line
+        if kind is not PipelineKind.auto:
+            kinds = (kind if kind is PipelineKind.base else in_line[0],)
         return tuple(self.pipeline.with_kind(kind) for kind in kinds)
 
     def _auto(self, machine: Machine) -> tuple[PipelineKind, ...]:

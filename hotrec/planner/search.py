@@ -557,7 +557,7 @@ def _descend(problem: _Problem, options: Sequence[_Option]) -> tuple[float, list
             used_DF[d] -= raised_TF[t]
             others_F = (used_DF > 0).sum(axis=0) - (used_DF[d] > 0)
             numbers_P3 = table.numbers_near(options[t])
-            for _ in range(2):  # the second time between the cuts, where memory ends
+            for is_last in (False, True):  # the second time between the cuts, where memory ends
                 taken_PK, raised_PF = problem.take(t, numbers_P3)
                 num_raised_PF = others_F + (raised_PF | (used_DF[d] > 0))
                 steps_s = problem.seconds(rest_K + taken_PK + num_raised_PF @ problem.flags_FK)
@@ -565,6 +565,8 @@ def _descend(problem: _Problem, options: Sequence[_Option]) -> tuple[float, list
                 if steps_s[best] < step_s:  # ties change nothing
                     step_s, options[t] = float(steps_s[best]), _Option(*numbers_P3[best].tolist())
                     taken_TK[t], raised_TF[t] = taken_PK[best], raised_PF[best]
+                if is_last:
+                    break
                 least = table.least_options() if len(options) <= MAX_FEW_TABLES else []
                 numbers_P3 = np.concatenate(
                     [_ends(problem, t, option, rest_K) for option in (options[t], *least)]

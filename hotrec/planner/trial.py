@@ -173,7 +173,7 @@ def read_trial(file: Path, candidates: Mapping[str, str]) -> Trial | None:
 
     Args:
         file: The record.
-        candidates: Labels of the candidates by digest. Earlier versions recorded labels.
+        candidates: Labels of the candidates by digest.
     """
     try:
         document = json.loads(read_record(file))

@@ -117,8 +117,7 @@ class Tables:
             TableShape(
                 name=table.name,
                 dim=table.embedding_dim,
-                row_bytes=4 * table.embedding_dim
-                + self.rule.state_bytes_per_row(table.embedding_dim),
+                row_bytes=self.rule.bytes_per_row(table.embedding_dim),
                 num_columns=len(table.feature_names),
             )
             for table in self.configs

@@ -59,6 +59,7 @@ from hotrec.program.tables import (
     shared_rule,
     tables_of,
 )
+from hotrec.runtime.memory import MIB
 from hotrec.runtime.ranks import Ranks, broadcast_object, joined_ranks, same_verdict
 from hotrec.train.dense_sync import check_modules, share_first
 from hotrec.train.traced import features_read
@@ -71,7 +72,6 @@ DenseOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 Hot = Profile | Partition | Placement | Choice | str
 # Of a rank, for TorchRec's estimates where no batch was seen; that of TorchRec's planner.
 ASSUMED_BATCH_SIZE = 512
-MIB = 1 << 20
 
 
 def parallelize(
@@ -128,7 +128,8 @@ def parallelize(
         machine: The machine to plan for; None for what is found on rank 0.
         costs: Directory of measured costs, "measured" (at data/costs), a built-in set, or "auto".
         hot_budget_mib: Most memory for hot rows and their state, in MiB; None for what is free.
-        may_decline: Whether TorchRec's own plan may be chosen.
+        may_decline: Whether TorchRec's own plan may be chosen; where the tables exceed the GPU's
+            memory, also one that keeps them in the host's.
         plan: TorchRec's sharding plan for "off"; None for that of ``DistributedModelParallel``.
         seed: Seed of initial weights; None for torch's on rank 0.
 

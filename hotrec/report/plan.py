@@ -127,11 +127,6 @@ class Prediction:
         return ", ".join(filter(None, parts))
 
     @property
-    def hot_rows(self) -> int:
-        """Hot rows of the plan whose placement the tables show."""
-        return sum(int(table["hot_rows"]) for table in self.document.get("tables") or ())
-
-    @property
     def planner(self) -> str | None:
         """The plan of TorchRec's own planner in its fastest pipeline and tier, if predicted."""
         names = [name for name in self.plans if self.plans[name]["torchrec_plan"] == PLANNER]
@@ -163,7 +158,7 @@ class Prediction:
 
 
 def _with_facts(document: Document) -> dict[str, dict[str, Any]]:
-    """The plans of a document; those of earlier versions, which have labels alone, with facts."""
+    """The plans of a document; with facts from the label for all_cold and for earlier versions."""
     plans = {}
     tables = sum(int(table["hot_rows"]) for table in document.get("tables") or ())
     for label, plan in document["plans"].items():

@@ -210,7 +210,8 @@ def _read_run(path: Path) -> Run:
 def _shown_name(summary: Line, path: Path) -> str:
     """The name that a run was given; one that was given none has its plan's."""
     name, placement = summary.get("name"), summary.get("placement")
-    if placement is None or name not in {kind.name for kind in PlacementKind}:
+    # hugectr: of runs made while hotrec had it.
+    if placement is None or name not in {*(kind.name for kind in PlacementKind), "hugectr"}:
         return str(name or path.name)
     return plan_name(str(placement), summary.get("hot_rows"))
 

@@ -1,6 +1,7 @@
 """Every figure that a training run records, declared once.
 
-``metrics.jsonl``, ``eval.jsonl``, ``hot_set.jsonl`` and ``summary.json`` take no other keys. The
+``metrics.jsonl``, ``eval.jsonl``, ``hot_set.jsonl`` and ``summary.json`` take no other keys;
+``cache_hit_frac`` and ``suspicious`` are derived when a run is read or its evaluation ends. The
 labels and units on pages, at the metrics server and in the documentation come from here, and so
 does the way in which the values of all ranks become one. A new metric is a row of this table and
 the code that computes it.
@@ -41,6 +42,7 @@ class Reduce(Enum):
     mean = "mean"
     sum = "sum"
     max = "largest"
+    ratio = "ratio of the sums or means"  # computed where the figure is recorded
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Figure:
 
 
 _seconds, _bytes, _count, _frac, _error, _rate, _quality, _number, _text, _flag, _document = Unit
-_first, _mean, _sum, _max = Reduce
+_first, _mean, _sum, _max, _ratio = Reduce
 _more, _less = "more", "less"
 # Settings, which are no numbers and which pages show first; and what pages do not show side by
 # side.
@@ -132,7 +134,7 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
             "exposed_communication_frac",
             "Exposed communication, share of the step",
             _frac,
-            _mean,
+            _ratio,
             _less,
         ),
     ),
@@ -161,13 +163,13 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
     "Hot rows": (
         Figure("hot_rows", "Hot rows", _count),
         Figure("hot_rows_frac", "Hot rows, share of all rows", _frac),
-        Figure("hot_lookup_frac", "Lookups that hit a hot row", _frac, _mean, from_line=True),
+        Figure("hot_lookup_frac", "Lookups that hit a hot row", _frac, _ratio, from_line=True),
         Figure("hot_set.num_moved", "Rows that became hot in training", _count),
         Figure("hot_set.moved_bytes", "Bytes broadcast for them", _bytes),
         Figure("hot_set.pause_s", "Pause of all decisions and moves", _seconds),
     ),
     "Device caches, per step of all ranks": (
-        Figure("cache_hit_frac", "Hit rate, of distinct rows", _frac, _sum),
+        Figure("cache_hit_frac", "Hit rate, of distinct rows", _frac, _ratio),
         Figure("cache.num_rows", "Distinct rows", _count, _sum),
         Figure("cache.num_misses", "Misses, read from the host", _count, _sum),
         Figure("cache.num_conflict_misses", "Of these with a full set, used there", _count, _sum),
@@ -268,6 +270,7 @@ def over_ranks(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _reduce(how: Reduce, values: Sequence[Any]) -> Any:
+    assert how is not Reduce.ratio, "a ratio is no function of the ranks' ratios"
     first = values[0]
     if how is Reduce.first or any(value is None for value in values):
         return first if how is Reduce.first else None
@@ -278,10 +281,10 @@ def _reduce(how: Reduce, values: Sequence[Any]) -> Any:
     return sum(values) / len(values) if how is Reduce.mean else sum(values)
 
 
-def of_sum(key: str, total: Any, num_ranks: int) -> Any:
-    """The value of a figure, from the sum over the ranks; of each part, if it has parts."""
+def of_sum(key: str, total: Any, count: int) -> Any:
+    """The value of a figure, from the sum over ranks, or over steps of ranks; of each part."""
     if isinstance(total, Mapping):
-        return {part: of_sum(key, of_part, num_ranks) for part, of_part in total.items()}
+        return {part: of_sum(key, of_part, count) for part, of_part in total.items()}
     how = FIGURES[key].over_ranks
     assert how in (Reduce.mean, Reduce.sum), f"{key} is no sum over the ranks: {how}"
-    return total / num_ranks if how is Reduce.mean else total
+    return total / count if how is Reduce.mean else total

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 # The host's memory in GiB, for hosts whose memory grows as it is used and starts small.
 HOST_GIB = "HOTREC_HOST_GIB"
 PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")

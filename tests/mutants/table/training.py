@@ -260,7 +260,7 @@ MUTANTS = [
         "records.mean_over_ranks",
         "A figure that is a mean is divided by the number of ranks.",
         "hotrec/runtime/figures.py",
-        "return total / num_ranks if how is Reduce.mean else total",
+        "return total / count if how is Reduce.mean else total",
         "return total",
         "unit/runtime/test_figures.py::test_ranks_are_reduced_as_declared",
         "unit/train/test_watch.py",

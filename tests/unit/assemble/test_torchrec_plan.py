@@ -20,7 +20,12 @@ from torchrec.distributed.planner.shard_estimators import (
     EmbeddingStorageEstimator,
 )
 from torchrec.distributed.planner.types import CollectiveType
-from torchrec.distributed.types import CacheAlgorithm
+from torchrec.distributed.types import (
+    CacheAlgorithm,
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+)
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -39,6 +44,7 @@ from hotrec.assemble.torchrec_plan import (
     make_plan,
     plan_document,
     plan_text,
+    shardings_of,
     state_floats,
 )
 from hotrec.config.roots import PlannerConfig
@@ -452,6 +458,14 @@ def test_bandwidths_of_gpus_on_two_hosts() -> None:
             "cuda", kernel, topology.hbm_mem_bw, topology.ddr_mem_bw, topology.hbm_to_ddr_mem_bw
         )
         assert bandwidth == pytest.approx(expected / 1000), kernel
+
+
+def test_a_kernel_without_a_cost_model_is_refused() -> None:
+    tables = {"a": ParameterSharding("table_wise", "key_value", [0])}
+    plan = ShardingPlan({"bags": EmbeddingModuleShardingPlan(tables)})
+    with pytest.raises(ValueError, match=r"plan of table a: expected .*fused_uvm.* got key_value"):
+        shardings_of(plan, {"a"}, None)
+    assert shardings_of(plan, set(), None) == {}
 
 
 def test_costs_of_another_machine_are_refused() -> None:

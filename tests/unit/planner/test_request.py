@@ -92,6 +92,8 @@ def test_pipelines_of_a_request(
         (AHEAD, tuple(PipelineKind), [IN_LINE]),
         (IN_LINE, tuple(PipelineKind), [IN_LINE]),
         (BASE, tuple(PipelineKind), [BASE]),
+        # A program whose features are only known in line.
+        (AHEAD, (AHEAD, BASE), [BASE]),
     ],
 )
 def test_pipelines_of_torchrecs_plans(

@@ -19,6 +19,19 @@ from tests.unit.report.runs import (
 )
 
 
+@pytest.mark.parametrize(
+    ("placement", "name"),
+    [("torchrec", "TorchRec's planner"), ("hugectr", "HugeCTR's hybrid, 4 hot rows")],
+)
+def test_a_run_without_a_name_has_that_of_its_plan(
+    tmp_path: Path, placement: str, name: str
+) -> None:
+    given = {**SUMMARY, "placement": placement, "hot_rows": 4}
+    for recorded, shown in ((placement, name), ("mine", "mine")):
+        (run,) = read_runs([write_run(tmp_path / recorded, {**given, "name": recorded})])
+        assert run.name == shown
+
+
 def test_unfinished_run_takes_its_figures_from_the_last_lines(tmp_path: Path) -> None:
     half = {name: value // 2 for name, value in CACHE.items()}
     lines = [metrics_line(step, step_p50_s=20 / step, cache=half) for step in (100, 200)]

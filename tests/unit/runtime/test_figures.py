@@ -54,6 +54,8 @@ def test_ranks_are_reduced_as_declared() -> None:
     assert FIGURES["peak_resident_bytes"].over_ranks is Reduce.max
     with pytest.raises(AssertionError, match="peak_resident_bytes"):
         of_sum("peak_resident_bytes", 6.0, 4)
+    with pytest.raises(AssertionError, match="ratio"):
+        over_ranks([{"hot_lookup_frac": 0.5}])
 
 
 def test_every_figure_is_on_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
