@@ -410,7 +410,8 @@ def wait_for_child(
         The exit code; 128 + n after signal n.
 
     Raises:
-        SystemExit: If this process received a signal.
+        SystemExit: If this process received a signal; never with 0, though the program may have
+            done its work before the signal reached it: what would follow must not start.
     """
     # In a session of its own it gets the terminal's Ctrl-C once, forwarded by this process.
     variables = {**environment, TOLD: "1"}
@@ -420,8 +421,8 @@ def wait_for_child(
     exit_code = exit_code if exit_code >= 0 else 128 - exit_code
     if received:
         # A library whose own code a signal meets, such as while it is imported, may abort.
-        is_aborted = exit_code == 128 + signal.SIGABRT
-        raise SystemExit(128 + received[0] if is_aborted else exit_code)
+        is_of_program = exit_code not in (0, 128 + signal.SIGABRT)
+        raise SystemExit(exit_code if is_of_program else 128 + received[0])
     return exit_code
 
 
