@@ -255,41 +255,49 @@ def _train(
         trace=_trace_window(config, run_dir),
         accept=lambda: accept_record(staged, run_dir) if ranks.is_first else None,
     )
-    parts = Parts(
+    metrics = Metrics(
         ranks,
-        Metrics(
-            ranks,
-            Counts(
-                count_dense_values(trainable.model),
-                trainable.facts,
-                trainable.memory,
-                trainable.cache_counters(),
-            ),
-            log_every_steps=trainer.log_every_steps,
-            warmup_steps=trainer.warmup_steps,
-            record=record,
+        Counts(
+            count_dense_values(trainable.model),
+            trainable.facts,
+            trainable.memory,
+            trainable.cache_counters(),
         ),
-        Watch(
-            ranks,
-            every_steps=trainer.check_every_steps,
-            check_replicas=trainable.check_replicas,
-            check_replicas_every=trainer.check_replicas_every_steps,
-        ),
-        Evaluation(
-            _eval_batches(config, trainable, ranks),
-            every_steps=trainer.eval_every_steps,
-            ahead=_days_ahead(config, dataset, trainable, ranks, run_dir, saved),
-            best=_make_best(trainer),
-            alternation=alternation,
-        ),
-        Saver(
-            _checkpoints(config, run_dir, facts, resume_from),
-            every_steps=trainer.save_every_steps,
-            every_s=trainer.save_every_s,
-            in_background=trainer.save_in_background,
-        ),
-        _hot_set(adaptive, trainable),
+        log_every_steps=trainer.log_every_steps,
+        warmup_steps=trainer.warmup_steps,
+        record=record,
     )
+    checkpoints = _checkpoints(config, run_dir, facts, resume_from)
+    evaluation = Evaluation(
+        metrics,
+        _eval_batches(config, trainable, ranks),
+        every_steps=trainer.eval_every_steps,
+        ahead=_days_ahead(config, dataset, trainable, ranks, run_dir, saved),
+        best=_make_best(trainer),
+        alternation=alternation,
+        checkpoints=checkpoints,
+    )
+    hot_set = HotSet(metrics)
+    if adaptive is not None:
+        hot_set = HotSet(metrics, _hot_set(adaptive, trainable), adaptive.adapt_every_steps)
+    saver = Saver(
+        metrics,
+        evaluation,
+        hot_set,
+        checkpoints,
+        every_steps=trainer.save_every_steps,
+        every_s=trainer.save_every_s,
+        in_background=trainer.save_in_background,
+    )
+    watch = Watch(
+        ranks,
+        metrics,
+        saver,
+        every_steps=trainer.check_every_steps,
+        check_replicas=trainable.check_replicas,
+        check_replicas_every=trainer.check_replicas_every_steps,
+    )
+    parts = Parts(ranks, metrics, watch, evaluation, saver, hot_set)
     schedule = Schedule(**vars(config.optimizer.schedule), num_steps=steps)
     return train(trainable, loader, parts, num_steps=steps, lr_factor=schedule)
 
@@ -635,16 +643,13 @@ def _make_eval_loader(
     return loader
 
 
-def _hot_set(adaptive: HotColdConfig | None, trainable: Trainable) -> HotSet:
-    if adaptive is None:
-        return HotSet()
-    of_model = AdaptiveHotSet(
+def _hot_set(adaptive: HotColdConfig, trainable: Trainable) -> AdaptiveHotSet:
+    return AdaptiveHotSet(
         trainable.model,
         trainable.optimizer,
         decay=adaptive.adapt_decay,
         most_rows=adaptive.adapt_max_rows,
     )
-    return HotSet(of_model, adaptive.adapt_every_steps)
 
 
 def _trace_window(config: Config, run_dir: Path) -> TraceWindow | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,37 +12,41 @@ from hotrec.runtime.ranks import same_verdict
 from hotrec.train.ahead import NEXT_DAY, DaysAhead
 from hotrec.train.alternate import Alternation
 from hotrec.train.best import BestQuality
+from hotrec.train.checkpoint import Checkpoints, keep_best
 from hotrec.train.evaluate import evaluate
+from hotrec.train.metrics import Metrics
 from hotrec.train.pipelines import Pipeline
 from hotrec.train.schedule import Segment
 from hotrec.train.signals import signals_held_back
-
-if TYPE_CHECKING:
-    from hotrec.train.parts import Parts
 
 
 class Evaluation:
     """Evaluates splits every so many steps and at the end, and each day before it is trained on.
 
     Args:
+        metrics: Records the evaluations.
         splits: Loaders by split, started anew for each evaluation. The first one is evaluated on
             the way, all at the end; the summary reports the last.
         every_steps: Steps between evaluations on the way; 0 for none.
         ahead: What to evaluate at the end of each day.
         best: The best evaluation, which may end the run; saved with the checkpoint.
         alternation: The order that follows the loss; saved with the loader.
+        checkpoints: Where the checkpoint of the best evaluation is kept.
     """
 
     def __init__(
         self,
+        metrics: Metrics,
         splits: Mapping[str, Iterable[Batch]] | None = None,
         *,
         every_steps: int = 0,
         ahead: DaysAhead | None = None,
         best: BestQuality | None = None,
         alternation: Alternation | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         self.every_steps, self.best = every_steps, best
+        self._metrics, self._checkpoints = metrics, checkpoints
         self._splits, self._ahead = splits or {}, ahead
         self._trackers: list[Alternation | BestQuality] = [
             tracker for tracker in (alternation, best) if tracker is not None
@@ -79,54 +83,54 @@ class Evaluation:
             if self._ahead is not None:
                 same_verdict(self._ahead.start)
 
-    def make_up(self, pipeline: Pipeline, parts: Parts, num_steps: int) -> None:
+    def make_up(self, pipeline: Pipeline, num_steps: int) -> None:
         """Make the evaluation that the resumed run owed after its last step; collective.
 
         An uninterrupted run would have used this loss to choose the next block, or to end.
         """
-        step = parts.metrics.position.step
+        step = self._metrics.position.step
         is_due = self.every_steps > 0 and step % self.every_steps == 0
         is_unknown = any(not tracker.knows(step) for tracker in self._trackers)
         if is_due and 0 < step < num_steps and is_unknown:
-            self._evaluate(pipeline, parts)
-            parts.checkpoints.keep_best(step, self.best)
-        self._evaluate_ahead(pipeline, parts)
+            self._evaluate(pipeline)
+            self._keep_best(step)
+        self._evaluate_ahead(pipeline)
 
-    def run(self, segment: Segment, pipeline: Pipeline, parts: Parts) -> None:
-        """Evaluate after a segment what is due, unless the run stops; collective.
+    def run(self, segment: Segment, pipeline: Pipeline, *, must_stop: bool) -> None:
+        """Evaluate after a segment what is due, unless the run must stop; collective.
 
         The end of the run is not evaluated here, but by ``finish``.
         """
-        if parts.watch.must_stop:
+        if must_stop:
             return
-        if not segment.is_last and parts.is_due(segment, self.every_steps):
-            self._evaluate(pipeline, parts)
-        self._evaluate_ahead(pipeline, parts)
+        if not segment.is_last and self._metrics.is_due(segment, self.every_steps):
+            self._evaluate(pipeline)
+        self._evaluate_ahead(pipeline)
 
-    def finish(self, pipeline: Pipeline, parts: Parts) -> None:
+    def finish(self, pipeline: Pipeline) -> None:
         """Evaluate all splits after the last step; collective."""
-        step = parts.metrics.position.step
+        step = self._metrics.position.step
         for index, (split, batches) in enumerate(self._splits.items()):
             quality = evaluate(pipeline, batches, step=step)
-            parts.metrics.add_quality(split, quality)
+            self._metrics.add_quality(split, quality)
             if self.best is None:
                 continue
             if index == 0 and not self.best.knows(step):
                 self.best.add_quality(step, quality)
-                parts.checkpoints.keep_best(step, self.best)
+                self._keep_best(step)
             self.best.add_split(step, split, quality)
 
-    def _evaluate(self, pipeline: Pipeline, parts: Parts) -> None:
+    def _evaluate(self, pipeline: Pipeline) -> None:
         """Evaluate the first split; all others, too, if this is the best to keep.
 
         The model that is kept is reported on them, and the run goes on from it.
         """
-        step, best = parts.metrics.position.step, self.best
+        step, best = self._metrics.position.step, self.best
         for index, (split, batches) in enumerate(self._splits.items()):
             if index > 0 and (best is None or not best.is_kept_at(step)):
                 break
             quality = evaluate(pipeline, batches, step=step)
-            parts.metrics.add_quality(split, quality)
+            self._metrics.add_quality(split, quality)
             trackers: Sequence[Alternation | BestQuality] = self._trackers if index == 0 else ()
             for tracker in trackers:
                 if not tracker.knows(step):
@@ -134,10 +138,16 @@ class Evaluation:
             if best is not None:
                 best.add_split(step, split, quality)
 
-    def _evaluate_ahead(self, pipeline: Pipeline, parts: Parts) -> None:
+    def _evaluate_ahead(self, pipeline: Pipeline) -> None:
         """Evaluate the day that is due after the last step, if one is."""
-        step, ahead = parts.metrics.position.step, self._ahead
+        step, ahead = self._metrics.position.step, self._ahead
         if ahead is not None and step in ahead.days:
             quality = evaluate(pipeline, ahead.take(step), step=step)
-            parts.metrics.add_quality(NEXT_DAY, quality, day=ahead.days[step].name)
+            self._metrics.add_quality(NEXT_DAY, quality, day=ahead.days[step].name)
             ahead.add_quality(step, quality)
+
+    def _keep_best(self, step: int) -> None:
+        """Keep the checkpoint after ``step`` if it is the best; collective."""
+        best, checkpoints = self.best, self._checkpoints
+        if best is not None and checkpoints is not None and best.is_kept_at(step):
+            same_verdict(lambda: keep_best(checkpoints, step))

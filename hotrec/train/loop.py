@@ -94,16 +94,23 @@ def train(
             pipeline.start()
             metrics.restart_clock()
             for step in feed.steps():
-                watch.enter(step, parts)
+                watch.enter(step)
                 lr = set_learning_rates(trained.optimizer, lr_factor, step)
                 with metrics.step(step, feed):
                     loss, _, _ = pipeline.progress(feed)  # forward, backward, update
                 metrics.add(step, loss, lr)
-                watch.look(step, feed, parts, num_steps)
+                watch.look(step, feed, num_steps)
             pipeline.drain()
-            parts.hot_set.adapt(segment, parts)
-            parts.evaluation.run(segment, pipeline, parts)
-            parts.checkpoints.save(segment, trained.model, trained.optimizer, loader, parts)
+            parts.hot_set.adapt(segment)
+            parts.evaluation.run(segment, pipeline, must_stop=watch.must_stop)
+            parts.checkpoints.save(
+                segment,
+                trained.model,
+                trained.optimizer,
+                loader,
+                must_stop=watch.must_stop,
+                must_save=watch.must_save,
+            )
         summary = parts.finish(pipeline)
     is_finished = not watch.must_stop
     return TrainResult(metrics.position.step, is_finished, summary, watch.stop_request.number)

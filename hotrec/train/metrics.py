@@ -35,6 +35,7 @@ from hotrec.train.meters import (
 )
 from hotrec.train.pipelines import Pipeline
 from hotrec.train.run_log import Listener, RunLog
+from hotrec.train.schedule import Segment
 from hotrec.train.segment import SegmentBatches
 from hotrec.train.trace import Tracer, TraceWindow
 
@@ -99,6 +100,7 @@ class Metrics:
     """
 
     position: Position  # after the last step made
+    start_step: int = 0
     callbacks: Callbacks
     _log: RunLog
     _bar: Progress
@@ -144,7 +146,7 @@ class Metrics:
     def running(self, position: Position, num_steps: int, pipeline: Pipeline) -> Iterator[None]:
         """Record inside the block, after the steps of ``position``; collective."""
         record, ranks = self._record, self._ranks
-        self.position, self._pipeline = position, pipeline
+        self.position, self._pipeline, self.start_step = position, pipeline, position.step
         self._stages.compared_from_step += position.step
         with ExitStack() as stack:
             run_dir = record.run_dir if ranks.is_first else None
@@ -167,6 +169,15 @@ class Metrics:
             stack.callback(self.callbacks.close)
             self._start_s = time.perf_counter()
             yield
+
+    def is_whole(self, segment: Segment) -> bool:
+        """Whether all steps of a segment were made; a check-up may have cut it."""
+        return self.position.step == segment.last_step
+
+    def is_due(self, segment: Segment, every_steps: int) -> bool:
+        """Whether something that happens every so many steps is due after a segment."""
+        is_reached = every_steps > 0 and segment.last_step % every_steps == 0
+        return is_reached and self.is_whole(segment)
 
     @property
     def elapsed_s(self) -> float:

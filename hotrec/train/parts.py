@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -17,12 +17,11 @@ from hotrec.train.hot_set import HotSet
 from hotrec.train.metrics import Metrics
 from hotrec.train.pipelines import Pipeline
 from hotrec.train.saver import Saver
-from hotrec.train.schedule import Segment
 from hotrec.train.signals import signals_held_back
 from hotrec.train.watch import Watch
 
 
-@dataclass
+@dataclass(frozen=True)
 class Parts:
     """What happens beside the steps, in this order after each segment: adapt, evaluate, save.
 
@@ -38,10 +37,9 @@ class Parts:
     ranks: Ranks
     metrics: Metrics
     watch: Watch
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    checkpoints: Saver = field(default_factory=Saver)
-    hot_set: HotSet = field(default_factory=HotSet)
-    start_step: int = field(default=0, init=False)
+    evaluation: Evaluation
+    checkpoints: Saver
+    hot_set: HotSet
 
     @property
     def every(self) -> list[int]:
@@ -59,15 +57,6 @@ class Parts:
         """Whether the run ends before its last step."""
         return self.watch.must_stop or self.evaluation.must_stop
 
-    def is_whole(self, segment: Segment) -> bool:
-        """Whether all steps of a segment were made; a check-up may have cut it."""
-        return self.metrics.position.step == segment.last_step
-
-    def is_due(self, segment: Segment, every_steps: int) -> bool:
-        """Whether something that happens every so many steps is due after a segment."""
-        is_reached = every_steps > 0 and segment.last_step % every_steps == 0
-        return is_reached and self.is_whole(segment)
-
     @contextmanager
     def running(
         self, trainable: Any, loader: StatefulLoader, num_steps: int
@@ -82,7 +71,7 @@ class Parts:
         optimizer: KeyedOptimizer = trainable.optimizer
         with self.watch.running(), ExitStack() as stack:
             self.evaluation.start_workers()
-            position = self.checkpoints.resume(model, optimizer, loader, self)
+            position = self.checkpoints.resume(model, optimizer, loader, self.ranks)
             if num_steps < max(position.step, 1):
                 raise ValueError(
                     f"trainer: expected num_steps of at least {max(position.step, 1)}, got "
@@ -91,19 +80,18 @@ class Parts:
             with signals_held_back():
                 batches = same_verdict(lambda: iter(loader))
             self.checkpoints.restore_random_state()
-            self.start_step = position.step
             self.metrics.accept()
             pipeline = stack.enter_context(trainable.pipeline())
             stack.enter_context(self.metrics.running(position, num_steps, pipeline))
             stack.callback(self.checkpoints.abandon)
-            self.evaluation.make_up(pipeline, self, num_steps)
+            self.evaluation.make_up(pipeline, num_steps)
             yield pipeline, batches
 
     def finish(self, pipeline: Pipeline) -> dict[str, Any]:
         """Write the last checkpoint, evaluate unless the run stopped, and write the summary."""
-        self.checkpoints.finish(self)
+        self.checkpoints.finish()
         if not self.watch.must_stop:
-            self.evaluation.finish(pipeline, self)
+            self.evaluation.finish(pipeline)
         return self.metrics.summary(
             self.evaluation.days,
             best=self.evaluation.best,

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
 
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from hotrec.runtime import watchdog
-from hotrec.runtime.ranks import same_verdict
-from hotrec.train.best import BestQuality
+from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.train.checkpoint import (
     Checkpoints,
     Position,
     Saving,
     StatefulLoader,
-    keep_best,
     load_checkpoint,
     read_facts,
     restore_random_state,
 )
+from hotrec.train.evaluation import Evaluation
+from hotrec.train.hot_set import HotSet
+from hotrec.train.metrics import Metrics
 from hotrec.train.schedule import Segment
-
-if TYPE_CHECKING:
-    from hotrec.train.parts import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +31,9 @@ class Saver:
     """Saves checkpoints one after the other, each while training goes on or at once.
 
     Args:
+        metrics: Where the run stands, and its callbacks.
+        evaluation: The best evaluation, which is saved and may ask for a checkpoint.
+        hot_set: Hot rows that follow the data, which are saved.
         checkpoints: Where to save and what to resume from; None for neither.
         every_steps: Steps between checkpoints; 0 for none on the way. The last step saves in any
             case.
@@ -44,6 +44,9 @@ class Saver:
 
     def __init__(
         self,
+        metrics: Metrics,
+        evaluation: Evaluation,
+        hot_set: HotSet,
         checkpoints: Checkpoints | None = None,
         *,
         every_steps: int = 0,
@@ -51,6 +54,7 @@ class Saver:
         in_background: bool = False,
     ) -> None:
         self.every_steps = every_steps
+        self._metrics, self._evaluation, self._hot_set = metrics, evaluation, hot_set
         self._checkpoints, self._every_s, self._in_background = checkpoints, every_s, in_background
         self._saving: Saving | None = None
         self._saved_s = time.perf_counter()
@@ -75,10 +79,10 @@ class Saver:
         model: nn.Module,
         optimizer: KeyedOptimizer,
         loader: StatefulLoader,
-        parts: Parts,
+        ranks: Ranks,
     ) -> Position:
         """Load the checkpoint to resume from, if any; collective."""
-        if self._in_background and parts.ranks.device.type != "cpu":
+        if self._in_background and ranks.device.type != "cpu":
             raise ValueError(
                 "trainer.save_in_background: expected false on a GPU, whose kernels update rows "
                 "that are yet to be written, got true. Set it to false, or train on CPU."
@@ -92,12 +96,12 @@ class Saver:
             optimizer=optimizer,
             loader=loader,
             facts=self._checkpoints.facts,
-            hot_set=parts.hot_set.of_model,
+            hot_set=self._hot_set.of_model,
         )
         logger.info("resuming from step %d, %s", position.step, path)
         state, best = (
             same_verdict(lambda: read_facts(path, None).get("best")),
-            parts.evaluation.best,
+            self._evaluation.best,
         )
         if best is not None and state is not None:
             best.load_state_dict(state)
@@ -114,22 +118,23 @@ class Saver:
         model: nn.Module,
         optimizer: KeyedOptimizer,
         loader: StatefulLoader,
-        parts: Parts,
+        *,
+        must_stop: bool,
+        must_save: bool,
     ) -> None:
         """Save after a segment if that is due, after the checkpoint before; collective.
 
         The pipeline must be drained, so that weights, loader position and step agree.
         """
-        position, watch = parts.metrics.position, parts.watch
-        is_due = parts.is_due(segment, self.every_steps) or (
-            segment.is_last and parts.is_whole(segment)
-        )
-        is_due = is_due or parts.evaluation.wants_checkpoint(position.step)
-        if self._checkpoints is None or not (is_due or watch.must_stop or watch.must_save):
+        position = self._metrics.position
+        is_due = self._metrics.is_due(segment, self.every_steps)
+        is_due |= segment.is_last and self._metrics.is_whole(segment)
+        is_due |= self._evaluation.wants_checkpoint(position.step)
+        if self._checkpoints is None or not (is_due or must_stop or must_save):
             return
-        if watch.must_stop:
+        if must_stop:
             logger.info("stopping after step %d, to be saved", position.step)
-        self.finish(parts)
+        self.finish()
         watchdog.enter(watchdog.MAIN, watchdog.CHECKPOINT, position.step)
         self._saving = Saving(
             self._checkpoints,
@@ -137,28 +142,22 @@ class Saver:
             model,
             optimizer,
             loader,
-            parts.hot_set.of_model,
-            parts.evaluation.best,
+            self._hot_set.of_model,
+            self._evaluation.best,
             in_background=self._in_background,
         )
         if not self._in_background:
-            self.finish(parts)
+            self.finish()
         self._saved_s = time.perf_counter()
 
-    def finish(self, parts: Parts) -> None:
+    def finish(self) -> None:
         """Wait for the checkpoint that is being written, if any; collective."""
         saving, self._saving = self._saving, None
         if saving is not None:
             watchdog.enter(watchdog.MAIN, watchdog.CHECKPOINT, saving.position.step)
             path = saving.finish()
             logger.info("saved step %d in %s", saving.position.step, path)
-            parts.metrics.callbacks.call("on_checkpoint", saving.position.step, path)
-
-    def keep_best(self, step: int, best: BestQuality | None) -> None:
-        """Keep the checkpoint after ``step`` if it is the best; collective."""
-        checkpoints = self._checkpoints
-        if best is not None and checkpoints is not None and best.is_kept_at(step):
-            same_verdict(lambda: keep_best(checkpoints, step))
+            self._metrics.callbacks.call("on_checkpoint", saving.position.step, path)
 
     def abandon(self) -> None:
         """Stop writing, because the run ends with an error."""

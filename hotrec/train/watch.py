@@ -11,7 +11,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,10 @@ import torch.distributed as dist
 from hotrec.runtime import watchdog
 from hotrec.runtime.figures import of_sum
 from hotrec.runtime.ranks import Ranks, finish_others
+from hotrec.train.metrics import Metrics
+from hotrec.train.saver import Saver
 from hotrec.train.segment import SegmentBatches
 from hotrec.train.signals import StopRequest, stop_on_signals
-
-if TYPE_CHECKING:
-    from hotrec.train.parts import Parts
 
 
 class Watch:
@@ -31,6 +30,8 @@ class Watch:
 
     Args:
         ranks: The process group.
+        metrics: What is summed over the ranks at a check-up.
+        saver: The checkpoints, which are late or being written.
         every_steps: Steps between check-ups.
         check_replicas: Raises on every rank if replicated rows differ between ranks.
         check_replicas_every: Steps between these checks; also after the last step. 0 for never.
@@ -39,12 +40,15 @@ class Watch:
     def __init__(
         self,
         ranks: Ranks,
+        metrics: Metrics,
+        saver: Saver,
         *,
         every_steps: int = 10,
         check_replicas: Callable[[], None] | None = None,
         check_replicas_every: int = 1000,
     ) -> None:
-        self._ranks, self._every_steps = ranks, every_steps
+        self._ranks, self._metrics, self._saver = ranks, metrics, saver
+        self._every_steps = every_steps
         self._check_replicas, self._replicas_every = check_replicas, check_replicas_every
         self.stop_request = StopRequest()
         self.must_stop = False  # the last check-up found a stop request on some rank
@@ -58,19 +62,19 @@ class Watch:
             stack.callback(gc.unfreeze)
             yield
 
-    def enter(self, step: int, parts: Parts) -> None:
+    def enter(self, step: int) -> None:
         """Report to the watchdog that a step begins."""
         # The first step compiles and allocates, which may take long on one rank.
-        stage = watchdog.FIRST_STEP if step == parts.start_step + 1 else watchdog.STEP
+        stage = watchdog.FIRST_STEP if step == self._metrics.start_step + 1 else watchdog.STEP
         watchdog.enter(watchdog.MAIN, stage, step)
 
-    def look(self, step: int, batches: SegmentBatches, parts: Parts, num_steps: int) -> None:
+    def look(self, step: int, batches: SegmentBatches, num_steps: int) -> None:
         """Check replicas and check up after ``step``, if due; no more batches before a stop.
 
         Raises:
             RuntimeError: On every rank, if replicas differ, or a loss is not finite.
         """
-        if step == parts.start_step + 1:
+        if step == self._metrics.start_step + 1:
             # These are the model, the optimizer and the libraries: half a million objects that a
             # collection would visit on one rank while others wait.
             gc.collect()
@@ -79,21 +83,21 @@ class Watch:
         if self._check_replicas and every > 0 and (step % every == 0 or step == num_steps):
             self._check_replicas()
         is_last = step == batches.first_step + batches.num_steps - 1
-        if is_last or step % self._every_steps == 0 or parts.metrics.is_line_due(step):
+        if is_last or step % self._every_steps == 0 or self._metrics.is_line_due(step):
             watchdog.enter(watchdog.MAIN, watchdog.CHECK_UP, step)
-            self._check_up(step, parts)
+            self._check_up(step)
             if not self.is_saving:
-                parts.checkpoints.finish(parts)
-            if self.must_stop or (self.must_save and parts.checkpoints.saves):
+                self._saver.finish()
+            if self.must_stop or (self.must_save and self._saver.saves):
                 batches.cut()  # the pipeline still computes the batches it holds
 
-    def _check_up(self, step: int, parts: Parts) -> None:
+    def _check_up(self, step: int) -> None:
         """Check up with the other ranks, and record a line of metrics if one is due."""
-        metrics, checkpoints = parts.metrics, parts.checkpoints
-        is_saving = checkpoints.is_busy
+        metrics, saver = self._metrics, self._saver
+        is_saving = saver.is_busy
         own = {
             "must_stop": self.stop_request.is_set,
-            "must_save": self._ranks.is_first and checkpoints.is_late and not is_saving,
+            "must_save": self._ranks.is_first and saver.is_late and not is_saving,
             "is_saving": is_saving,
             **metrics.counts(step),
         }

@@ -81,38 +81,43 @@ def train_model(
         make_pipeline, pipeline_kind, model, optimizer, ranks.device, look_ahead, grad_clip_norm
     )
     counts = Counts(count_dense_values(model), inspect_batch, count_tables, count_caches)
-    parts = Parts(
+    metrics = Metrics(
         ranks,
-        Metrics(
-            ranks,
-            counts,
-            log_every_steps=cadence.log_every,
-            warmup_steps=cadence.warmup_steps,
-            first_compared_step=first_compared_step,
-            record=Record(
-                run_dir, description or {}, callbacks=callbacks, accept=on_accepted, **record
-            ),
+        counts,
+        log_every_steps=cadence.log_every,
+        warmup_steps=cadence.warmup_steps,
+        first_compared_step=first_compared_step,
+        record=Record(
+            run_dir, description or {}, callbacks=callbacks, accept=on_accepted, **record
         ),
-        Watch(
-            ranks,
-            every_steps=cadence.check_every,
-            check_replicas=check_replicas,
-            check_replicas_every=cadence.check_replicas_every,
-        ),
-        Evaluation(
-            eval_batches,
-            every_steps=cadence.eval_every,
-            ahead=ahead,
-            best=best,
-            alternation=alternation,
-        ),
-        Saver(
-            checkpoints,
-            every_steps=cadence.save_every,
-            every_s=cadence.save_every_s,
-            in_background=save_in_background,
-        ),
-        HotSet(hot_set, cadence.adapt_every),
     )
+    evaluation = Evaluation(
+        metrics,
+        eval_batches,
+        every_steps=cadence.eval_every,
+        ahead=ahead,
+        best=best,
+        alternation=alternation,
+        checkpoints=checkpoints,
+    )
+    of_model = HotSet(metrics, hot_set, cadence.adapt_every)
+    saver = Saver(
+        metrics,
+        evaluation,
+        of_model,
+        checkpoints,
+        every_steps=cadence.save_every,
+        every_s=cadence.save_every_s,
+        in_background=save_in_background,
+    )
+    watch = Watch(
+        ranks,
+        metrics,
+        saver,
+        every_steps=cadence.check_every,
+        check_replicas=check_replicas,
+        check_replicas_every=cadence.check_replicas_every,
+    )
+    parts = Parts(ranks, metrics, watch, evaluation, saver, of_model)
     trained: Any = SimpleNamespace(model=model, optimizer=optimizer, pipeline=pipeline)
     return train(trained, loader, parts, num_steps=num_steps, lr_factor=lr_factor)
