@@ -82,11 +82,18 @@ from hotrec.train.ahead import DaysAhead, NextDay, read_evaluated
 from hotrec.train.alternate import KINDS
 from hotrec.train.best import BestQuality
 from hotrec.train.checkpoint import Checkpoints, find_latest, lineage_of, read_facts
+from hotrec.train.dense_sync import count_dense_values
+from hotrec.train.evaluation import Evaluation
+from hotrec.train.hot_set import HotSet
 from hotrec.train.loop import TrainResult, train
+from hotrec.train.metrics import Counts, Metrics, Record
 from hotrec.train.metrics_server import serve_metrics
+from hotrec.train.parts import Parts
 from hotrec.train.run_log import Listener, check_records, replace_text
-from hotrec.train.schedule import Cadence, Schedule, count_steps
+from hotrec.train.saver import Saver
+from hotrec.train.schedule import Schedule, count_steps
 from hotrec.train.trace import TraceWindow
+from hotrec.train.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -239,36 +246,60 @@ def _train(
     loader = make_train_loader(config, ranks, trainable.route, all_hot, alternation, assign)
     if saved is not None and resume_from is None:
         loader.load_state_dict({**loader.state_dict(), **saved["loader"]})
-    return train(
-        trainable.model,
-        trainable.optimizer,
-        loader,
-        ranks,
-        num_steps=steps,
-        cadence=_cadence(trainer, adaptive),
-        check_replicas=trainable.check_replicas,
-        count_tables=trainable.memory,
-        count_caches=trainable.cache_counters(),
-        pipeline_kind=trainable.plan.pipeline.kind.value,
-        look_ahead=trainable.look_ahead,
-        grad_clip_norm=trainable.grad_clip_norm,
-        lr_factor=Schedule(**vars(config.optimizer.schedule), num_steps=steps),
-        eval_batches=_eval_batches(config, trainable, ranks),
-        checkpoints=_checkpoints(config, run_dir, facts, resume_from),
+    record = Record(
         run_dir=run_dir,
-        inspect_batch=trainable.facts,
         description=_description(config, settled, dataset, all_hot),
         prediction=settled.predicted,
-        ahead=_days_ahead(config, dataset, trainable, ranks, run_dir, saved),
-        trace=_trace_window(config, run_dir),
-        alternation=alternation,
-        best=_make_best(trainer),
         callbacks=trainer.callbacks,
-        on_accepted=lambda: accept_record(staged, run_dir) if ranks.is_first else None,
-        hot_set=_hot_set(adaptive, trainable),
         listeners=listeners,
-        save_in_background=trainer.save_in_background,
+        trace=_trace_window(config, run_dir),
+        accept=lambda: accept_record(staged, run_dir) if ranks.is_first else None,
     )
+    metrics = Metrics(
+        ranks,
+        Counts(
+            count_dense_values(trainable.model),
+            trainable.facts,
+            trainable.memory,
+            trainable.cache_counters(),
+        ),
+        log_every_steps=trainer.log_every_steps,
+        warmup_steps=trainer.warmup_steps,
+        record=record,
+    )
+    checkpoints = _checkpoints(config, run_dir, facts, resume_from)
+    evaluation = Evaluation(
+        metrics,
+        _eval_batches(config, trainable, ranks),
+        every_steps=trainer.eval_every_steps,
+        ahead=_days_ahead(config, dataset, trainable, ranks, run_dir, saved),
+        best=_make_best(trainer),
+        alternation=alternation,
+        checkpoints=checkpoints,
+    )
+    hot_set = HotSet(metrics)
+    if adaptive is not None:
+        hot_set = HotSet(metrics, _hot_set(adaptive, trainable), adaptive.adapt_every_steps)
+    saver = Saver(
+        metrics,
+        evaluation,
+        hot_set,
+        checkpoints,
+        every_steps=trainer.save_every_steps,
+        every_s=trainer.save_every_s,
+        in_background=trainer.save_in_background,
+    )
+    watch = Watch(
+        ranks,
+        metrics,
+        saver,
+        every_steps=trainer.check_every_steps,
+        check_replicas=trainable.check_replicas,
+        check_replicas_every=trainer.check_replicas_every_steps,
+    )
+    parts = Parts(ranks, metrics, watch, evaluation, saver, hot_set)
+    schedule = Schedule(**vars(config.optimizer.schedule), num_steps=steps)
+    return train(trainable, loader, parts, num_steps=steps, lr_factor=schedule)
 
 
 def _skip_seen(
@@ -612,27 +643,12 @@ def _make_eval_loader(
     return loader
 
 
-def _hot_set(adaptive: HotColdConfig | None, trainable: Trainable) -> AdaptiveHotSet | None:
-    if adaptive is None:
-        return None
+def _hot_set(adaptive: HotColdConfig, trainable: Trainable) -> AdaptiveHotSet:
     return AdaptiveHotSet(
         trainable.model,
         trainable.optimizer,
         decay=adaptive.adapt_decay,
         most_rows=adaptive.adapt_max_rows,
-    )
-
-
-def _cadence(trainer: TrainerConfig, adaptive: HotColdConfig | None) -> Cadence:
-    return Cadence(
-        eval_every=trainer.eval_every_steps,
-        save_every=trainer.save_every_steps,
-        save_every_s=trainer.save_every_s,
-        log_every=trainer.log_every_steps,
-        check_every=trainer.check_every_steps,
-        check_replicas_every=trainer.check_replicas_every_steps,
-        adapt_every=0 if adaptive is None else adaptive.adapt_every_steps,
-        warmup_steps=trainer.warmup_steps,
     )
 
 

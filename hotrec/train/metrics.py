@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from hotrec.data.batch import Batch
 from hotrec.embedding.adapt import Decision
 from hotrec.runtime.figures import FIGURES, Unit, of_sum
 from hotrec.runtime.progress import Progress
-from hotrec.runtime.ranks import Ranks
+from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.runtime.run_dir import EVAL, HOT_SET, METRICS
 from hotrec.runtime.traffic import BatchFacts
 from hotrec.train.best import BestQuality
@@ -33,10 +34,12 @@ from hotrec.train.meters import (
     peak_bytes,
 )
 from hotrec.train.pipelines import Pipeline
-from hotrec.train.run_log import RunLog
+from hotrec.train.run_log import Listener, RunLog
+from hotrec.train.schedule import Segment
 from hotrec.train.segment import SegmentBatches
-from hotrec.train.trace import Tracer
+from hotrec.train.trace import Tracer, TraceWindow
 
+FIRST_COMPARED_STEP = 50
 # Figures of a decision that add up over a run.
 _ADDED = ("num_moved", "moved_bytes", "pause_s")
 
@@ -59,21 +62,47 @@ class Counts:
     of_caches: Callable[[], Mapping[str, float]] | None = None
 
 
+@dataclass(frozen=True)
+class Record:
+    """Where a run is recorded, and what else takes the records.
+
+    Args:
+        run_dir: Where rank 0 writes; None writes nothing.
+        description: Entries to add to summary.json (name, placement, model, batch_size, ...).
+        prediction: Figures to compare with the measurements, see ``compare``.
+        callbacks: Import paths of callbacks, see ``hotrec.train.callbacks``.
+        listeners: On rank 0, take the lines that it writes.
+        trace: The steps to record with torch.profiler; None records nothing.
+        accept: Called on every rank after the checkpoint to resume from has been loaded, and before
+            anything is written.
+    """
+
+    run_dir: Path | None = None
+    description: Mapping[str, Any] = field(default_factory=dict)
+    prediction: Mapping[str, Any] | None = None
+    callbacks: Sequence[str] = ()
+    listeners: Sequence[Listener] = ()
+    trace: TraceWindow | None = None
+    accept: Callable[[], None] | None = None
+
+
 class Metrics:
     """Measures the steps of a run, and records what they were when it is due.
 
     Args:
         ranks: The process group.
         counts: What is counted beside times.
-        log_every_steps: How often a line of metrics.jsonl is due.
+        log_every_steps: Steps between lines of metrics.jsonl.
         warmup_steps: Steps at the start that are in no rate.
         first_compared_step: The first step that is compared with the prediction, counted from this
             start.
+        record: Where the run is recorded, and what else takes the records.
     """
 
     position: Position  # after the last step made
+    start_step: int = 0
+    callbacks: Callbacks
     _log: RunLog
-    _callbacks: Callbacks
     _bar: Progress
     _tracer: Tracer
     _pipeline: Pipeline
@@ -83,11 +112,13 @@ class Metrics:
         ranks: Ranks,
         counts: Counts,
         *,
-        log_every_steps: int,
-        warmup_steps: int,
-        first_compared_step: int,
+        log_every_steps: int = 100,
+        warmup_steps: int = 10,
+        first_compared_step: int = FIRST_COMPARED_STEP,
+        record: Record | None = None,
     ) -> None:
         self._ranks, self._counts, self._log_every_steps = ranks, counts, log_every_steps
+        self._record = record or Record()
         self._rates = Meter(warmup_steps=warmup_steps)
         self._stages = StageTimes(ranks.device, first_compared_step)
         self._traffic = TrafficMeter(ranks.world_size, counts.num_dense_values, counts.of_batch)
@@ -106,21 +137,47 @@ class Metrics:
         self._line_wait_s, self._line_steps = 0.0, 0  # since the last line, on this rank
         self._start_s = time.perf_counter()
 
-    def start(
-        self,
-        position: Position,
-        *,
-        log: RunLog,
-        callbacks: Callbacks,
-        bar: Progress,
-        tracer: Tracer,
-        pipeline: Pipeline,
-    ) -> None:
-        """Begin after the steps of ``position``, which a run that is resumed has made."""
-        self.position, self._log, self._callbacks, self._bar = position, log, callbacks, bar
-        self._tracer, self._pipeline = tracer, pipeline
+    def accept(self) -> None:
+        """Accept the run's record, once it is known that the run can start; collective."""
+        if self._record.accept is not None:
+            same_verdict(self._record.accept)
+
+    @contextmanager
+    def running(self, position: Position, num_steps: int, pipeline: Pipeline) -> Iterator[None]:
+        """Record inside the block, after the steps of ``position``; collective."""
+        record, ranks = self._record, self._ranks
+        self.position, self._pipeline, self.start_step = position, pipeline, position.step
         self._stages.compared_from_step += position.step
-        self._start_s = time.perf_counter()
+        with ExitStack() as stack:
+            run_dir = record.run_dir if ranks.is_first else None
+            log = same_verdict(
+                lambda: RunLog(run_dir, start_step=position.step, listeners=record.listeners)
+            )
+            self._log = stack.enter_context(log)
+            self._bar = stack.enter_context(
+                Progress(
+                    "train",
+                    num_steps,
+                    unit="steps",
+                    initial=position.step,
+                    is_shown=ranks.is_first,
+                )
+            )
+            tracer = Tracer(record.trace, ranks, start_step=position.step, num_steps=num_steps)
+            self._tracer = stack.enter_context(tracer)
+            self.callbacks = Callbacks(record.callbacks, record.run_dir, record.description)
+            stack.callback(self.callbacks.close)
+            self._start_s = time.perf_counter()
+            yield
+
+    def is_whole(self, segment: Segment) -> bool:
+        """Whether all steps of a segment were made; a check-up may have cut it."""
+        return self.position.step == segment.last_step
+
+    def is_due(self, segment: Segment, every_steps: int) -> bool:
+        """Whether something that happens every so many steps is due after a segment."""
+        is_reached = every_steps > 0 and segment.last_step % every_steps == 0
+        return is_reached and self.is_whole(segment)
 
     @property
     def elapsed_s(self) -> float:
@@ -216,7 +273,7 @@ class Metrics:
             "elapsed_s": self.elapsed_s,
         }
         self._log.append(METRICS, "train", line)
-        self._callbacks.call("on_log", line)
+        self.callbacks.call("on_log", line)
         self._line_cache.clear()
 
     def add_quality(self, split: str, quality: Quality, **facts: Any) -> None:
@@ -232,7 +289,7 @@ class Metrics:
         line = {"step": self.position.step, "split": split, **facts, **quality.to_json()}
         line["elapsed_s"] = self.elapsed_s
         self._log.append(EVAL, split, line)
-        self._callbacks.call("on_evaluate", line)
+        self.callbacks.call("on_evaluate", line)
 
     def add_decision(self, decision: Decision) -> None:
         """Record a line of hot_set.jsonl."""
@@ -241,14 +298,15 @@ class Metrics:
         self._hot_set.update(num_decisions=1, **{k: line[k] for k in _ADDED})
 
     def summary(
-        self,
-        description: Mapping[str, Any],
-        prediction: Mapping[str, Any] | None,
-        *,
-        best: BestQuality | None = None,
-        is_finished: bool = True,
+        self, found: Mapping[str, Any], *, best: BestQuality | None = None, is_finished: bool = True
     ) -> dict[str, Any]:
-        """Write summary.json and return its content, None where not measured; a collective."""
+        """Write summary.json and return its content, None where not measured; a collective.
+
+        Args:
+            found: Further entries.
+            best: The best evaluation, whose quality is reported.
+            is_finished: Whether all steps were made.
+        """
         sent = self._traffic_means["sent_bytes"]
         tables = None if self._counts.of_tables is None else self._counts.of_tables()
         figures = {
@@ -268,12 +326,13 @@ class Metrics:
         }
         summary = {
             "world_size": self._ranks.world_size,
-            **description,
+            **self._record.description,
+            **found,
             **figures,
-            **compare(prediction, figures),
+            **compare(self._record.prediction, figures),
         }
         self._log.write_summary(summary)
-        self._callbacks.call("on_end", summary)
+        self.callbacks.call("on_end", summary)
         return summary
 
     def _quality_figures(self, best: BestQuality | None) -> dict[str, Any]:

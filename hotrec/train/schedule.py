@@ -6,7 +6,7 @@ A step is numbered by the update it makes, from 1; "after step s" means that s u
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -15,84 +15,42 @@ from hotrec.config.groups import Decay, ScheduleConfig
 
 
 @dataclass(frozen=True)
-class Cadence:
-    """How often things happen, in steps; 0 for never where that makes sense.
-
-    Args:
-        eval_every: evaluations on the way; the end of the run evaluates in any case.
-        save_every: checkpoints on the way; the last step saves in any case.
-        save_every_s: seconds since the last checkpoint, by rank 0's clock, after which the next
-            check-up ends the segment and one is saved.
-        log_every: lines of metrics.jsonl.
-        check_every: looks at losses, signals and the clock, one small all-reduce each.
-        check_replicas_every: comparisons of the replicas of all ranks, where there are any.
-        adapt_every: decisions of which rows are hot.
-        warmup_steps: steps at the start of the process that are in no rate.
-    """
-
-    eval_every: int = 0
-    save_every: int = 0
-    save_every_s: float = 0.0
-    log_every: int = 100
-    check_every: int = 10
-    check_replicas_every: int = 1000
-    adapt_every: int = 0
-    warmup_steps: int = 10
-
-    def is_replica_check(self, step: int, num_steps: int) -> bool:
-        """Whether replicas are compared after ``step``: every so often, and after the last."""
-        every = self.check_replicas_every
-        return every > 0 and (step % every == 0 or step == num_steps)
-
-
-@dataclass(frozen=True)
 class Segment:
     """Steps ``first_step`` to ``last_step``, both included, run without draining the pipeline.
 
     Args:
-        evaluate: whether to evaluate after the last step.
-        save: whether to save a checkpoint after the last step.
-        adapt: whether to decide anew which rows are hot after the last step.
+        first_step: Its first step.
+        last_step: Its last step.
+        is_last: Whether it ends the run.
     """
 
     first_step: int
     last_step: int
-    evaluate: bool
-    save: bool
-    adapt: bool = False
+    is_last: bool
 
     @property
     def num_steps(self) -> int:
         return self.last_step - self.first_step + 1
 
 
-def segments(
-    start_step: int, num_steps: int, cadence: Cadence, ends: Collection[int] = ()
-) -> Iterator[Segment]:
-    """Cut the updates ``start_step + 1 .. num_steps`` where the pipeline has to be drained.
+def next_segment(
+    start_step: int, num_steps: int, every: Collection[int] = (), ends: Collection[int] = ()
+) -> Segment:
+    """The segment after ``start_step`` of a run of ``num_steps``.
 
     The pipeline holds batches ahead of the update, so weights and loader position agree only at
-    the end of a segment. A segment also ends with each step of ``ends``. The last step saves in any
-    case; it does not evaluate, since the end of the run does.
+    the end of a segment.
+
+    Args:
+        start_step: The steps made so far.
+        num_steps: The steps of the run.
+        every: A segment ends with each multiple of these numbers of steps,
+        ends: and with each of these steps.
     """
-    eval_every, save_every = cadence.eval_every, cadence.save_every
-    adapt_every = cadence.adapt_every
-    cuts = [every for every in (eval_every, save_every, adapt_every) if every]
-    step = start_step
-    while step < num_steps:
-        lasts = [num_steps, *(end for end in ends if end > step)]
-        lasts += [step - step % every + every for every in cuts]
-        last = min(lasts)
-        is_final = last == num_steps
-        yield Segment(
-            first_step=step + 1,
-            last_step=last,
-            evaluate=not is_final and bool(eval_every and last % eval_every == 0),
-            save=is_final or bool(save_every and last % save_every == 0),
-            # After the last step too: a run that goes on from it has the hot rows of a longer one.
-            adapt=bool(adapt_every and last % adapt_every == 0),
-        )
-        step = last
+    lasts = [num_steps, *(end for end in ends if end > start_step)]
+    lasts += [start_step - start_step % number + number for number in every]
+    last_step = min(lasts)
+    return Segment(start_step + 1, last_step, is_last=last_step == num_steps)
 
 
 def count_steps(steps_per_epoch: int, *, epochs: int, max_steps: int | None = None) -> int:

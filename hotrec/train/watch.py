@@ -7,61 +7,97 @@ device. Its result is the same on every rank.
 
 from __future__ import annotations
 
+import gc
 import math
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hotrec.runtime import watchdog
 from hotrec.runtime.figures import of_sum
 from hotrec.runtime.ranks import Ranks, finish_others
 from hotrec.train.metrics import Metrics
+from hotrec.train.saver import Saver
 from hotrec.train.segment import SegmentBatches
-from hotrec.train.signals import StopRequest
+from hotrec.train.signals import StopRequest, stop_on_signals
 
 
 class Watch:
-    """Finds out every few steps, with the other ranks, whether to stop or to save.
+    """Decides every few steps, with the other ranks, whether to stop or to save; checks replicas.
 
     Args:
         ranks: The process group.
-        stop_request: Whether this rank got a signal to stop.
-        every_steps: How often to check up.
-        save_every_s: Seconds since the last checkpoint, by rank 0's clock, after which the next
-            check-up asks for one; 0 for never.
+        metrics: What is summed over the ranks at a check-up.
+        saver: The checkpoints, which are late or being written.
+        every_steps: Steps between check-ups.
+        check_replicas: Raises on every rank if replicated rows differ between ranks.
+        check_replicas_every: Steps between these checks; also after the last step. 0 for never.
     """
 
     def __init__(
-        self, ranks: Ranks, stop_request: StopRequest, *, every_steps: int, save_every_s: float
+        self,
+        ranks: Ranks,
+        metrics: Metrics,
+        saver: Saver,
+        *,
+        every_steps: int = 10,
+        check_replicas: Callable[[], None] | None = None,
+        check_replicas_every: int = 1000,
     ) -> None:
-        self._ranks, self._stop_request = ranks, stop_request
-        self._every_steps, self._save_every_s = every_steps, save_every_s
+        self._ranks, self._metrics, self._saver = ranks, metrics, saver
+        self._every_steps = every_steps
+        self._check_replicas, self._replicas_every = check_replicas, check_replicas_every
+        self.stop_request = StopRequest()
         self.must_stop = False  # the last check-up found a stop request on some rank
         self.must_save = False  # or that the last checkpoint is old
         self.is_saving = False  # or a rank that still writes its share of a checkpoint
-        self.restart_save_clock()
 
-    def restart_save_clock(self) -> None:
-        """Count the seconds to the next checkpoint from now."""
-        self._saved_s = time.perf_counter()
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Record signals to stop inside the block."""
+        with stop_on_signals() as self.stop_request, ExitStack() as stack:
+            stack.callback(gc.unfreeze)
+            yield
 
-    def is_due(self, step: int, batches: SegmentBatches, metrics: Metrics) -> bool:
-        """Whether to check up after ``step``: at a segment's end, for a line, every few steps."""
-        is_last = step == batches.first_step + batches.num_steps - 1
-        return is_last or step % self._every_steps == 0 or metrics.is_line_due(step)
+    def enter(self, step: int) -> None:
+        """Report to the watchdog that a step begins."""
+        # The first step compiles and allocates, which may take long on one rank.
+        stage = watchdog.FIRST_STEP if step == self._metrics.start_step + 1 else watchdog.STEP
+        watchdog.enter(watchdog.MAIN, stage, step)
 
-    def check(self, step: int, metrics: Metrics, *, is_saving: bool = False) -> None:
-        """Check up with the other ranks, and record a line of metrics if one is due.
+    def look(self, step: int, batches: SegmentBatches, num_steps: int) -> None:
+        """Check replicas and check up after ``step``, if due; no more batches before a stop.
 
         Raises:
-            RuntimeError: On every rank, if a loss since the last check-up is not finite.
+            RuntimeError: On every rank, if replicas differ, or a loss is not finite.
         """
-        is_late = 0 < self._save_every_s <= time.perf_counter() - self._saved_s
+        if step == self._metrics.start_step + 1:
+            # These are the model, the optimizer and the libraries: half a million objects that a
+            # collection would visit on one rank while others wait.
+            gc.collect()
+            gc.freeze()
+        every = self._replicas_every
+        if self._check_replicas and every > 0 and (step % every == 0 or step == num_steps):
+            self._check_replicas()
+        is_last = step == batches.first_step + batches.num_steps - 1
+        if is_last or step % self._every_steps == 0 or self._metrics.is_line_due(step):
+            watchdog.enter(watchdog.MAIN, watchdog.CHECK_UP, step)
+            self._check_up(step)
+            if not self.is_saving:
+                self._saver.finish()
+            if self.must_stop or (self.must_save and self._saver.saves):
+                batches.cut()  # the pipeline still computes the batches it holds
+
+    def _check_up(self, step: int) -> None:
+        """Check up with the other ranks, and record a line of metrics if one is due."""
+        metrics, saver = self._metrics, self._saver
+        is_saving = saver.is_busy
         own = {
-            "must_stop": self._stop_request.is_set,
-            "must_save": self._ranks.is_first and is_late and not is_saving,
+            "must_stop": self.stop_request.is_set,
+            "must_save": self._ranks.is_first and saver.is_late and not is_saving,
             "is_saving": is_saving,
             **metrics.counts(step),
         }

@@ -19,12 +19,13 @@ from hotrec.data.loader import make_loader
 from hotrec.runtime.ranks import RankError, all_gather_object
 from hotrec.train.alternate import AlternatingLoader, Alternation
 from hotrec.train.checkpoint import Checkpoints, find_latest
-from hotrec.train.loop import TrainResult, train
-from hotrec.train.schedule import Cadence, Schedule
+from hotrec.train.loop import TrainResult
+from hotrec.train.schedule import Schedule
 from hotrec.types import Partition
 from tests.distributed.setups import this_rank
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import TinyLoader, TinySplit, build_tiny
+from tests.helpers.training import Cadence, train_model
 from tests.unit.data.logs import recommit, write_dataset
 
 PARTITION = Partition(
@@ -109,7 +110,7 @@ def train_tiny(folder: Path, *, num_steps: int = NUM_STEPS, **kwargs: Any) -> Ru
         rates.append(alternation.rate)
 
     alternation.add_quality = add_quality  # type: ignore[method-assign]
-    result = train(
+    result = train_model(
         model,
         optimizer,
         loader,

@@ -28,8 +28,8 @@ from hotrec.planner.propose import unpredicted
 from hotrec.planner.request import GivenTables
 from hotrec.runtime.ranks import all_gather_object
 from hotrec.train.checkpoint import Checkpoints, find_latest
-from hotrec.train.loop import TrainResult, train
-from hotrec.train.schedule import Cadence, Schedule
+from hotrec.train.loop import TrainResult
+from hotrec.train.schedule import Schedule
 from hotrec.types import (
     Exchange,
     Feature,
@@ -43,6 +43,7 @@ from hotrec.types import (
 )
 from tests.distributed.setups import this_rank
 from tests.helpers.ranks import run_ranks
+from tests.helpers.training import Cadence, train_model
 
 NUM_ROWS = {"t0": 2000, "t1": 1500, "t2": 700, "t3": 5, "t4": 301}
 SCHEMA = Schema(
@@ -131,7 +132,7 @@ def run(
     check_assign(config, placement)
     made = make_model(config, placement)
     assign = choose_assign(config, SCHEMA, placement, made.sharding)
-    result = train(
+    result = train_model(
         made.model,
         made.optimizer,
         make_train_loader(config, ranks, made.route, None, None, assign),

@@ -39,9 +39,8 @@ from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.runtime import stages
 from hotrec.runtime.stages import EXPOSED_STAGES, StageClock, exposed_s, named_range
-from hotrec.train.loop import train
 from hotrec.train.pipelines import make_pipeline
-from hotrec.train.schedule import Cadence, Schedule, Segment
+from hotrec.train.schedule import Schedule, Segment
 from hotrec.train.segment import SegmentBatches
 from hotrec.train.trace import Tracer, TraceWindow
 from hotrec.types import (
@@ -56,6 +55,7 @@ from tests.distributed.setups import shard_task, this_rank, zoo_batch, zoo_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import TinyLoader, build_tiny
 from tests.helpers.traces import read_events
+from tests.helpers.training import Cadence, train_model
 
 CPU = torch.device("cpu")
 LOADING_S = 0.02
@@ -146,9 +146,7 @@ def make_batches(num: int) -> Iterator[Batch]:
 def measure(model: Any, optimizer: Any, kind: str, source: Iterator[Batch]) -> dict[str, Any]:
     """Seconds by stage of the steady steps, one number where all of them agree."""
     pipeline = make_pipeline(kind, model, optimizer, CPU)
-    batches = SegmentBatches(
-        source, Segment(first_step=1, last_step=NUM_STEPS, evaluate=False, save=False)
-    )
+    batches = SegmentBatches(source, Segment(first_step=1, last_step=NUM_STEPS, is_last=True))
     pipeline.start()
     stage_clock = StageClock(CPU)
     for _ in batches.steps():
@@ -260,7 +258,7 @@ class SlowOnOneRank(TinyLoader):
 def train_with_prediction() -> dict[str, Any]:
     """The summary of a short run of the loop."""
     model, optimizer = build_tiny()
-    result = train(
+    result = train_model(
         model,
         optimizer,
         SlowOnOneRank(num_batches=12),
@@ -346,7 +344,7 @@ WAIT_S = 1000.0
 
 
 def segment_batches() -> SegmentBatches:
-    segment = Segment(first_step=1, last_step=NUM_TRACED_STEPS, evaluate=False, save=False)
+    segment = Segment(first_step=1, last_step=NUM_TRACED_STEPS, is_last=True)
     return SegmentBatches(make_batches(NUM_TRACED_STEPS), segment)
 
 
@@ -382,7 +380,7 @@ def trace_pipeline(kind: str, case: str, directory: Path) -> None:
 def train_traced(directory: Path) -> dict[str, Any]:
     """Run the loop; the profiler warms up in the first step and records all the others."""
     model, optimizer = build_tiny()
-    result = train(
+    result = train_model(
         model,
         optimizer,
         TinyLoader(num_batches=4),

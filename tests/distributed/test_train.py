@@ -27,12 +27,13 @@ from hotrec.runtime.traffic import BatchFacts, count_distinct_rows, count_sent_b
 from hotrec.train.callbacks import Callback
 from hotrec.train.checkpoint import Checkpoints, find_latest
 from hotrec.train.evaluate import evaluate, measure_quality
-from hotrec.train.loop import TrainResult, train
+from hotrec.train.loop import TrainResult
 from hotrec.train.pipelines import make_pipeline
-from hotrec.train.schedule import Cadence, Schedule
+from hotrec.train.schedule import Schedule
 from tests.distributed.setups import this_rank
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import DIM, NUM_ROWS, TinyLoader, TinySplit, build_tiny, tiny_batch
+from tests.helpers.training import Cadence, train_model
 
 CPU = torch.device("cpu")
 EVERY_STEP = Cadence(log_every=1, eval_every=5)
@@ -43,7 +44,7 @@ def run(loader: TinyLoader, cadence: Cadence = EVERY_STEP, **kwargs: Any) -> Tra
     torch.manual_seed(17 + dist.get_rank())
     schedule = Schedule(Decay.cosine, warmup_steps=3, decay_start_step=3, num_decay_steps=13)
     arguments = {"num_steps": 16, "lr_factor": schedule, "cadence": cadence, **kwargs}
-    return train(model, optimizer, loader, this_rank(), **arguments)
+    return train_model(model, optimizer, loader, this_rank(), **arguments)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

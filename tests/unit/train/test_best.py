@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from hotrec.runtime.ranks import Ranks
-from hotrec.train import loop
+from hotrec.train import evaluation
 from hotrec.train.best import BestQuality
 from hotrec.train.checkpoint import BEST, Checkpoints, find_latest
 from hotrec.train.evaluate import Quality
-from hotrec.train.loop import TrainResult, train
-from hotrec.train.schedule import Cadence, Schedule
+from hotrec.train.loop import TrainResult
+from hotrec.train.schedule import Schedule
 from tests.helpers.tiny import TinyLoader, TinySplit, build_tiny
+from tests.helpers.training import Cadence, train_model
 
 # By step, every second one.
 LOSSES = {2: 0.7, 4: 0.5, 6: 0.6, 8: 0.55, 10: 0.52, 12: 0.4}
@@ -34,7 +35,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         steps.append(step)
         return Quality(auc=0.5, log_loss=LOSSES[step], normalized_entropy=None, num_samples=1)
 
-    monkeypatch.setattr(loop, "evaluate", evaluate)
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
     return steps
 
 
@@ -54,7 +55,7 @@ def run(
         checkpoints = replace(checkpoints, resume_from=directory / resume)
     model, optimizer = build_tiny()
     arguments = {"num_steps": 12, "cadence": Cadence(log_every=1, check_every=1, eval_every=2)}
-    return train(
+    return train_model(
         model,
         optimizer,
         kwargs.pop("loader", TinyLoader(num_batches=12)),

@@ -19,9 +19,9 @@ import hotrec.train.callbacks
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.callbacks import Callback, Callbacks, MlflowWriter, WandbWriter, import_callback
 from hotrec.train.checkpoint import Checkpoints
-from hotrec.train.loop import train
-from hotrec.train.schedule import Cadence, Schedule
+from hotrec.train.schedule import Schedule
 from tests.helpers.tiny import TinyLoader, TinySplit, build_tiny
+from tests.helpers.training import Cadence, train_model
 
 TOLD: list[tuple[Any, ...]] = []
 LINE = {"step": 5, "loss": 0.5, "sent_bytes": {"all_reduce": 8}, "stage_s": None}
@@ -116,7 +116,7 @@ def _nothing_told() -> None:
 
 def run(ranks: Ranks, folder: Path, *callbacks: type) -> None:
     model, optimizer = build_tiny()
-    train(
+    train_model(
         model,
         optimizer,
         TinyLoader(num_batches=4),

@@ -23,8 +23,8 @@ from hotrec.runtime.traffic import BatchFacts, count_distinct_rows
 from hotrec.train import checkpoint
 from hotrec.train.callbacks import Callbacks
 from hotrec.train.checkpoint import Checkpoints, StatefulLoader, find_latest
-from hotrec.train.loop import TrainResult, train
-from hotrec.train.schedule import Cadence, Schedule
+from hotrec.train.loop import TrainResult
+from hotrec.train.schedule import Schedule
 from hotrec.types import STAGES
 from tests.helpers.tiny import (
     DIM,
@@ -35,6 +35,7 @@ from tests.helpers.tiny import (
     build_tiny,
     tiny_batch,
 )
+from tests.helpers.training import Cadence, train_model
 
 EVERY_STEP = Cadence(log_every=1)
 
@@ -44,7 +45,7 @@ def run(
 ) -> TrainResult:
     model, optimizer = build_tiny()
     arguments = {"lr_factor": Schedule(), "cadence": cadence, **kwargs}
-    return train(model, optimizer, loader, ranks, **arguments)
+    return train_model(model, optimizer, loader, ranks, **arguments)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -234,7 +235,7 @@ def test_every_part_takes_update_t_with_the_rate_of_t(
         return lr_factor(step)
 
     arguments = {"num_steps": 6, "cadence": Cadence(), "lr_factor": factor}
-    train(model, optimizer, loader, one_rank, pipeline_kind=kind, **arguments)
+    train_model(model, optimizer, loader, one_rank, pipeline_kind=kind, **arguments)
     factor(6)
     for name in weights:
         updates = [before[name] - after[name] for before, after in pairwise(seen)]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.config.groups import Decay
-from hotrec.train.schedule import Cadence, Schedule, count_steps, segments, set_learning_rates
+from hotrec.train.schedule import Schedule, count_steps, next_segment, set_learning_rates
 
 
 @given(
@@ -21,19 +21,18 @@ from hotrec.train.schedule import Cadence, Schedule, count_steps, segments, set_
 def test_segments_cover_every_step_once_and_end_where_due(
     start: int, length: int, eval_every: int, save_every: int
 ) -> None:
-    num_steps = start + length
-    cut = list(segments(start, num_steps, Cadence(eval_every=eval_every, save_every=save_every)))
+    num_steps, every = start + length, {eval_every, save_every} - {0}
+    ends = {start + 3, start + 90}
+    cut, position = [], start
+    while position < num_steps:
+        cut.append(next_segment(position, num_steps, every, ends))
+        position = cut[-1].last_step
     steps = [step for part in cut for step in range(part.first_step, part.last_step + 1)]
     assert steps == list(range(start + 1, num_steps + 1))
     assert sum(part.num_steps for part in cut) == length
-    for due, every in (("evaluate", eval_every), ("save", save_every)):
-        expected = {step for step in steps if every and step % every == 0}
-        found = {part.last_step for part in cut if getattr(part, due)}
-        if due == "save" and steps:
-            expected |= {num_steps}
-        else:
-            expected -= {num_steps}
-        assert found == expected
+    expected = {step for step in steps if step in ends or any(step % n == 0 for n in every)}
+    assert {part.last_step for part in cut} == expected | {num_steps} - {start}
+    assert [part.is_last for part in cut] == [part is cut[-1] for part in cut]
 
 
 def test_count_steps() -> None:

@@ -18,7 +18,7 @@ def numbered_batches(time: Time) -> Iterator[SimpleNamespace]:
 
 def test_segment_takes_its_batches_and_no_more(time: Time) -> None:
     source = numbered_batches(time)
-    batches = SegmentBatches(source, Segment(5, 7, evaluate=False, save=False))
+    batches = SegmentBatches(source, Segment(5, 7, is_last=True))
     assert list(batches.steps()) == [5, 6, 7]
     assert [batch.number for batch in batches] == [0, 1, 2]
     assert [batches.num_samples(step) for step in (5, 6, 7)] == [1, 2, 3]
@@ -27,7 +27,7 @@ def test_segment_takes_its_batches_and_no_more(time: Time) -> None:
 
 
 def test_cut_segment_ends_with_the_batches_taken_so_far(time: Time) -> None:
-    batches = SegmentBatches(numbered_batches(time), Segment(1, 8, evaluate=False, save=False))
+    batches = SegmentBatches(numbered_batches(time), Segment(1, 8, is_last=True))
     made = []
     for step in batches.steps():
         if step == 1:

@@ -1,0 +1,99 @@
+"""The parts of a run around its steps: each knows when it is due and has its own state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torchrec.optim.keyed import KeyedOptimizer
+
+from hotrec.runtime.ranks import Ranks, same_verdict
+from hotrec.train.checkpoint import StatefulLoader
+from hotrec.train.evaluation import Evaluation
+from hotrec.train.hot_set import HotSet
+from hotrec.train.metrics import Metrics
+from hotrec.train.pipelines import Pipeline
+from hotrec.train.saver import Saver
+from hotrec.train.signals import signals_held_back
+from hotrec.train.watch import Watch
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What happens beside the steps, in this order after each segment: adapt, evaluate, save.
+
+    Args:
+        ranks: The process group.
+        metrics: What is measured and recorded, with the trace and the callbacks.
+        watch: Check-ups with the other ranks, signals, replicas.
+        evaluation: Evaluations, early stopping, days ahead.
+        checkpoints: Checkpoints, and the one to resume from.
+        hot_set: Hot rows that follow the data.
+    """
+
+    ranks: Ranks
+    metrics: Metrics
+    watch: Watch
+    evaluation: Evaluation
+    checkpoints: Saver
+    hot_set: HotSet
+
+    @property
+    def every(self) -> list[int]:
+        """Numbers of steps after which a segment ends, by part."""
+        parts = (self.evaluation, self.checkpoints, self.hot_set)
+        return [part.every_steps for part in parts if part.every_steps]
+
+    @property
+    def ends(self) -> Collection[int]:
+        """Further steps after which a segment ends."""
+        return self.evaluation.ends
+
+    @property
+    def must_stop(self) -> bool:
+        """Whether the run ends before its last step."""
+        return self.watch.must_stop or self.evaluation.must_stop
+
+    @contextmanager
+    def running(
+        self, trainable: Any, loader: StatefulLoader, num_steps: int
+    ) -> Iterator[tuple[Pipeline, Iterator[Any]]]:
+        """Start or resume a run; its pipeline, and the batches that are left.
+
+        Raises:
+            ValueError: If nothing is left to train.
+            ArtifactError: If the checkpoint does not fit.
+        """
+        model: nn.Module = trainable.model
+        optimizer: KeyedOptimizer = trainable.optimizer
+        with self.watch.running(), ExitStack() as stack:
+            self.evaluation.start_workers()
+            position = self.checkpoints.resume(model, optimizer, loader, self.ranks)
+            if num_steps < max(position.step, 1):
+                raise ValueError(
+                    f"trainer: expected num_steps of at least {max(position.step, 1)}, got "
+                    f"{num_steps}. Train for more steps or more epochs."
+                )
+            with signals_held_back():
+                batches = same_verdict(lambda: iter(loader))
+            self.checkpoints.restore_random_state()
+            self.metrics.accept()
+            pipeline = stack.enter_context(trainable.pipeline())
+            stack.enter_context(self.metrics.running(position, num_steps, pipeline))
+            stack.callback(self.checkpoints.abandon)
+            self.evaluation.make_up(pipeline, num_steps)
+            yield pipeline, batches
+
+    def finish(self, pipeline: Pipeline) -> dict[str, Any]:
+        """Write the last checkpoint, evaluate unless the run stopped, and write the summary."""
+        self.checkpoints.finish()
+        if not self.watch.must_stop:
+            self.evaluation.finish(pipeline)
+        return self.metrics.summary(
+            self.evaluation.days,
+            best=self.evaluation.best,
+            is_finished=not self.watch.must_stop,
+        )
