@@ -344,8 +344,8 @@ MUTANTS = [
         "request.kinds_of_torchrec",
         "Nor are TorchRec's own plans predicted in another one.",
         "hotrec/planner/request.py",
-        "kinds = tuple(k for k in IN_LINE if k in self.kinds)",
-        "kinds = IN_LINE",
+        "in_line = self.pipeline.kind, tuple(k for k in IN_LINE if k in self.kinds)",
+        "in_line = self.pipeline.kind, IN_LINE",
         "unit/planner/test_request.py::test_pipelines_of_torchrecs_plans",
     ),
     mutant(

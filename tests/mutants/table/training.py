@@ -91,9 +91,9 @@ MUTANTS = [
     mutant(
         "loop.sigterm_cuts",
         "After SIGTERM a run saves where weights and loader agree, and ends.",
-        "hotrec/train/loop.py",
-        "if watch.must_stop or (watch.must_save and checkpoints is not None):",
-        "if watch.must_save and checkpoints is not None:",
+        "hotrec/train/watch.py",
+        "if self.must_stop or (self.must_save and self._saver.saves):",
+        "if self.must_save and self._saver.saves:",
         "unit/train/test_loop.py::"
         "test_sigterm_saves_where_weights_and_loader_agree_and_resume_is_bitwise",
     ),
@@ -109,8 +109,8 @@ MUTANTS = [
         "loop.segments",
         "A step at which an evaluation or a checkpoint is due ends a segment.",
         "hotrec/train/schedule.py",
-        "        last = min(lasts)\n",
-        "        last = num_steps\n",
+        "    last_step = min(lasts)\n",
+        "    last_step = num_steps\n",
         "unit/train/test_schedule.py",
     ),
     mutant(
@@ -327,9 +327,9 @@ MUTANTS = [
     mutant(
         "resume.random_numbers",
         "A resumed run draws the random numbers that an uninterrupted one draws.",
-        "hotrec/train/loop.py",
-        "        restore_random_state(resume_from)\n",
-        "        pass\n",
+        "hotrec/train/saver.py",
+        "            restore_random_state(self._checkpoints.resume_from)\n",
+        "            pass\n",
         "unit/train/test_loop.py::test_a_resumed_run_draws_the_numbers_of_an_uninterrupted_one",
     ),
     mutant(
