@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -17,7 +17,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import nn
-from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -28,11 +27,12 @@ from hotrec.cost_model.look_ahead import FETCHES, MOVEMENTS
 from hotrec.data.batch import Batch
 from hotrec.embedding.cached_rows import RowMover, to_device
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
-from hotrec.embedding.flat import cut_bags
+from hotrec.embedding.flat import cut_bags, flat_rows, table_begins
 from hotrec.embedding.fused import fused_params, leave_out_of_forks
 from hotrec.embedding.hot_reduce import HotReducer
 from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.optimizers import HotOptimizer, make_dense, make_replicated_tables
+from hotrec.embedding.owned_rows import RowOwners, Shard
 from hotrec.embedding.pooling import pool_rows
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.shape import architecture_of, work_of
@@ -128,33 +128,29 @@ def _pool(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
 
 
 def _order_rows(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
-    """Put the distinct rows of a batch in order by owner, and those received in order by table."""
+    """Find the owners of the distinct rows of a batch, and put them in order by owner."""
     num_ranks, router = max(2, workload.ranks.world_size), workload.own_router
     routed = workload.routed(router, workload.own_samples, num_ids)
     samples = [of_batch.rows for of_batch in routed]
-    turns, num_keys = cycle(samples), len(samples[0].keys())
-    num_rows = torch.tensor([table.num_rows for table in workload.own_samples.schema.tables])
-    blocks = (-(-num_rows // num_ranks)).to(workload.device)
-    by_rank = torch.arange(num_ranks * num_keys, dtype=torch.int32, device=workload.device)
-    by_key = by_rank.view(num_ranks, num_keys).t().flatten()
-
-    def run(rows: KeyedJaggedTensor) -> None:
-        bucketized, _ = bucketize_kjt_before_all2all(
-            cut_bags(rows) if rows.values().is_cuda else rows,
-            num_buckets=num_ranks,
-            block_sizes=blocks,
-            output_permute=True,
-        )
-        torch.ops.fbgemm.permute_2D_sparse_data(
-            by_key,
-            bucketized.lengths().view(by_key.numel(), -1).sum(1, keepdim=True),
-            bucketized.values(),
-            None,
-            rows.values().numel(),
-        )
-
+    turns = cycle(samples)
+    num_rows = {table.name: table.num_rows for table in workload.own_samples.schema.tables}
+    owners = RowOwners(list(num_rows), num_rows, _in_blocks(num_rows, num_ranks), workload.device)
     mean_rows = sum(rows.values().numel() for rows in samples) / len(samples)
-    return Work(run, mean_rows, 0, lambda: next(turns))
+    return Work(lambda rows: owners.find(rows, 0), mean_rows, 0, lambda: next(turns))
+
+
+def _in_blocks(num_rows: Mapping[str, int], num_ranks: int) -> list[list[Shard]]:
+    """The shards of each rank under row-wise sharding."""
+    shards: list[list[Shard]] = []
+    for rank in range(num_ranks):
+        position, held = 0, []
+        for table, num in num_rows.items():
+            block = -(-num // num_ranks)
+            first = min(rank * block, num)
+            held.append(Shard(table, first, min(block, num - first), position))
+            position += held[-1].num_rows
+        shards.append(held)
+    return shards
 
 
 def _order_ids(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
@@ -436,7 +432,8 @@ def _lookup(
     leave_out_of_forks(module)
     if device.type == "cpu" and not is_pooled:
         rate = torch.optim.SGD([torch.zeros(1)], lr=spec.learning_rate)
-        return ColdRowsOnCpu(module, rate, spec), lambda: None
+        rows, begins = ColdRowsOnCpu(module, rate, spec), table_begins(table_rows)
+        return lambda ids: rows.look_up(flat_rows(ids, begins)), lambda: None
 
     def forget() -> None:
         module.flush()

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.cpu_rows import RowsInMemory, fbgemm_rows, mapped_rows
 from hotrec.embedding.flat import put_rows
@@ -281,7 +280,7 @@ class CachedRows:
         self.wait_s = 0.0
         self.restart()
 
-    def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
+    def look_up(self, rows_K: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(
             "placement.cold_tier=cached: expected the pipeline look_ahead, which fills the slots, "
             "got a lookup without it. Set pipeline=look_ahead."

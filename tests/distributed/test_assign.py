@@ -20,7 +20,6 @@ from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
 from hotrec.data.chunks import Block, ChunkWriter, Jagged, commit_dataset
 from hotrec.data.locality import NOBODY
-from hotrec.embedding.prefetch.owned_rows import OwnedRows
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import gather_tables
 from hotrec.planner.machine import Machine
@@ -201,7 +200,7 @@ def check_owners(folder: Path) -> None:
             for module in made.model.modules()
             if isinstance(module, ShardedHotColdEmbeddingBagCollection)
             for rows in module.sharded_rows()
-            for shard in OwnedRows(rows).shards
+            for shard in rows.owned.shards
         ]
         held = sum(all_gather_object(mine), [])
         found = by_owner(SCHEMA, placement, made.sharding).owners(np.arange(sum(NUM_ROWS.values())))

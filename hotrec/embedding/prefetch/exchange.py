@@ -14,7 +14,7 @@ from hotrec.embedding.flat import put_rows
 from hotrec.embedding.hot_reduce import HotPlan
 from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.messages import RowCounts, exchange_rows, row_counts
-from hotrec.embedding.prefetch.owned_rows import OwnedRows, RequestedRows, RowOwners
+from hotrec.embedding.owned_rows import OwnedRows, RequestedRows, RowOwners
 from hotrec.embedding.slots import TooFewSlotsError
 from hotrec.routing.features import RoutedFeatures, RoutedGroup
 from hotrec.routing.sorting import sort_keys
@@ -407,7 +407,7 @@ class ColdExchange:
         for index in self._cold:
             self._groups[index].owned.wait(batch.number)
         parts = [
-            self._groups[index].owned.read(leaving.of(at, request.places[at]), self._dims[at])
+            self._groups[index].owned.read(leaving.of(at, request.places[at]))
             for at, index in enumerate(self._cold)
         ]
         received = exchange_rows(self._wire, parts, leaving.counts, arriving.counts, self._dims)

@@ -18,7 +18,6 @@ from hotrec.embedding.hot_reduce import HotReducer, SparseGradient
 from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.pooling import pool_rows
 from hotrec.embedding.prefetch.exchange import ColdExchange, Gradients, PrefetchedBatch, RowGroup
-from hotrec.embedding.prefetch.owned_rows import OwnedRows, RowOwners
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import sharded_collections
 from hotrec.routing.features import RoutedFeatures
@@ -26,7 +25,6 @@ from hotrec.routing.split import samples_reading, select_samples
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread, record_use
 from hotrec.runtime.ranks import (
     Group,
-    all_gather_object,
     backend_of,
     finish_others,
     finished_first,
@@ -446,16 +444,8 @@ def _find_groups(
     for collection in collections:
         routers = collection.router.groups.values()
         for rows, router in zip(collection.sharded_rows(), routers, strict=True):
-            owned = OwnedRows(rows)
-            owners, tables = None, router.cold_tables
-            if tables:
-                owners = RowOwners(
-                    tables,
-                    collection.partition.num_rows,
-                    all_gather_object(owned.shards),
-                    device,
-                )
-            cached = is_cached(collection.placement, tables)
+            rows.owned.restart()
+            cached = is_cached(collection.placement, router.cold_tables)
             num_hot = len(router.hot_tables)
-            groups.append(RowGroup(rows.dim, num_hot, rows.hot, owners, owned, cached))
+            groups.append(RowGroup(rows.dim, num_hot, rows.hot, rows.owners, rows.owned, cached))
     return groups
