@@ -323,7 +323,8 @@ class OwnedRows:
                 part.module.set_learning_rate(learning_rate)
 
     def restart(self) -> None:
-        """Forget what slots hold, and begin with new batches."""
+        """Forget what slots hold and what was updated, and begin with new batches."""
+        self._last_update = None
         for cache in self.caches:
             cache.restart()
 

@@ -184,13 +184,13 @@ class ShardedRows(RowCollection):
         if codecs is not None:
             self._codecs = codecs[CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name]
         cold_tables = [name for name in self._keys if name not in hot_tables]
-        has_slots = is_cached(placement, cold_tables)
+        self.is_cached = is_cached(placement, cold_tables)
         for lookup in lookups(self):
             if isinstance(lookup, DistributedDataParallel):
                 tables = [c for c in module.embedding_configs() if c.name in hot_tables]
                 num_rows_T = [config.num_embeddings for config in tables]
                 self.hot = _hook_up(lookup, num_rows_T, self.dim, settings)
-            elif has_slots:
+            elif self.is_cached:
                 is_distinct = env.world_size == 1
                 use_cached_rows(lookup, spec, placement, device, is_distinct=is_distinct)
             elif device.type == "cpu":
@@ -216,7 +216,20 @@ class ShardedRows(RowCollection):
         if self.owners is None:
             return None
         with torch.no_grad():
-            return IdsRequest(self.owners.find(rows, self._num_hot), self._group)
+            return IdsRequest(self.find_owners(rows), self._group)
+
+    def find_owners(self, rows: KeyedJaggedTensor) -> RequestedRows:
+        """Find the owners of the cold rows of a batch."""
+        assert self.owners is not None
+        return self.owners.find(rows, self._num_hot)
+
+    def hot_slots(self, rows: KeyedJaggedTensor) -> torch.Tensor:
+        """The slots of the hot rows of a batch in the replica, int64, distinct, in their order."""
+        assert self.hot is not None
+        return self.hot.slots(self._hot_features(rows))
+
+    def _hot_features(self, rows: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        return rows.split([self._num_hot, len(self._keys) - self._num_hot])[0]
 
     def gather_hot_counts(self, rows: KeyedJaggedTensor) -> HotRowCounts | None:
         """``HotReplicas.gather_counts`` for the rows that the batch reads, hot tables first."""
@@ -257,8 +270,7 @@ class ShardedRows(RowCollection):
         if self.hot is not None:
             self.hot.next_counts = hot_counts
             [lookup] = [p for p in lookups(self) if isinstance(p, DistributedDataParallel)]
-            num_cold = len(self._keys) - self._num_hot
-            hot = lookup(rows.split([self._num_hot, num_cold])[0]).view(-1, self.dim)
+            hot = lookup(self._hot_features(rows)).view(-1, self.dim)
             mark("row_lookup")
         return hot, cold
 
