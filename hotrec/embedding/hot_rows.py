@@ -109,7 +109,7 @@ class HotReplicas:
         self._reducer: HotReducer | None = None
         self._thread: CommunicationThread | None = None
         self._own_group: Group | None = None
-        self._begins_T = table_begins(num_rows_T).to(weight.device)
+        self.begins_T = table_begins(num_rows_T).to(weight.device)
         # What backward passes added gradients to and the hook has not reduced.
         self.touched: list[_Touched] = []
         self._updated: list[torch.Tensor] = []
@@ -122,13 +122,9 @@ class HotReplicas:
         """The replicated rows, float (H, D), sharing the parameter's memory."""
         return self.weight.detach().view(-1, self.dim)
 
-    def slots(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Slots int64 (U,) of the replica, given those of each table."""
-        return flat_rows(features, self._begins_T)
-
     def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """Read float (U, D) at distinct slots of each table, in place of FBGEMM's dense lookup."""
-        slots_U = self.slots(features)
+        slots_U = flat_rows(features, self.begins_T)
         counts, self.next_counts = self.next_counts, None
         if counts is None:
             counts = self.gather_counts(slots_U.numel())

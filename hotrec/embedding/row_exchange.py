@@ -226,10 +226,9 @@ class ShardedRows(RowCollection):
     def hot_slots(self, rows: KeyedJaggedTensor) -> torch.Tensor:
         """The slots of the hot rows of a batch in the replica, int64, distinct, in their order."""
         assert self.hot is not None
-        return self.hot.slots(self._hot_features(rows))
-
-    def _hot_features(self, rows: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        return rows.split([self._num_hot, len(self._keys) - self._num_hot])[0]
+        lengths_T, num_hot = rows.lengths()[: self._num_hot], self.num_hot(rows)
+        begins_U = torch.repeat_interleave(self.hot.begins_T, lengths_T, output_size=num_hot)
+        return rows.values()[:num_hot] + begins_U
 
     def gather_hot_counts(self, rows: KeyedJaggedTensor) -> HotRowCounts | None:
         """``HotReplicas.gather_counts`` for the rows that the batch reads, hot tables first."""
@@ -270,7 +269,8 @@ class ShardedRows(RowCollection):
         if self.hot is not None:
             self.hot.next_counts = hot_counts
             [lookup] = [p for p in lookups(self) if isinstance(p, DistributedDataParallel)]
-            hot = lookup(self._hot_features(rows)).view(-1, self.dim)
+            num_cold = len(self._keys) - self._num_hot
+            hot = lookup(rows.split([self._num_hot, num_cold])[0]).view(-1, self.dim)
             mark("row_lookup")
         return hot, cold
 
