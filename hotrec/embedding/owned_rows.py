@@ -1,7 +1,9 @@
 """The owners of cold rows, and reads and updates of the rows that this rank owns.
 
 A rank's rows of one embedding dimension have consecutive positions, shard after shard. They are
-read and updated in FBGEMM's memory, on CUDA too; FBGEMM's kernels do so where it has a UVM cache.
+read and updated in FBGEMM's memory: in line by ``look_up``, whose backward pass updates the rows,
+on CUDA in FBGEMM's kernels; under look-ahead by ``read`` and ``update``, which on CUDA use FBGEMM's
+kernels only where it has a UVM cache.
 """
 
 from __future__ import annotations

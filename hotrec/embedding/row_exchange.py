@@ -1,4 +1,15 @@
-"""The rows of one embedding dimension, sharded, and the exchange of ids that looks them up."""
+"""The rows of one embedding dimension, sharded, and their exchange in line.
+
+Look-ahead (``prefetch/exchange.py``) shares who owns a row, what a request is, and how owned rows
+are read and updated (``owned_rows.py``). What differs is who calls. In line it is the module's own
+forward and autograd's backward, so any loop can: that of TorchRec's pipelines, which send the ids
+of the next batch ahead, one that accumulates gradients, one without a loop of hotrec's. Messages go
+over the model's group, in TorchRec's codecs, and backward sends gradients when it reaches the rows.
+Look-ahead has a thread and a group of its own, one message for all dimensions, and an order of
+messages that keeps rows exact which are fetched before they are final. At depth 0 that hides less:
+a request is sent only when its step starts, which TorchRec's sparse_dist does a step earlier, and
+gradients leave when backward has reached the rows of all dimensions.
+"""
 
 from __future__ import annotations
 

@@ -165,10 +165,10 @@ class Kernel:
         return vars(self._module).get("forward")
 
     def replace(self, look_up: Any) -> None:
-        """Look rows up by another function; FBGEMM's module remains their owner.
+        """Look rows up by another function or object; FBGEMM's module remains their owner.
 
         The forward of TorchRec's module is replaced, not the module, whose state dict and optimizer
-        TorchRec reads.
+        TorchRec reads. TorchRec calls it for replicated rows alone.
         """
         self._module.forward = look_up
 
