@@ -15,10 +15,14 @@ from hotrec.assemble.policies import choose_partition
 from hotrec.assemble.replay import SlotReplay, TrainingOrder
 from hotrec.config.groups import (
     CostPlacement,
+    DinConfig,
     HotColdConfig,
+    ModelConfig,
     OptimizerConfig,
+    OwnModelConfig,
     PlacementConfig,
     ScarsPlacement,
+    ScheduleConfig,
     TieredConfig,
     TimeOrder,
     TorchrecPlacement,
@@ -30,7 +34,8 @@ from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.profile import Profile
 from hotrec.data.chunks import Dataset
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.models.shape import architecture_of, work_of
+from hotrec.models.plain import Architecture
+from hotrec.models.shape import attention_places, work_of
 from hotrec.planner.counted import num_overridden
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import TorchrecTables
@@ -45,6 +50,7 @@ from hotrec.planner.request import (
 from hotrec.planner.situation import Loader, Situation, TableShape, build_situation, choose_costs
 from hotrec.runtime.cores import choose_workers
 from hotrec.runtime.memory import GIB, MIB, read_fingerprint, read_memory
+from hotrec.train.schedule import Schedule
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
     TIER_OF_KERNEL,
@@ -60,6 +66,8 @@ from hotrec.types import (
     WireType,
 )
 
+# Keys of models that are fields of an architecture; the others are arguments of its layers.
+_SHARED = {"dense_layer_sizes", "over_layer_sizes", "cross_num_layers", "cross_low_rank_dim"}
 # Device memory that `hotrec plan` assumes without a GPU: an H100's.
 ASSUMED_DEVICE_GIB = 80.0
 
@@ -92,6 +100,57 @@ def model_spec(config: Config, schema: Schema) -> ModelSpec:
         precision=trainer.precision,
         is_compiled=trainer.compile,
         grad_clip_norm=trainer.grad_clip_norm,
+    )
+
+
+def architecture_of(model: ModelConfig, schema: Schema) -> Architecture:
+    """The shape of a model on the columns of a dataset.
+
+    Raises:
+        ValueError: If a column that it names is not in the dataset.
+    """
+    keys = {name: value for name, value in vars(model).items() if name not in vars(ModelConfig())}
+    shared = {name: keys.pop(name, [] if "sizes" in name else 0) for name in sorted(_SHARED)}
+    target = ""
+    if isinstance(model, OwnModelConfig):
+        target, keys = model._target_, model.args
+    if isinstance(model, DinConfig):
+        keys["attention"] = attention_places(model.attention, schema)
+    return Architecture(
+        kind=model.kind.name,
+        embedding_dim=model.embedding_dim,
+        pooling=model.pooling.name,
+        dense=list(schema.dense),
+        # As the collection of tables has them: by table.
+        features=[
+            [feature.name, table.name]
+            for table in schema.tables
+            for feature in schema.features_of(table.name)
+        ],
+        labels=list(schema.labels),
+        target=target,
+        args=keys,
+        **shared,
+    )
+
+
+def schedule_of(schedule: ScheduleConfig, num_steps: int) -> Schedule:
+    """The learning rate over a run of ``num_steps``.
+
+    Raises:
+        ValueError: If warm-up or decay do not fit the run.
+    """
+    for holds, message in schedule.rules_in(num_steps):
+        if not holds:
+            raise ValueError(f"optimizer.schedule.{message}")
+    first = schedule.first_decay_step
+    return Schedule(
+        schedule.decay,
+        schedule.warmup_steps,
+        first,
+        schedule.num_decay_steps or num_steps - first,
+        schedule.end_factor,
+        schedule.power,
     )
 
 
@@ -437,7 +496,7 @@ def describe_situation(
     Raises:
         ValueError: If the profile lacks a table, or counted no sample.
     """
-    dense, placement = work_of(config.model, schema), config.placement
+    dense, placement = work_of(architecture_of(config.model, schema)), config.placement
     bytes_of_row = row_bytes(schema, config)
     workers, cores = workers_and_cores
     situation = build_situation(

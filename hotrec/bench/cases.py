@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from hotrec.assemble.job import make_machine, optimizer_specs, place, shapes_of
+from hotrec.assemble.job import (
+    architecture_of,
+    make_machine,
+    optimizer_specs,
+    place,
+    shapes_of,
+)
 from hotrec.assemble.model import ModelSpec
 from hotrec.assemble.order import by_owner
 from hotrec.assemble.trainable import Trainable, assemble
@@ -31,7 +37,7 @@ from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.data.batch import Batch
-from hotrec.models.shape import architecture_of, work_of
+from hotrec.models.shape import work_of
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.planner.policies import (
@@ -333,7 +339,7 @@ def bench_situation(
     """What the cases are run in; see ``build_situation``."""
     machine, spec = machine_of(config, ranks), bench_model(config, schema)
     shapes = shapes_of(schema, config.model.embedding_dim, spec.row_bytes)
-    work = work_of(config.model, schema)
+    work = work_of(spec.architecture)
     workload = Workload(
         batch_size=machine.batch_size,
         dense_flops=work.flops,

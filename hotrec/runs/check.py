@@ -10,17 +10,22 @@ from pathlib import Path
 
 import torch
 
-from hotrec.assemble.job import check_placement, label_weights_of, optimizer_specs
+from hotrec.assemble.job import (
+    architecture_of,
+    check_placement,
+    label_weights_of,
+    optimizer_specs,
+    schedule_of,
+)
 from hotrec.assemble.order import check_order, count_epoch_steps
 from hotrec.config.groups import AllColdPlacement, AllHotOrder, TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.data.chunks import Dataset
 from hotrec.embedding.fused import check_optimizer
-from hotrec.models.shape import architecture_of
 from hotrec.planner.counted import num_overridden
 from hotrec.train.callbacks import import_callback
-from hotrec.train.schedule import Schedule, count_steps
+from hotrec.train.schedule import count_steps
 
 
 def check_settings(config: Config, *, device: str) -> None:
@@ -68,7 +73,7 @@ def check_with_data(config: Config, dataset: Dataset, *, world_size: int) -> int
     per_epoch = count_epoch_steps(config, dataset, None, world_size)
     steps = count_steps(per_epoch, epochs=trainer.num_epochs, max_steps=trainer.max_steps)
     if not isinstance(config.order, AllHotOrder):
-        Schedule(**vars(config.optimizer.schedule), num_steps=steps)
+        schedule_of(config.optimizer.schedule, steps)
     check_order(config, dataset)
     check_splits(config, dataset)
     label_weights_of(trainer, dataset.schema)

@@ -34,7 +34,7 @@ from hotrec.artifact import (
     commit_artifact,
     scratch_directory,
 )
-from hotrec.assemble.job import label_weights_of
+from hotrec.assemble.job import architecture_of, label_weights_of
 from hotrec.assemble.planning import recorded_partition
 from hotrec.config.data import (
     DERIVED_FROM_TIMES,
@@ -65,7 +65,6 @@ from hotrec.models.plain import (
     PlainModel,
     load_model,
 )
-from hotrec.models.shape import architecture_of
 from hotrec.runs.delta import (
     DELTA_DESCRIPTION,
     DELTA_KIND,

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import torch
 
 from hotrec.artifact import Artifact, commit_artifact, read_artifact
-from hotrec.assemble.job import label_weights_of
+from hotrec.assemble.job import architecture_of, label_weights_of
 from hotrec.config.data import (
     ColumnKind,
     ColumnSpec,
@@ -49,7 +49,6 @@ from hotrec.data.readers import find_files
 from hotrec.data.unknown import UnknownIds, unknown_ids_of
 from hotrec.data.vocabulary import RowEncoder
 from hotrec.models.plain import Ids, PlainModel, TableRows
-from hotrec.models.shape import architecture_of
 from hotrec.runs.export import Trained, dense_weights, open_trained, table_names
 from hotrec.runs.exported import check_place
 from hotrec.runtime.ranks import all_gather_object, rank, same_verdict, shared_scratch, world_size

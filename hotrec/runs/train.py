@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from hotrec.artifact import Artifact, ArtifactError
-from hotrec.assemble.job import label_weights_of, make_machine, model_spec
+from hotrec.assemble.job import label_weights_of, make_machine, model_spec, schedule_of
 from hotrec.assemble.order import (
     SPLIT,
     adapts,
@@ -91,7 +91,7 @@ from hotrec.train.metrics_server import serve_metrics
 from hotrec.train.parts import Parts
 from hotrec.train.run_log import Listener, check_records, replace_text
 from hotrec.train.saver import Saver
-from hotrec.train.schedule import Schedule, count_steps
+from hotrec.train.schedule import count_steps
 from hotrec.train.trace import TraceWindow
 from hotrec.train.watch import Watch
 
@@ -298,7 +298,7 @@ def _train(
         check_replicas_every=trainer.check_replicas_every_steps,
     )
     parts = Parts(ranks, metrics, watch, evaluation, saver, hot_set)
-    schedule = Schedule(**vars(config.optimizer.schedule), num_steps=steps)
+    schedule = schedule_of(config.optimizer.schedule, steps)
     return train(trainable, loader, parts, num_steps=steps, lr_factor=schedule)
 
 
