@@ -10,15 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from hotrec.assemble.job import (
-    architecture_of,
-    make_machine,
-    optimizer_specs,
-    place,
-    shapes_of,
-)
+from hotrec.assemble.job import architecture_of, optimizer_specs
+from hotrec.assemble.machine import make_machine
 from hotrec.assemble.model import ModelSpec
 from hotrec.assemble.order import by_owner
+from hotrec.assemble.plan_job import shapes_of
+from hotrec.assemble.policies import ColdRows
 from hotrec.assemble.trainable import Trainable, assemble
 from hotrec.bench.machine import resident_bytes
 from hotrec.bench.samples import ZipfTables, assigned_batches
@@ -176,14 +173,8 @@ def _make_case(
             world_size=world_size,
         )
 
-    placement = place(
-        partition,
-        device,
-        tier=variant.tier,
-        cache_load_frac=variant.cache_load_frac,
-        hot_exchange=exchange,
-        popular=popular,
-    )
+    cold = ColdRows(variant.tier, variant.cache_load_frac, exchange)
+    placement = cold.place(partition, device, popular)
     return split_case(
         name,
         placement,
@@ -218,11 +209,12 @@ def bench_model(config: BenchRootConfig, schema: Schema) -> ModelSpec:
 def machine_of(config: BenchRootConfig, ranks: Ranks) -> Machine:
     """The machine of these ranks."""
     return make_machine(
-        config.planner,
         world_size=ranks.world_size,
         ranks_per_host=ranks.local_world_size,
         device=ranks.device.type,
         batch_size=config.bench.batch_size,
+        hbm_gib=config.planner.hbm_gib,
+        host_gib=config.planner.host_gib,
     )
 
 

@@ -32,10 +32,10 @@ def dense_flops(shape: Architecture) -> DenseWork:
 
     The model is a DLRM or DCNv2. A product of (m, k) and (k, n) takes 2 m k n. Backward takes it
     twice, for the gradients of both factors, but for the first layer, whose input needs none.
-    DLRM's interaction multiplies the F + 1 vectors of a sample, and some zeros, with one another (Naumov et al. 2019, section 2),
-    and in backward once, see ``hotrec.models.interaction``; DCNv2's cross
-    layer x0 * (W V x + b) + x has V (r, n) and W (n, r) for n = (F + 1) D (Wang et al. 2021,
-    section 3.4).
+    DLRM's interaction multiplies the F + 1 vectors of a sample, and some zeros, with one another
+    (Naumov et al. 2019, section 2), and in backward once, see ``hotrec.models.interaction``;
+    DCNv2's cross layer x0 * (W V x + b) + x has V (r, n) and W (n, r) for n = (F + 1) D (Wang et
+    al. 2021, section 3.4).
     """
     dim, num_columns = shape.embedding_dim, len(shape.features)
     num_vectors, num_inputs = num_columns + 1, num_bottom_inputs(len(shape.dense))

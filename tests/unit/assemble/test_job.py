@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from hotrec.assemble.job import (
-    as_placement,
     check_placement,
-    plan_request,
-    samples_in_flight,
+    cold_rows_of,
+    plan_job,
     schedule_of,
 )
 from hotrec.cli.store import build_config, compose_config
@@ -57,7 +56,7 @@ def config_of(*words: str) -> Config:
 
 def request_of(dataset: Dataset, *words: str, **given: Any) -> PlanRequest:
     config = config_of("trainer.batch_size=32", f"paths.dataset={dataset.artifact.path}", *words)
-    return plan_request(config, dataset, ON, PROFILE, **given)
+    return plan_job(config, dataset.schema).request(dataset, ON, PROFILE, **given)
 
 
 def test_a_choice_by_cost(dataset: Dataset) -> None:
@@ -123,7 +122,7 @@ def test_slots_are_chosen_unless_their_number_is_given(dataset: Dataset) -> None
             assert sum(map(len, placed.popular_rows.values())) > sum(map(len, popular.values()))
     # Without evaluation the batches are those of training.
     config = config_of(*words, "trainer.batch_size=8", "trainer.eval_splits=[]")
-    assert samples_in_flight(config, 2) == 2 * 8 * 3
+    assert plan_job(config, dataset.schema).samples_in_flight(2) == 2 * 8 * 3
 
 
 @pytest.mark.parametrize(
@@ -147,8 +146,8 @@ def test_slots_of_a_cpu_are_not_mapped() -> None:
     placement = AllColdPlacement(cold_tier=ColdTier.cached, row_fetch=RowFetch.mapped)
     partition = Partition({"t": 5})
     with pytest.raises(ValueError, match=r"^placement\.row_fetch: expected staged or auto on CPU"):
-        as_placement(placement, partition, "cpu")
-    placed = as_placement(placement, partition, "cuda")
+        cold_rows_of(placement).place(partition, "cpu")
+    placed = cold_rows_of(placement).place(partition, "cuda")
     assert placed.tables["t"].row_fetch is RowFetch.mapped
 
 
