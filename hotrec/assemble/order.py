@@ -26,7 +26,7 @@ from hotrec.data.all_hot import (
 from hotrec.data.chunks import Dataset
 from hotrec.data.days import check_time_order, days_of
 from hotrec.data.loader import make_loader, num_steps, step_sequence
-from hotrec.data.locality import Assign, ByOwner, Shard
+from hotrec.data.locality import Assign, ByOwner, ShardOwner
 from hotrec.runtime.cores import num_workers
 from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.train.alternate import AlternatingLoader, Alternation
@@ -207,7 +207,7 @@ def by_owner(schema: Schema, placement: Placement, plan: ShardingPlan) -> ByOwne
     return ByOwner(schema, shards, hot_rows)
 
 
-def _shards(table: str, plan: ShardingPlan) -> list[Shard]:
+def _shards(table: str, plan: ShardingPlan) -> list[ShardOwner]:
     """The non-empty shards of a table, ordered by row."""
     found = [
         (shard, sharding.sharding_type)
@@ -227,7 +227,7 @@ def _shards(table: str, plan: ShardingPlan) -> list[Shard]:
     for found_shard, _ in found:
         assert found_shard.placement is not None, table
         if found_shard.shard_sizes[0]:
-            shards.append(Shard(found_shard.shard_offsets[0], found_shard.placement.rank()))
+            shards.append(ShardOwner(found_shard.shard_offsets[0], found_shard.placement.rank()))
     return sorted(shards, key=lambda shard: shard.first_row)
 
 

@@ -22,7 +22,13 @@ from hotrec.planner.machine import Machine
 from hotrec.planner.plan import TorchrecTables
 from hotrec.planner.policies import choose_popular_rows
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest, SlotRequest
-from hotrec.planner.situation import Loader, Situation, TableShape, build_situation, choose_costs
+from hotrec.planner.situation import (
+    LoaderWorkers,
+    Situation,
+    TableShape,
+    build_situation,
+    choose_costs,
+)
 from hotrec.runtime.cores import choose_workers
 from hotrec.runtime.memory import read_fingerprint
 from hotrec.types import (
@@ -251,7 +257,8 @@ class PlanJob:
             profile.locality,
         )
         return replace(
-            situation, loader=Loader(workers, cores) if cores and workers is not None else None
+            situation,
+            loader=LoaderWorkers(workers, cores) if cores and workers is not None else None,
         )
 
 

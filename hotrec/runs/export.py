@@ -54,7 +54,7 @@ from hotrec.data.generation import generations_of
 from hotrec.data.kept import open_generation
 from hotrec.data.loader import make_loader
 from hotrec.data.vocabulary import read_vocabulary
-from hotrec.embedding.canonical import Part
+from hotrec.embedding.canonical import TensorPart
 from hotrec.models.plain import (
     DENSE_FILE,
     DESCRIPTION,
@@ -331,7 +331,7 @@ def row_chunks(files: TensorFiles, name: str) -> Iterator[npt.NDArray[np.float32
     step = rows_at_once(dim)
     for begin in range(0, num_rows, step):
         rows = torch.empty(min(step, num_rows - begin), dim)
-        files.read([Part(name, (num_rows, dim), rows, (begin, 0))])
+        files.read([TensorPart(name, (num_rows, dim), rows, (begin, 0))])
         yield rows.numpy()
 
 

@@ -28,7 +28,7 @@ from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
 from hotrec.planner.partition import read_placement
 from hotrec.planner.plan import Plan, TorchrecTables
-from hotrec.planner.situation import Loader
+from hotrec.planner.situation import LoaderWorkers
 from hotrec.planner.slots import LOAD_FRACS, SlotsError
 from hotrec.planner.trial import Trial, write_trial
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
@@ -83,7 +83,7 @@ def test_predictions_are_for_the_loader_workers_that_a_run_starts(
     monkeypatch.setitem(BUILTIN, "cpu_1gbit", replace(costs, facts=facts))
     proposal = propose_plan(folder, *words, is_plan=False)
     assert proposal.situation is not None
-    assert proposal.situation.loader == Loader(expected, cores)
+    assert proposal.situation.loader == LoaderWorkers(expected, cores)
     assert proposal.situation.workload.is_routed_by_loader == (expected > 0)
     assert {plan.plan.num_workers for plan in proposal.candidates.values()} == {expected}
 
