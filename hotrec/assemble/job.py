@@ -89,6 +89,7 @@ class Job:
         placement: The settings of the placement, as the run records them.
         model: The settings of the model, which a checkpoint must agree with.
         eval_splits: Splits to evaluate.
+        eval_batch_size: Samples of a rank's batch in evaluations, of days ahead too.
         max_steps: Upper bound on steps; None for none.
         new_only: Whether samples that a warm start has seen are left out.
         adaptation: How the hot rows follow the data; None if they do not.
@@ -110,6 +111,7 @@ class Job:
     placement: Mapping[str, Any]
     model: Mapping[str, Any]
     eval_splits: tuple[str, ...]
+    eval_batch_size: int
     max_steps: int | None
     new_only: bool
     adaptation: Adaptation | None
@@ -173,6 +175,7 @@ def make_job(config: Config, run_dir: Path, dataset: Dataset) -> Job:
         placement=_plain_values(asdict(config.placement)),
         model=_plain_values(dict(sorted(vars(config.model).items()))),
         eval_splits=tuple(trainer.eval_splits),
+        eval_batch_size=trainer.eval_batch_size,
         max_steps=trainer.max_steps,
         new_only=isinstance(order, TimeOrder) and order.new_only,
         adaptation=adaptation_of(config.placement),

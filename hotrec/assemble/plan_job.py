@@ -76,7 +76,7 @@ class PlanJob:
         tables: How the tables are placed, or what may be chosen.
         pipeline: The pipeline; its kind may be auto.
         order: The order of training samples.
-        eval_batch_size: Samples of a rank's batch in evaluations; 0 without any.
+        eval_batch_size: Samples of a rank's batch in evaluations of splits; 0 without any.
         routes_in_loader: Whether loader workers split ids.
         costs: Name of the costs to predict with.
         folders: Directories of the measured "costs", of the "profile" and of the "trials".

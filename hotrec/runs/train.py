@@ -552,7 +552,7 @@ def _make_eval_loader(
     loader = make_loader(
         job.order.dataset,
         split,
-        batch_size=job.planned.eval_batch_size,
+        batch_size=job.eval_batch_size,
         rank=ranks.rank,
         world_size=ranks.world_size,
         epochs=1,
