@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from hotrec.assemble.job import place
+from hotrec.assemble.policies import ColdRows
 from hotrec.bench.benchmark import CaseChooser, measure
 from hotrec.bench.cases import Case, split_case
 from hotrec.cli.store import build_config, compose_config
@@ -115,7 +115,7 @@ def case_chooser(budget_bytes: float, dim: int) -> CaseChooser:
 
         def split(name: str, hot_bytes: float, tier: ColdTier) -> Case:
             hot = hottest_rows(counts, hot_bytes, dim)
-            placed = place(hot, device, tier=tier, cache_load_frac=cached_frac / 2)
+            placed = ColdRows(tier, cached_frac / 2).place(hot, device)
             return split_case(name, placed)
 
         return [

@@ -119,7 +119,7 @@ class Packages:
 
 
 @dataclass(frozen=True)
-class Machine:
+class LocalMachine:
     """What the host offers."""
 
     shm_bytes: int | None  # size of /dev/shm
@@ -181,7 +181,7 @@ def has_gpu_device() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 
-def read_machine() -> Machine:
+def read_machine() -> LocalMachine:
     """The facts of this host; imports torch, fbgemm and torchrec."""
     shm = Path("/dev/shm")
     shm_bytes = shutil.disk_usage(shm).total if shm.is_dir() else None
@@ -194,13 +194,13 @@ def read_machine() -> Machine:
         while cause.__cause__ is not None:
             cause = cause.__cause__
         reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
-        return Machine(shm_bytes, has_gpu_device(), import_error=reason)
+        return LocalMachine(shm_bytes, has_gpu_device(), import_error=reason)
     gpus = []
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             free_bytes, total_bytes = torch.cuda.mem_get_info(index)
             gpus.append((torch.cuda.get_device_name(index), total_bytes, free_bytes))
-    return Machine(shm_bytes, has_gpu_device(), gpus=tuple(gpus))
+    return LocalMachine(shm_bytes, has_gpu_device(), gpus=tuple(gpus))
 
 
 def check_packages(packages: Packages, *, has_gpu: bool) -> list[Check]:
@@ -271,7 +271,7 @@ def _check_fbgemm(needed: str, packages: Packages) -> Check:
     return Check("fbgemm", "fail", found, expected, packages.replace_fbgemm(needed))
 
 
-def check_machine(machine: Machine, packages: Packages) -> Iterator[Check]:
+def check_machine(machine: LocalMachine, packages: Packages) -> Iterator[Check]:
     """Judge the host."""
     yield _check_import(machine, packages)
     size = None if machine.shm_bytes is None else f"{machine.shm_bytes / (1 << 30):.2f} GiB"
@@ -285,7 +285,7 @@ def check_machine(machine: Machine, packages: Packages) -> Iterator[Check]:
         yield from _check_gpus(machine, packages)
 
 
-def _check_import(machine: Machine, packages: Packages) -> Check:
+def _check_import(machine: LocalMachine, packages: Packages) -> Check:
     error, has_gpu = machine.import_error, machine.has_gpu_device
     if DRIVER_LIBRARY in error:
         expected = f"NVIDIA's driver, which fbgemm's CUDA build loads ({DRIVER_LIBRARY})"
@@ -297,7 +297,7 @@ def _check_import(machine: Machine, packages: Packages) -> Check:
     return _verdict("import torchrec", not error, error or "loads", expected, fix)
 
 
-def _check_gpus(machine: Machine, packages: Packages) -> Iterator[Check]:
+def _check_gpus(machine: LocalMachine, packages: Packages) -> Iterator[Check]:
     for index, (name, total_bytes, free_bytes) in enumerate(machine.gpus):
         memory = f"{free_bytes / (1 << 30):.1f} GiB free of {total_bytes / (1 << 30):.1f} GiB"
         yield Check(f"gpu {index}", "ok", f"{name}, {memory}")

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu_day.stage import bench_config, free_memory
 from benchmarks.gpu_day.tbe import DEVICE, LOCATIONS, MAPPED_SLOTS, SLOTS, UVM, UVM_CACHE, Tables
-from hotrec.assemble.job import place
+from hotrec.assemble.policies import ColdRows
 from hotrec.bench.cases import Case, build_runner, split_case
 from hotrec.bench.samples import ZipfTables
 from hotrec.embedding.update_rules import sum_by_row, update_rows
@@ -104,13 +104,9 @@ def make_case(name: str, tier: str, counts: Mapping[str, Any]) -> Case:
         is_ahead = name == "torchrec_prefetch"
         kind = PipelineKind.prefetch if is_ahead else PipelineKind.sparse_dist
         return Case(name, Plan(TorchrecTables(TorchrecPlan.table_wise, cold), PipelineSpec(kind)))
-    placed = place(
-        choose_fraction(counts, hot_frac=0.02),
-        "cuda",
-        tier=cold,
-        cache_load_frac=SLOTS_FRAC,
-        row_fetch=RowFetch.mapped if tier == MAPPED_SLOTS else RowFetch.staged,
-    )
+    row_fetch = RowFetch.mapped if tier == MAPPED_SLOTS else RowFetch.staged
+    cold_rows = ColdRows(cold, SLOTS_FRAC, row_fetch=row_fetch)
+    placed = cold_rows.place(choose_fraction(counts, hot_frac=0.02), "cuda")
     is_ahead = name == "look_ahead"
     kind = PipelineKind.look_ahead if is_ahead else PipelineKind.sparse_dist
     return split_case(name, placed, PipelineSpec(kind))

@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from hotrec.assemble.job import make_machine, optimizer_specs, place, shapes_of
+from hotrec.assemble.job import architecture_of, optimizer_specs
+from hotrec.assemble.machine import make_machine
 from hotrec.assemble.model import ModelSpec
 from hotrec.assemble.order import by_owner
+from hotrec.assemble.plan_job import shapes_of
+from hotrec.assemble.policies import ColdRows
 from hotrec.assemble.trainable import Trainable, assemble
 from hotrec.bench.machine import resident_bytes
 from hotrec.bench.samples import ZipfTables, assigned_batches
@@ -31,7 +34,7 @@ from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.data.batch import Batch
-from hotrec.models.shape import architecture_of, work_of
+from hotrec.models.shape import work_of
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.planner.policies import (
@@ -170,14 +173,8 @@ def _make_case(
             world_size=world_size,
         )
 
-    placement = place(
-        partition,
-        device,
-        tier=variant.tier,
-        cache_load_frac=variant.cache_load_frac,
-        hot_exchange=exchange,
-        popular=popular,
-    )
+    cold = ColdRows(variant.tier, variant.cache_load_frac, exchange)
+    placement = cold.place(partition, device, popular)
     return split_case(
         name,
         placement,
@@ -212,11 +209,12 @@ def bench_model(config: BenchRootConfig, schema: Schema) -> ModelSpec:
 def machine_of(config: BenchRootConfig, ranks: Ranks) -> Machine:
     """The machine of these ranks."""
     return make_machine(
-        config.planner,
         world_size=ranks.world_size,
         ranks_per_host=ranks.local_world_size,
         device=ranks.device.type,
         batch_size=config.bench.batch_size,
+        hbm_gib=config.planner.hbm_gib,
+        host_gib=config.planner.host_gib,
     )
 
 
@@ -333,7 +331,7 @@ def bench_situation(
     """What the cases are run in; see ``build_situation``."""
     machine, spec = machine_of(config, ranks), bench_model(config, schema)
     shapes = shapes_of(schema, config.model.embedding_dim, spec.row_bytes)
-    work = work_of(config.model, schema)
+    work = work_of(spec.architecture)
     workload = Workload(
         batch_size=machine.batch_size,
         dense_flops=work.flops,

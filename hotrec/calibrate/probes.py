@@ -35,7 +35,7 @@ from hotrec.embedding.optimizers import HotOptimizer, make_dense, make_replicate
 from hotrec.embedding.owned_rows import RowOwners, Shard
 from hotrec.embedding.pooling import pool_rows
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.models.shape import architecture_of, work_of
+from hotrec.models.shape import work_of
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture
 from hotrec.routing.features import RoutedGroup
@@ -62,7 +62,7 @@ def all_probes(workload: CalibrationWorkload) -> list[Probe]:
     dim = workload.dim
     at_dim = [(num_ids, of_dim) for num_ids, of_dim in sizes if of_dim == dim]
     samples = sorted({max(1, batch_size // part) for part in (8, 2)} | {batch_size, 2 * batch_size})
-    work = work_of(target.model, workload.samples.schema)
+    work = work_of(workload.architecture)
     values = [max(1, work.num_dense_values // part) for part in (16, 4, 1)]
 
     def by_items(name: str, make: Callable[..., Work], numbers: Sequence[int]) -> Probe:
@@ -171,22 +171,21 @@ def _copy(workload: CalibrationWorkload, num_rows: int, dim: int) -> Work:
 
 def build_dense_layers(workload: CalibrationWorkload) -> nn.Module:
     """The configured model with pooled columns as input instead of ids."""
-    model = workload.target.model
     tables = [
         EmbeddingBagConfig(
-            name=name, num_embeddings=1, embedding_dim=model.embedding_dim, feature_names=[name]
+            name=name, num_embeddings=1, embedding_dim=workload.dim, feature_names=[name]
         )
         for name in workload.samples.schema.feature_names
     ]
     embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    shape = architecture_of(model, workload.samples.schema)
+    shape = workload.architecture
     built: Any = build_architecture(shape, embeddings, workload.target.seed, workload.device)
     built.sparse_arch.embedding_bag_collection = nn.Identity()
     return ClickTask(built, workload.ranks.world_size)
 
 
 def _dense(workload: CalibrationWorkload, num_samples: int, dim: int) -> Work:
-    work = work_of(workload.target.model, workload.samples.schema)
+    work = work_of(workload.architecture)
     task = workload.once("task", 0, lambda: build_dense_layers(workload))
     turns = _pooled_batches(workload, num_samples)
 

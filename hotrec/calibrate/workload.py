@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.assemble.job import optimizer_specs
+from hotrec.assemble.job import architecture_of, optimizer_specs
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.groups import ModelConfig, OptimizerConfig
 from hotrec.cost_model.skew import DEFAULT_EXPONENT
 from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.models.plain import Architecture
 from hotrec.planner.policies import choose_all_cold, choose_fraction
 from hotrec.routing.features import Column, RoutedGroup
 from hotrec.routing.router import Router
@@ -141,6 +142,10 @@ class CalibrationWorkload:
     @cached_property
     def specs(self) -> tuple[OptimizerSpec, OptimizerSpec]:
         return optimizer_specs(self.target.optimizer)
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        return architecture_of(self.target.model, self.samples.schema)
 
     def sizes(self) -> list[tuple[int, int]]:
         """(ids, dimension) to measure: a sixteenth to twice a batch, at D and a quarter of it."""

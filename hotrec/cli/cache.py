@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from hotrec.artifact import check_made_from
-from hotrec.assemble.job import pipeline_spec, row_bytes, training_order
+from hotrec.assemble.job import optimizer_specs, order_of, pipeline_spec
 from hotrec.assemble.replay import (
     LOOK_AHEAD,
     POLICIES,
@@ -47,7 +47,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     cache = config.cache
     pipeline = pipeline_spec(config)
     settings = {"depth": pipeline.batches_in_slots - 1, "window": pipeline.batches_foreseen}
-    order = training_order(config, config.plan.world_size)
+    order = order_of(config).on_one_rank(config.plan.world_size)
     stream = read_stream(order, dataset, profile.counts, num_batches=cache.num_batches)
     num_ids = sum(int(lookups.sum()) for lookups in stream.lookups)
     num_skipped = int(cache.skip_frac * len(stream.rows))
@@ -84,7 +84,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             f"cache.load_fracs: expected slots for the {max(map(len, stream.rows))} rows of a "
             f"batch, got {most}. Add a larger fraction."
         )
-    [bytes_of_row] = set(row_bytes(dataset.schema, config).values())
+    bytes_of_row = optimizer_specs(config.optimizer)[0].bytes_per_row(config.model.embedding_dim)
     if getattr(config.placement, "cold_rows", WireType.fp32) is not WireType.fp32:
         bytes_of_row -= 2 * config.model.embedding_dim
     document = {

@@ -24,7 +24,7 @@ Assign = Callable[[Rows, npt.NDArray[np.int32], Rows], Rows]
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardOwner:
     """A piece of a table: its rows from ``first_row`` to the next piece's first are on ``rank``."""
 
     first_row: int
@@ -100,7 +100,10 @@ class ByOwner:
     """
 
     def __init__(
-        self, schema: Schema, shards: Mapping[str, Sequence[Shard]], hot_rows: Mapping[str, Rows]
+        self,
+        schema: Schema,
+        shards: Mapping[str, Sequence[ShardOwner]],
+        hot_rows: Mapping[str, Rows],
     ) -> None:
         index = {table.name: position for position, table in enumerate(schema.tables)}
         num_rows_T = np.array([table.num_rows for table in schema.tables], np.int64)
@@ -110,7 +113,7 @@ class ByOwner:
         firsts: list[int] = []
         ranks: list[int] = []
         for table, begin in zip(schema.tables, begin_T.tolist(), strict=True):
-            of_table = shards.get(table.name) or (Shard(0, NOBODY),)
+            of_table = shards.get(table.name) or (ShardOwner(0, NOBODY),)
             first_rows = [shard.first_row for shard in of_table]
             if first_rows[0] != 0 or first_rows != sorted(set(first_rows)):
                 raise ValueError(

@@ -18,6 +18,9 @@ from hotrec.models.plain import Architecture, make_layers
 from hotrec.runtime.stages import backward_point, mark, mark_backward
 from hotrec.types import ModelKind
 
+# Built from TorchRec's parts, and their work is known by formula.
+OF_TORCHREC = (ModelKind.dlrm.name, ModelKind.dcnv2.name)
+
 
 def _stack_columns(pooled: KeyedTensor, names: list[str], dim: int) -> torch.Tensor:
     """Pooled columns in the order of ``names``; (B, F, D)."""
@@ -133,19 +136,8 @@ def build_architecture(
     Raises:
         ValueError: If the sizes do not fit together, or a class of your own does not fit.
     """
-    if shape.kind in (ModelKind.dlrm.name, ModelKind.dcnv2.name):
-        return build_model(
-            ModelKind[shape.kind],
-            embeddings,
-            num_dense=len(shape.dense),
-            num_labels=len(shape.labels),
-            dense_layer_sizes=shape.dense_layer_sizes,
-            over_layer_sizes=shape.over_layer_sizes,
-            cross_num_layers=shape.cross_num_layers,
-            cross_low_rank_dim=shape.cross_low_rank_dim,
-            seed=seed,
-            device=device,
-        )
+    if shape.kind in OF_TORCHREC:
+        return _build_of_torchrec(shape, embeddings, seed, device)
     layers = make_checked_layers(shape, seed).to(device)
     return PooledModel(embeddings, layers, has_bottom=shape.has_bottom)
 
@@ -177,72 +169,35 @@ def make_checked_layers(shape: Architecture, seed: int) -> nn.Module:
     return layers
 
 
-def build_model(
-    kind: ModelKind,
-    embeddings: nn.Module,
-    *,
-    num_dense: int,
-    dense_layer_sizes: Sequence[int],
-    over_layer_sizes: Sequence[int],
-    cross_num_layers: int = 3,
-    cross_low_rank_dim: int = 512,
-    seed: int,
-    device: torch.device,
-    num_labels: int = 1,
+def _build_of_torchrec(
+    shape: Architecture, embeddings: nn.Module, seed: int, device: torch.device
 ) -> _Dlrm:
-    """A model that maps (dense (B, N), sparse) to logits (B, L).
-
-    Args:
-        kind: The model, DLRM or DCNv2.
-        embeddings: ``EmbeddingBagCollection`` or ``HotColdEmbeddingBagCollection``; all tables of
-            the same dimension D.
-        num_dense: The number N of dense columns. Without any the bottom MLP reads a column of
-            ones, so that its output is a learned vector, the same for all samples.
-        dense_layer_sizes: The bottom MLP's; the last must be D.
-        over_layer_sizes: The top MLP's; the last must be 1, which stands for a logit per label.
-        cross_num_layers: The number of DCNv2's cross layers.
-        cross_low_rank_dim: The rank of DCNv2's cross matrices.
-        seed: Gives the dense layers the same weights whatever holds the embeddings.
-        device: The device of the dense layers.
-        num_labels: The number L of labels.
-
-    Raises:
-        ValueError: if the sizes do not fit together.
-    """
     configs = embeddings.embedding_bag_configs()  # type: ignore[operator]
     dims = {table.embedding_dim for table in configs}
     if len(dims) != 1:
         raise ValueError(
             f"model.embedding_dim: expected one dimension for all tables, got {sorted(dims)}. "
-            f"{kind.value} needs equal dimensions."
+            f"{ModelKind[shape.kind].value} needs equal dimensions."
         )
-    dim, num_inputs = dims.pop(), num_bottom_inputs(num_dense)
-    if _last(dense_layer_sizes) != dim:
+    dim, num_inputs = dims.pop(), num_bottom_inputs(len(shape.dense))
+    bottom, top = list(shape.dense_layer_sizes), list(shape.over_layer_sizes)
+    if _last(bottom) != dim:
         raise ValueError(
             f"model.dense_layer_sizes: expected the last to be the embedding dimension {dim}, "
-            f"got {_last(dense_layer_sizes)}."
+            f"got {_last(bottom)}."
         )
-    if _last(over_layer_sizes) != 1:
-        raise ValueError(
-            f"model.over_layer_sizes: expected the last to be 1, got {_last(over_layer_sizes)}."
-        )
-    over = [*over_layer_sizes[:-1], num_labels]
+    if _last(top) != 1:
+        raise ValueError(f"model.over_layer_sizes: expected the last to be 1, got {_last(top)}.")
+    top[-1] = len(shape.labels)
     # Made on CPU, whose generator gives the same weights whatever the device; then moved.
     made_on = device if device.type == "meta" else torch.device("cpu")
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
-        if kind is ModelKind.dlrm:
-            model = _Dlrm(embeddings, num_inputs, list(dense_layer_sizes), over, made_on)
+        if shape.kind == ModelKind.dlrm.name:
+            model = _Dlrm(embeddings, num_inputs, bottom, top, made_on)
         else:
-            model = _Dcnv2(
-                embeddings,
-                num_inputs,
-                list(dense_layer_sizes),
-                over,
-                cross_num_layers,
-                cross_low_rank_dim,
-                made_on,
-            )
+            cross = shape.cross_num_layers, shape.cross_low_rank_dim
+            model = _Dcnv2(embeddings, num_inputs, bottom, top, *cross, made_on)
     _take_faster_parts(model)
     for name, part in model.named_children():
         if name != "sparse_arch":

@@ -40,7 +40,7 @@ from hotrec.types import PipelineKind
 
 
 @dataclass(frozen=True)
-class Lookup:
+class GuardedLookup:
     """What a sharded module reads in the features of a batch."""
 
     name: str
@@ -54,7 +54,7 @@ class Lookup:
             check_features(features, self.columns, self.num_rows)
 
 
-def lookups(model: nn.Module) -> list[Lookup]:
+def lookups(model: nn.Module) -> list[GuardedLookup]:
     """The modules of a sharded model whose ids are rows of their tables."""
     found = []
     for name, module in outermost_sharded(model).items():
@@ -70,7 +70,9 @@ def lookups(model: nn.Module) -> list[Lookup]:
             for table in tables
             for feature in table.feature_names
         ]
-        found.append(Lookup(name, module, columns, {t.name: t.num_embeddings for t in tables}))
+        found.append(
+            GuardedLookup(name, module, columns, {t.name: t.num_embeddings for t in tables})
+        )
     return found
 
 
@@ -164,7 +166,7 @@ class Guard:
             if lookup.name in paths:
                 self._check(lookup, follow(paths[lookup.name], batch))
 
-    def _check(self, lookup: Lookup, features: Any) -> None:
+    def _check(self, lookup: GuardedLookup, features: Any) -> None:
         if not (self._is_plain and _has_kernel_for_variable(features)):
             lookup.check(features)
 
@@ -261,7 +263,7 @@ class Guard:
         self._left = {rows: _state_of(rows.grad) for rows in self._rows}
 
     def _check_features(
-        self, lookup: Lookup, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
+        self, lookup: GuardedLookup, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
         features = next(iter((*args, *kwargs.values())), None)
         if self._feed is not None:

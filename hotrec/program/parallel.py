@@ -16,10 +16,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from hotrec.assemble.constraints import placement_constraints
-from hotrec.assemble.job import make_machine
+from hotrec.assemble.machine import make_machine
 from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.assemble.trainable import check_host_memory
-from hotrec.config.roots import PlannerConfig
 from hotrec.cost_model.profile import Profile
 from hotrec.embedding.convert import shard, use_hot_cold
 from hotrec.embedding.fused import check_optimizer
@@ -175,7 +174,6 @@ def parallelize(
 
         def make_machine_here() -> Machine:
             return machine or make_machine(
-                PlannerConfig(),
                 world_size=ranks.world_size,
                 ranks_per_host=ranks.local_world_size,
                 device=ranks.device.type,

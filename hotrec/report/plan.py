@@ -76,7 +76,7 @@ def describe_world(world: Document) -> str:
     return " on ".join(f"{show_count(n)} {thing}{'s' * (n != 1)}" for thing, n in counts.items())
 
 
-class Prediction:
+class RecordedPrediction:
     """A prediction document that was checked, and the order in which pages show its parts.
 
     Args:
@@ -184,12 +184,12 @@ def _check_needed(document: Document, names: Sequence[str], where: str) -> None:
 
 
 def plan_report_text(document: Document) -> str:
-    """The content of ``plan.txt``: what was chosen and why; ``Prediction`` says what is refused."""
-    prediction = Prediction(document)
+    """The content of ``plan.txt``: what was chosen and why; see ``RecordedPrediction``."""
+    prediction = RecordedPrediction(document)
     return render_text(Page(f"hotrec plan: {prediction.describe()}", plan_sections(prediction)))
 
 
-def plan_sections(prediction: Prediction) -> dict[str, list[Block]]:
+def plan_sections(prediction: RecordedPrediction) -> dict[str, list[Block]]:
     """All sections of the page by title, in reading order."""
     return {
         "What was chosen": [*_choice(prediction), _plans_table(prediction)],
@@ -201,7 +201,7 @@ def plan_sections(prediction: Prediction) -> dict[str, list[Block]]:
     }
 
 
-def _choice(prediction: Prediction) -> list[str]:
+def _choice(prediction: RecordedPrediction) -> list[str]:
     document, costs = prediction.document, prediction.document.get("costs") or {}
     return [
         f"Chosen: {prediction.name(prediction.chosen)}. {document.get('why') or ''}".strip(),
@@ -210,7 +210,7 @@ def _choice(prediction: Prediction) -> list[str]:
     ]
 
 
-def _plans_table(prediction: Prediction) -> Table:
+def _plans_table(prediction: RecordedPrediction) -> Table:
     plans, baseline = prediction.plans, prediction.baseline
     base_s = 0.0 if baseline is None else plans[baseline]["step_s"]
     records = [
@@ -246,7 +246,7 @@ def _show_interval(interval_s: Sequence[float]) -> str:
     return " to ".join(map(show_seconds, interval_s))
 
 
-def _stages(prediction: Prediction) -> list[Block]:
+def _stages(prediction: RecordedPrediction) -> list[Block]:
     plans, compared = prediction.plans, prediction.compared
     blocks: list[Block] = [
         "Time: seconds of each stage that nothing hides; they add up to the step. Hidden: seconds "
@@ -273,7 +273,7 @@ def _stages(prediction: Prediction) -> list[Block]:
     return [*blocks, record_table(records.values(), columns, [total])]
 
 
-def _tables(prediction: Prediction) -> list[Block]:
+def _tables(prediction: RecordedPrediction) -> list[Block]:
     document = prediction.document
     tables = sorted(
         document.get("tables") or (), key=lambda table: (-table["num_rows"], table["name"])
@@ -316,7 +316,7 @@ def _expected(document: Document) -> list[Block]:
     return blocks
 
 
-def _ranks(prediction: Prediction) -> list[Block]:
+def _ranks(prediction: RecordedPrediction) -> list[Block]:
     columns: dict[str, tuple[Callable[[float], str], Sequence[float]]] = {
         f"{tier.removesuffix('_bytes')}, {prediction.name(name)}": (show_bytes, sizes)
         for name in prediction.compared
@@ -335,7 +335,7 @@ def _ranks(prediction: Prediction) -> list[Block]:
     return [note, Table(("rank with", *columns), rows)] if columns else []
 
 
-def _sensitivity(prediction: Prediction) -> list[Block]:
+def _sensitivity(prediction: RecordedPrediction) -> list[Block]:
     entries = prediction.document.get("sensitivity") or ()
     if not entries:
         return []

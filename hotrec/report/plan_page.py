@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from hotrec.report.pictures import bar_figure, draw_bars
-from hotrec.report.plan import PREDICTION_JSON, Document, Prediction, plan_sections
+from hotrec.report.plan import PREDICTION_JSON, Document, RecordedPrediction, plan_sections
 from hotrec.report.render import Page, Picture, render_html, write_files
 from hotrec.report.style import to_svg
 from hotrec.report.units import show_bytes, show_ratio, show_seconds
@@ -23,7 +23,7 @@ def write_plan_page(document: Document, directory: Path) -> Path:
     Raises:
         ValueError: If a part that every page needs is missing; then nothing is written.
     """
-    prediction = Prediction(document)
+    prediction = RecordedPrediction(document)
     sections = plan_sections(prediction)
     names = prediction.order[:MAX_PLANS_DRAWN]
     figure = bar_figure(len(names), lambda axes: draw_stages(axes, prediction, names))
@@ -38,7 +38,7 @@ def write_plan_page(document: Document, directory: Path) -> Path:
     return directory / PLAN_HTML
 
 
-def draw_stages(axes: Axes, prediction: Prediction, names: Sequence[str]) -> None:
+def draw_stages(axes: Axes, prediction: RecordedPrediction, names: Sequence[str]) -> None:
     """Draw a stacked bar of stages for each of the named plans, with its step and bytes."""
     plans, baseline = prediction.plans, prediction.baseline
     # Without hot rows two plans may be one.

@@ -12,7 +12,7 @@ from typing import Any
 
 from hotrec.planner.names import PLANNER, TORCHREC, plan_name
 from hotrec.report.compared import Comparison, Ratio
-from hotrec.report.plan import Prediction
+from hotrec.report.plan import RecordedPrediction
 from hotrec.report.read import Run, parse_object
 from hotrec.report.units import show_bytes, show_count, show_error, show_frac, show_seconds
 from hotrec.runtime.run_dir import PLAN_JSON, PREDICTION, is_comparison
@@ -155,7 +155,9 @@ def _against(run: Run, baseline: Run, comparison: Comparison) -> str:
 def _of_trial(run: Run) -> list[str]:
     """The best of TorchRec's plans in the run's trial, where that is not the planner's."""
     try:
-        prediction = Prediction(parse_object((run.path / PREDICTION).read_text(), PREDICTION))
+        prediction = RecordedPrediction(
+            parse_object((run.path / PREDICTION).read_text(), PREDICTION)
+        )
     except (OSError, ValueError):
         return []
     if not (prediction.document.get("trial") or {}).get("took_turns"):

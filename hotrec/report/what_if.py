@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hotrec.report.plan import PREDICTION_JSON, TIERS, Prediction, describe_world
+from hotrec.report.plan import PREDICTION_JSON, TIERS, RecordedPrediction, describe_world
 from hotrec.report.read import find_jobs, parse_object
 from hotrec.report.render import (
     Block,
@@ -75,7 +75,7 @@ def _read_point(folder: Path, name: str) -> Point:
         "problem": document.get("infeasible", "") if document else ENDED_WITH_ERROR,
     }
     if not point["problem"]:
-        prediction = Prediction(document, where=str(folder / PREDICTION_JSON))
+        prediction = RecordedPrediction(document, where=str(folder / PREDICTION_JSON))
         plan, world = prediction.plans[prediction.chosen], document["world"]
         planner = prediction.planner
         point |= {

@@ -6,21 +6,28 @@ before it plans. What depends on the plan is refused later, by what makes it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from hotrec.assemble.job import check_placement, label_weights_of, optimizer_specs
+from hotrec.assemble.job import (
+    architecture_of,
+    check_placement,
+    label_weights_of,
+    optimizer_specs,
+    order_of,
+    schedule_of,
+)
 from hotrec.assemble.order import check_order, count_epoch_steps
-from hotrec.config.groups import AllColdPlacement, AllHotOrder, TorchrecPlacement
+from hotrec.config.groups import AllColdPlacement, TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.data.chunks import Dataset
 from hotrec.embedding.fused import check_optimizer
-from hotrec.models.shape import architecture_of
 from hotrec.planner.counted import num_overridden
 from hotrec.train.callbacks import import_callback
-from hotrec.train.schedule import Schedule, count_steps
+from hotrec.train.schedule import count_steps
 
 
 def check_settings(config: Config, *, device: str) -> None:
@@ -64,13 +71,13 @@ def check_with_data(config: Config, dataset: Dataset, *, world_size: int) -> int
         ValueError: If the dataset lacks what the configuration names, or is too short for it.
         ArtifactError: If its samples are not in the order that is asked for.
     """
-    trainer = config.trainer
-    per_epoch = count_epoch_steps(config, dataset, None, world_size)
+    trainer, order = config.trainer, order_of(config)
+    per_epoch = count_epoch_steps(order, dataset, None, world_size)
     steps = count_steps(per_epoch, epochs=trainer.num_epochs, max_steps=trainer.max_steps)
-    if not isinstance(config.order, AllHotOrder):
-        Schedule(**vars(config.optimizer.schedule), num_steps=steps)
-    check_order(config, dataset)
-    check_splits(config, dataset)
+    if order.blocks is None:
+        schedule_of(config.optimizer.schedule, steps)
+    check_order(order, dataset)
+    check_splits(trainer.eval_splits, dataset)
     label_weights_of(trainer, dataset.schema)
     architecture_of(config.model, dataset.schema)
     num_rows = {table.name: table.num_rows for table in dataset.schema.tables}
@@ -78,10 +85,10 @@ def check_with_data(config: Config, dataset: Dataset, *, world_size: int) -> int
     return steps
 
 
-def check_splits(config: Config, dataset: Dataset) -> None:
+def check_splits(asked: Sequence[str], dataset: Dataset) -> None:
     """Check that the splits to evaluate have samples."""
     present = [split for split in dataset.splits if dataset.num_samples(split)]
-    missing = [split for split in config.trainer.eval_splits if split not in present]
+    missing = [split for split in asked if split not in present]
     if missing:
         raise ValueError(
             f"trainer.eval_splits: expected splits with samples, of {present}, got {missing}. "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotrec.assemble.job import model_spec
+from hotrec.assemble.job import make_job
 from hotrec.assemble.planning import read_settled_plan
 from hotrec.assemble.trainable import assemble
 from hotrec.config.roots import Config, EvaluateConfig
@@ -17,7 +17,7 @@ from hotrec.data.loader import make_loader
 from hotrec.data.unknown import UnknownIds, unknown_ids_of
 from hotrec.planner.plan import Plan
 from hotrec.runs.suspicious import suspicious_columns
-from hotrec.runs.train import checkpoint_facts, make_run_machine
+from hotrec.runs.train import make_run_machine
 from hotrec.runtime.cores import num_workers
 from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.runtime.run_dir import CHECKPOINTS
@@ -67,17 +67,20 @@ def evaluate_run(
         ArtifactError: If the dataset, partition or checkpoint is missing or altered.
         ValueError: If there is no such checkpoint.
     """
-    checkpoint = same_verdict(lambda: find_checkpoint(trained, trained_dir, config.checkpoint))
+    keeps_best = trained.trainer.keeps_best
+    checkpoint = same_verdict(
+        lambda: find_checkpoint(trained_dir, config.checkpoint, keeps_best=keeps_best)
+    )
     trained_on = same_verdict(lambda: read_facts(checkpoint, None)["facts"])["dataset"]
     paths = trained.paths
     dataset = same_verdict(
         lambda: open_generation(paths.dataset, trained_on, checkpoint, paths.verify)
     )
     machine = make_run_machine(trained, ranks)
-    settled = same_verdict(lambda: read_settled_plan(trained, trained_dir, machine))
-    spec = same_verdict(lambda: model_spec(trained, dataset.schema))
-    trainable = assemble(spec, settled.plan, settled.placement, machine, ranks.device)
-    facts = checkpoint_facts(trained, dataset, settled.artifact)
+    job = same_verdict(lambda: make_job(trained, trained_dir, dataset))
+    settled = same_verdict(lambda: read_settled_plan(job.planned, trained_dir, machine))
+    trainable = assemble(job.spec, settled.plan, settled.placement, machine, ranks.device)
+    facts = job.facts(settled.artifact)
     position = load_checkpoint(checkpoint, model=trainable.model, facts=facts)
     workers = num_workers(config.num_workers, ranks)
     batches = same_verdict(
@@ -117,19 +120,19 @@ def evaluate_run(
     )
 
 
-def find_checkpoint(trained: Config, trained_dir: Path, name: str) -> Path:
+def find_checkpoint(trained_dir: Path, name: str, *, keeps_best: bool) -> Path:
     """The checkpoint of a run that is meant: the one place that says which that is.
 
     Args:
-        trained: Configuration of the run.
         trained_dir: Directory of the run.
         name: AUTO, the best where the run keeps it and else the newest; or one of these or another
             by name.
+        keeps_best: Whether the run keeps the best one.
 
     Raises:
         ValueError: If there is no such checkpoint.
     """
-    directory, keeps_best = trained_dir / CHECKPOINTS, trained.trainer.keeps_best
+    directory = trained_dir / CHECKPOINTS
     chosen = (BEST if keeps_best else LATEST) if name == AUTO else name
     path = find_latest(directory, chosen) if chosen in (LATEST, BEST) else directory / chosen
     if path is not None and path.is_dir():

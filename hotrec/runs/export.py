@@ -34,7 +34,8 @@ from hotrec.artifact import (
     commit_artifact,
     scratch_directory,
 )
-from hotrec.assemble.job import label_weights_of
+from hotrec.assemble.job import make_job
+from hotrec.assemble.model import ModelSpec
 from hotrec.assemble.planning import recorded_partition
 from hotrec.config.data import (
     DERIVED_FROM_TIMES,
@@ -42,6 +43,7 @@ from hotrec.config.data import (
     TEXT_FORMATS,
     ColumnKind,
     ColumnSpec,
+    SourceSpec,
     TimeUnit,
     columns_of,
 )
@@ -52,7 +54,7 @@ from hotrec.data.generation import generations_of
 from hotrec.data.kept import open_generation
 from hotrec.data.loader import make_loader
 from hotrec.data.vocabulary import read_vocabulary
-from hotrec.embedding.canonical import Part
+from hotrec.embedding.canonical import TensorPart
 from hotrec.models.plain import (
     DENSE_FILE,
     DESCRIPTION,
@@ -65,7 +67,6 @@ from hotrec.models.plain import (
     PlainModel,
     load_model,
 )
-from hotrec.models.shape import architecture_of
 from hotrec.runs.delta import (
     DELTA_DESCRIPTION,
     DELTA_KIND,
@@ -94,7 +95,6 @@ from hotrec.runs.exported import (
     write_ids,
 )
 from hotrec.runs.onnx_file import check_packages, write_onnx
-from hotrec.runs.train import checkpoint_facts
 from hotrec.runtime.run_dir import read_finished
 from hotrec.train.checkpoint import LATEST, open_tensors, read_facts
 from hotrec.train.evaluate import Quality, measure_all
@@ -121,16 +121,18 @@ class Trained:
     """A run's checkpoint that fits its dataset.
 
     Args:
-        config: Configuration of the run.
+        spec: What was trained.
         dataset: Its dataset.
         checkpoint: Directory of the checkpoint.
         step: Number of updates before it.
+        source: The log that the dataset was prepared from; None if the run does not know it.
     """
 
-    config: Config
+    spec: ModelSpec
     dataset: Dataset
     checkpoint: Path
     step: int
+    source: SourceSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,8 @@ def open_trained(config: Config, trained_dir: Path, checkpoint: str) -> Trained:
         ArtifactError: If the dataset or checkpoint is missing or altered, or they do not fit.
         ValueError: If there is no such checkpoint, or the run has not finished.
     """
-    path = find_checkpoint(config, trained_dir, checkpoint)
+    keeps_best = config.trainer.keeps_best
+    path = find_checkpoint(trained_dir, checkpoint, keeps_best=keeps_best)
     if checkpoint in (AUTO, LATEST) and read_finished(trained_dir) is None:
         raise ValueError(
             f"run_dir: expected a finished run, got {trained_dir}, which stands at {path.name}. "
@@ -172,10 +175,10 @@ def open_trained(config: Config, trained_dir: Path, checkpoint: str) -> Trained:
         )
     trained_on = read_facts(path, None)["facts"]["dataset"]
     dataset = open_generation(config.paths.dataset, trained_on, path, config.paths.verify)
-    _, partition = recorded_partition(config, trained_dir)
-    facts = checkpoint_facts(config, dataset, partition)
-    content = read_facts(path, facts, verify_files=True)
-    return Trained(config, dataset, path, content["step"])
+    job = make_job(config, trained_dir, dataset)
+    _, partition = recorded_partition(job.planned, trained_dir)
+    content = read_facts(path, job.facts(partition), verify_files=True)
+    return Trained(job.spec, dataset, path, content["step"], config.data.source)
 
 
 def table_names(files: TensorFiles, schema: Schema) -> dict[str, str]:
@@ -256,7 +259,7 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
     with scratch_directory(target, kind=kind) as scratch:
         trained = open_trained(trained_config, trained_dir, config.checkpoint)
         dataset = trained.dataset.artifact
-        shape = architecture_of(trained.config.model, trained.dataset.schema)
+        shape = trained.spec.architecture
         description = _description(trained, shape, form)
         base = None
         if config.since is not None:
@@ -328,7 +331,7 @@ def row_chunks(files: TensorFiles, name: str) -> Iterator[npt.NDArray[np.float32
     step = rows_at_once(dim)
     for begin in range(0, num_rows, step):
         rows = torch.empty(min(step, num_rows - begin), dim)
-        files.read([Part(name, (num_rows, dim), rows, (begin, 0))])
+        files.read([TensorPart(name, (num_rows, dim), rows, (begin, 0))])
         yield rows.numpy()
 
 
@@ -438,7 +441,7 @@ def _labels(trained: Trained, shape: Architecture) -> list[str]:
 
     A class of your own is made again with those that it was trained with.
     """
-    source = trained.config.data.source
+    source = trained.source
     if source is None or len(shape.labels) > 1 or shape.kind == OWN:
         return list(shape.labels)
     return list(sources_of(columns_of(source), ColumnKind.label).values())
@@ -447,7 +450,7 @@ def _labels(trained: Trained, shape: Architecture) -> list[str]:
 def _encoding(trained: Trained) -> dict[str, Any] | None:
     """How raw values are encoded, for ``hotrec.models.encoder``; None where it was not a log."""
     recorded = trained.dataset.artifact.content["source"].get("encoding")
-    source = trained.config.data.source
+    source = trained.source
     if recorded is None or source is None:
         return None
     columns = {
@@ -526,7 +529,9 @@ def _evaluate(model: PlainModel, trained: Trained, form: ExportFormConfig) -> Qu
             logits.append(model(batch.dense, ids).numpy())
         labels.append(batch.labels.numpy())
         weights.append(batch.weights.numpy())
-    label_weights = label_weights_of(trained.config.trainer, trained.dataset.schema)
     return measure_all(
-        np.concatenate(logits), np.concatenate(labels), np.concatenate(weights), label_weights
+        np.concatenate(logits),
+        np.concatenate(labels),
+        np.concatenate(weights),
+        trained.spec.label_weights,
     )

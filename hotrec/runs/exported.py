@@ -57,7 +57,7 @@ def vocabulary_file(table: str) -> str:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """The beginning of a safetensors file: the length of a JSON header in 8 bytes, and the header.
 
     Args:
@@ -69,7 +69,7 @@ class Layout:
     places: Mapping[str, tuple[int, int]]
 
 
-def layout(tensors: Forms) -> Layout:
+def layout(tensors: Forms) -> FileLayout:
     """The layout of a file; wider types must come first, so that all are aligned."""
     header: dict[str, dict[str, Any]] = {}
     end = 0
@@ -83,7 +83,7 @@ def layout(tensors: Forms) -> Layout:
         name: (len(head) + entry["data_offsets"][0], len(head) + entry["data_offsets"][1])
         for name, entry in header.items()
     }
-    return Layout(head, places)
+    return FileLayout(head, places)
 
 
 class TensorWriter:

@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 import torch
 
 from hotrec.artifact import Artifact, commit_artifact, read_artifact
-from hotrec.assemble.job import label_weights_of
 from hotrec.config.data import (
     ColumnKind,
     ColumnSpec,
@@ -49,7 +48,6 @@ from hotrec.data.readers import find_files
 from hotrec.data.unknown import UnknownIds, unknown_ids_of
 from hotrec.data.vocabulary import RowEncoder
 from hotrec.models.plain import Ids, PlainModel, TableRows
-from hotrec.models.shape import architecture_of
 from hotrec.runs.export import Trained, dense_weights, open_trained, table_names
 from hotrec.runs.exported import check_place
 from hotrec.runtime.ranks import all_gather_object, rank, same_verdict, shared_scratch, world_size
@@ -178,7 +176,7 @@ class _Scorer:
     encoders: dict[str, RowEncoder]  # by feature
     row_numbers: dict[str, int]  # rows of the table, by feature whose ids are row numbers
     scaling: Float64s
-    label_weights: dict[str, float] | None  # of several labels
+    label_weights: Mapping[str, float] | None  # of several labels
     held_out: dict[str, float]  # the share of ids without a row in held-out samples, by column
     max_unknown_frac: float
     labels: list[str]  # the log's columns, if the files have them
@@ -250,7 +248,7 @@ class _Scorer:
 
 
 def _make_scorer(config: PredictConfig, trained: Trained) -> _Scorer:
-    source = trained.config.data.source
+    source = trained.source
     if source is None:
         raise ValueError(
             "input: expected a run whose configuration has data.source, the log that its dataset "
@@ -280,7 +278,7 @@ def _make_scorer(config: PredictConfig, trained: Trained) -> _Scorer:
             if tables[table].encoding is Encoding.rows
         },
         scaling,
-        label_weights_of(trained.config.trainer, trained.dataset.schema),
+        trained.spec.label_weights,
         held_out,
         config.predict.max_unknown_frac,
         labels,
@@ -323,7 +321,7 @@ def _open_input(config: PredictConfig, source: SourceSpec) -> Log:
 def read_model(trained: Trained) -> PlainModel:
     """The model of a checkpoint, with its tables in memory."""
     schema = trained.dataset.schema
-    shape = architecture_of(trained.config.model, schema)
+    shape = trained.spec.architecture
     with open_tensors(trained.checkpoint) as files:
         tables = {
             table: TableRows(files.whole(tensor), None, shape.pooling == "mean")

@@ -41,7 +41,7 @@ from hotrec.artifact import (
     remove_abandoned,
 )
 from hotrec.embedding.adapt import AdaptiveHotSet
-from hotrec.embedding.canonical import Parts, canonical_parts
+from hotrec.embedding.canonical import TensorParts, canonical_parts
 from hotrec.embedding.table_memory import take_snapshot
 from hotrec.embedding.tables import sharded_collections
 from hotrec.runtime.comm_thread import CommunicationThread
@@ -56,7 +56,7 @@ from hotrec.runtime.ranks import (
 from hotrec.train.best import BestQuality
 from hotrec.train.run_log import replace_text
 from hotrec.train.tensor_files import (
-    Piece,
+    FilePiece,
     Share,
     TensorFiles,
     make_index,
@@ -66,7 +66,7 @@ from hotrec.train.tensor_files import (
 
 T = TypeVar("T")
 # What a rank wrote of the tensors: the boxes, and the files.
-_Written = tuple[list[Piece], dict[str, FileFacts]]
+_Written = tuple[list[FilePiece], dict[str, FileFacts]]
 
 logger = logging.getLogger(__name__)
 
@@ -351,7 +351,7 @@ def load_checkpoint(
     return Position(step=content["step"], num_samples=content["num_samples"])
 
 
-def _accept(model: nn.Module, parts: Parts, num_updates: int) -> None:
+def _accept(model: nn.Module, parts: TensorParts, num_updates: int) -> None:
     """Tell the model and its caches that the tensors were written."""
     parts.set_num_updates(num_updates)
     model.load_state_dict(parts.weights)
@@ -371,7 +371,7 @@ def open_tensors(path: Path) -> TensorFiles:
         return TensorFiles(artifact, artifact.content["tensors"])
 
 
-def _load_tensors(path: Path, parts: Parts, *, with_state: bool) -> None:
+def _load_tensors(path: Path, parts: TensorParts, *, with_state: bool) -> None:
     with same_verdict(lambda: open_tensors(path)) as files:
         expected: dict[str, tuple[int, ...]] = {}
         # A table's state is only on the ranks that hold its rows.
@@ -521,7 +521,7 @@ def _say_sources(
         logger.warning("warm start: %s of %s is not used", name, path)
 
 
-def _has_state(saved: Mapping[str, tuple[int, ...]], parts: Parts) -> bool:
+def _has_state(saved: Mapping[str, tuple[int, ...]], parts: TensorParts) -> bool:
     """Whether the parameters that were saved have state of this rank's optimizer."""
     return all(
         len(saved.get(part.name, ())) == len(part.shape) and part.name in saved
@@ -530,7 +530,7 @@ def _has_state(saved: Mapping[str, tuple[int, ...]], parts: Parts) -> bool:
     )
 
 
-def _check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], parts: Parts) -> None:
+def _check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], parts: TensorParts) -> None:
     for part in parts.parts:
         shape = saved.get(part.name, part.shape)
         first = 0 if part.table is None else 1  # tables may have another number of rows

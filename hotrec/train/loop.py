@@ -21,7 +21,7 @@ from hotrec.train.segment import SegmentBatches
 from hotrec.train.signals import STOPPED_EXIT_CODE
 
 
-class Trained(Protocol):
+class TrainedModel(Protocol):
     """What is trained: a sharded model with its optimizer and pipeline."""
 
     @property
@@ -62,7 +62,7 @@ class TrainResult:
 
 
 def train(
-    trained: Trained,
+    trained: TrainedModel,
     loader: StatefulLoader,
     parts: Parts,
     *,

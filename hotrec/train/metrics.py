@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hotrec.data.batch import Batch
-from hotrec.embedding.adapt import Decision
+from hotrec.embedding.adapt import HotSetDecision
 from hotrec.runtime.figures import FIGURES, Unit, of_sum
 from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import Ranks, same_verdict
@@ -291,7 +291,7 @@ class Metrics:
         self._log.append(EVAL, split, line)
         self.callbacks.call("on_evaluate", line)
 
-    def add_decision(self, decision: Decision) -> None:
+    def add_decision(self, decision: HotSetDecision) -> None:
         """Record a line of hot_set.jsonl."""
         line = {"step": self.position.step, **asdict(decision)}
         self._log.append(HOT_SET, "hot_set", line)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hotrec.config.groups import Decay, ScheduleConfig
+from hotrec.config.groups import Decay
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def count_steps(steps_per_epoch: int, *, epochs: int, max_steps: int | None = No
     return num_steps
 
 
-@dataclass
-class Schedule(ScheduleConfig):
+@dataclass(frozen=True)
+class Schedule:
     """Linear warm-up, a plateau, then a decay, as a factor on each part's own learning rate.
 
     Before ``warmup_steps`` the factor of step s is s / warmup_steps. With f the ``end_factor`` and
@@ -80,28 +80,20 @@ class Schedule(ScheduleConfig):
     f + (1-f)(1-p)^power. MLPerf's DLRM is polynomial with power 2 and f = 0.
 
     Args:
-        num_steps: Steps of the run, which the decay takes where ``num_decay_steps`` is 0.
-
-    Raises:
-        ValueError: if warm-up or decay do not fit the run.
+        decay: Shape of the decay.
+        warmup_steps: Steps of the warm-up.
+        decay_start_step: Last step at the full rate, not before the warm-up ends.
+        num_decay_steps: Steps of the decay, at least 1 unless it is constant.
+        end_factor: Final factor.
+        power: Exponent of the polynomial decay.
     """
 
-    num_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        num_steps = self.num_steps
-        of_run = () if num_steps is None else self.rules_in(num_steps)
-        for holds, message in (*self.rules(), *of_run):
-            if not holds:
-                raise ValueError(f"optimizer.schedule.{message}")
-        self.decay_start_step = self.first_decay_step
-        if num_steps is not None and self.num_decay_steps == 0:
-            self.num_decay_steps = num_steps - self.decay_start_step
-        if self.decay is not Decay.constant and self.num_decay_steps < 1:
-            raise ValueError(
-                f"optimizer.schedule.num_decay_steps: expected 1 or more for {self.decay.name} "
-                f"decay, got {self.num_decay_steps}. Give them, or the number of steps of the run."
-            )
+    decay: Decay = Decay.constant
+    warmup_steps: int = 0
+    decay_start_step: int = 0
+    num_decay_steps: int = 0
+    end_factor: float = 0.0
+    power: float = 2.0
 
     def __call__(self, step: int) -> float:
         """The factor of update ``step``, counted from 1."""

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hotrec.artifact import Artifact, ArtifactError, FileFacts, write_through
-from hotrec.embedding.canonical import Part, Parts
+from hotrec.embedding.canonical import TensorPart, TensorParts
 from hotrec.embedding.snapshot import Snapshot
 
 MAX_FILE_BYTES = 256 << 20
@@ -34,7 +34,7 @@ _NEVER_NEGATIVE = frozenset({"sum", "step", "exp_avg_sq", "max_exp_avg_sq", "mom
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """A box of a tensor in a file.
 
     Args:
@@ -67,14 +67,14 @@ class Share:
         take: Reads rows of the part, by their range, as the whole tensor has them.
     """
 
-    part: Part
+    part: TensorPart
     begin: int
     end: int
     take: Callable[[int, int], torch.Tensor]
 
 
 def own_shares(
-    parts: Parts, rank: int, world_size: int, snapshot: Snapshot | None = None
+    parts: TensorParts, rank: int, world_size: int, snapshot: Snapshot | None = None
 ) -> list[Share]:
     """What this rank writes of the tensors of a model; not a collective.
 
@@ -105,7 +105,7 @@ def own_shares(
 
 def write_tensors(
     shares: Sequence[Share], directory: Path, folder: str, rank: int, check: Callable[[], None]
-) -> tuple[list[Piece], dict[str, FileFacts]]:
+) -> tuple[list[FilePiece], dict[str, FileFacts]]:
     """Write this rank's share of the tensors of a model to the disk; not a collective.
 
     Args:
@@ -119,7 +119,7 @@ def write_tensors(
         What was written, for ``make_index``, and the files, for ``commit_artifact``.
     """
     (directory / folder).mkdir(exist_ok=True)
-    pieces: list[Piece] = []
+    pieces: list[FilePiece] = []
     held: dict[str, torch.Tensor] = {}
     files: list[str] = []
 
@@ -140,20 +140,20 @@ def write_tensors(
         held[key] = value
         dtype = str(value.dtype).removeprefix("torch.")
         pieces.append(
-            Piece(part.name, file_name(), key, first, tuple(value.shape), part.shape, dtype)
+            FilePiece(part.name, file_name(), key, first, tuple(value.shape), part.shape, dtype)
         )
     flush()
     return pieces, {file: write_through(directory / file) for file in files}
 
 
-def _key(part: Part, first: Sequence[int], value: torch.Tensor) -> str:
+def _key(part: TensorPart, first: Sequence[int], value: torch.Tensor) -> str:
     if tuple(value.shape) == part.shape:
         return part.name
     ranges = (f"{at}:{at + size}" for at, size in zip(first, value.shape, strict=True))
     return f"{part.name}[{', '.join(ranges)}]"
 
 
-def _boxes(shares: Sequence[Share]) -> Iterator[tuple[Part, tuple[int, ...], torch.Tensor]]:
+def _boxes(shares: Sequence[Share]) -> Iterator[tuple[TensorPart, tuple[int, ...], torch.Tensor]]:
     """The boxes of the shares, with their positions."""
     for share in shares:
         part = share.part
@@ -168,7 +168,7 @@ def _boxes(shares: Sequence[Share]) -> Iterator[tuple[Part, tuple[int, ...], tor
 
 
 def _taker(
-    part: Part, replica: Part | None, begin: int, end: int, snapshot: Snapshot | None
+    part: TensorPart, replica: TensorPart | None, begin: int, end: int, snapshot: Snapshot | None
 ) -> Callable[[int, int], torch.Tensor]:
     """Reads rows of a share, by their range in the part; hot rows are those of the replica."""
     if replica is None:
@@ -224,7 +224,7 @@ def _canonical(value: torch.Tensor) -> torch.Tensor:
     return (value.float() if is_half else value).contiguous().cpu()
 
 
-def make_index(pieces: Sequence[Piece]) -> dict[str, Any]:
+def make_index(pieces: Sequence[FilePiece]) -> dict[str, Any]:
     """The pieces of all ranks as a JSON document."""
     index: dict[str, Any] = {}
     for piece in pieces:
@@ -248,7 +248,7 @@ class TensorFiles:
 
     def __init__(self, artifact: Artifact, index: Mapping[str, Any]) -> None:
         self._artifact = artifact
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[FilePiece]] = {}
         with artifact.parsing():
             for name, entry in index.items():
                 if not isinstance(entry, dict):
@@ -258,7 +258,7 @@ class TensorFiles:
                     )
                 of, dtype = tuple(map(int, entry["shape"])), str(entry["dtype"])
                 self._pieces[name] = [
-                    Piece(
+                    FilePiece(
                         name,
                         str(piece["file"]),
                         str(piece["key"]),
@@ -290,21 +290,21 @@ class TensorFiles:
         """All values of a tensor."""
         first = self._pieces[name][0]
         value = torch.empty(first.of, dtype=getattr(torch, first.dtype))
-        self._read(Part(name, first.of, value, (0,) * value.dim()))
+        self._read(TensorPart(name, first.of, value, (0,) * value.dim()))
         return value
 
-    def read(self, parts: Iterable[Part]) -> None:
+    def read(self, parts: Iterable[TensorPart]) -> None:
         """Copy the values of parts from the files into them."""
         for part in parts:
             self._read(part)
 
-    def read_rows(self, part: Part, rows: torch.Tensor) -> None:
+    def read_rows(self, part: TensorPart, rows: torch.Tensor) -> None:
         """Copy rows int64 (R,) of the saved tensor into a part; those of -1 keep their values."""
         self._check_type(part)
         for piece in self._pieces[part.name]:
             self._copy_rows(piece, part, rows)
 
-    def _check_type(self, part: Part) -> None:
+    def _check_type(self, part: TensorPart) -> None:
         """Refuse numbers of another type than weights have; optimizers may count in either."""
         saved, expected = self._pieces[part.name][0].dtype, _canonical_type(part.value.dtype)
         is_state = "/" in part.name
@@ -315,7 +315,7 @@ class TensorFiles:
                 f"{saved}. Use another checkpoint."
             )
 
-    def _check_values(self, piece: Piece, values: torch.Tensor) -> None:
+    def _check_values(self, piece: FilePiece, values: torch.Tensor) -> None:
         """Refuse values with which a run would be lost, of those that are read."""
         if values.numel() == 0 or values.dtype == torch.bool:
             return
@@ -331,7 +331,7 @@ class TensorFiles:
                 f"{found:g}. Use another checkpoint."
             )
 
-    def _read(self, part: Part) -> None:
+    def _read(self, part: TensorPart) -> None:
         self._check_type(part)
         for piece in self._pieces[part.name]:
             if part.rows is None:
@@ -339,7 +339,7 @@ class TensorFiles:
             else:
                 self._copy_rows(piece, part, part.rows)
 
-    def _copy_box(self, piece: Piece, part: Part) -> None:
+    def _copy_box(self, piece: FilePiece, part: TensorPart) -> None:
         boxes = _overlap(piece.first, piece.shape, part.first, part.value.shape)
         if boxes is not None:
             source, target = boxes
@@ -347,7 +347,7 @@ class TensorFiles:
             self._check_values(piece, values)
             part.value[target] = values.to(part.value.device)
 
-    def _copy_rows(self, piece: Piece, part: Part, rows_H: torch.Tensor) -> None:
+    def _copy_rows(self, piece: FilePiece, part: TensorPart, rows_H: torch.Tensor) -> None:
         first = piece.first[0]
         is_in = (rows_H >= first) & (rows_H < first + piece.shape[0])
         slots = is_in.nonzero().squeeze(1)
@@ -363,7 +363,7 @@ class TensorFiles:
             values = values.to(device, part.value.dtype)
             part.value[(slice(None), *target)].index_copy_(0, chunk.to(device), values)
 
-    def _open(self, piece: Piece) -> torch.Tensor:
+    def _open(self, piece: FilePiece) -> torch.Tensor:
         """The values of a piece, mapped from its file."""
         try:
             if piece.file not in self._opened:
@@ -383,13 +383,13 @@ class TensorFiles:
         return value
 
 
-def _check_cover(path: Path, name: str, pieces: Sequence[Piece]) -> None:
+def _check_cover(path: Path, name: str, pieces: Sequence[FilePiece]) -> None:
     """Raise an ArtifactError unless the pieces hold each value of a tensor once."""
     found = sum(prod(piece.shape) for piece in pieces)
     expected = f"{path}: expected tensor {name} whole"
     if not pieces or found != prod(pieces[0].of):
         raise ArtifactError(f"{expected}, got {found} of its values. Use another checkpoint.")
-    open_pieces: list[Piece] = []
+    open_pieces: list[FilePiece] = []
     for piece in sorted(pieces, key=lambda piece: piece.first):
         is_box = len(piece.first) == len(piece.shape) == len(piece.of) and all(
             0 <= at <= at + size <= of

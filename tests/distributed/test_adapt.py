@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hotrec.embedding.adapt import AdaptiveHotSet, Decision
+from hotrec.embedding.adapt import AdaptiveHotSet, HotSetDecision
 from hotrec.embedding.convert import check_replicas
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
 from hotrec.types import POPULAR_ROW, OptimizerKind, Partition, Placement, TablePlacement, Tier
@@ -53,7 +53,7 @@ class Found:
     """What a run of some steps gave on one rank."""
 
     losses: list[float]
-    decisions: list[Decision]
+    decisions: list[HotSetDecision]
     tensors: dict[str, torch.Tensor]
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hotrec.artifact import scratch_directory
-from hotrec.assemble.job import model_spec, request_for
+from hotrec.assemble.job import order_of, plan_job
 from hotrec.assemble.order import by_owner, check_assign, choose_assign, make_train_loader
 from hotrec.assemble.trainable import Trainable, assemble
 from hotrec.cli.store import build_config, compose_config
@@ -118,9 +118,9 @@ def make_model(config: Config, placement: Placement) -> Trainable:
     world_size = dist.get_world_size()
     torch.manual_seed(1)
     machine = Machine(world_size, world_size, "cpu", 1 << 30, 1 << 34, BATCH_SIZE)
-    plan = unpredicted(request_for(config, GivenTables(placement)), machine)
-    spec = model_spec(config, SCHEMA)
-    return assemble(spec, plan, placement, machine, torch.device("cpu"))
+    job = plan_job(config, SCHEMA)
+    plan = unpredicted(job.request_for(GivenTables(placement)), machine)
+    return assemble(job.spec, plan, placement, machine, torch.device("cpu"))
 
 
 def run(
@@ -128,13 +128,14 @@ def run(
 ) -> tuple[TrainResult, dict[str, torch.Tensor]]:
     """Train two epochs, or fewer steps; the result and the tables."""
     ranks, world_size = this_rank(), dist.get_world_size()
-    check_assign(config, placement)
+    order = order_of(config)
+    check_assign(order, placement)
     made = make_model(config, placement)
-    assign = choose_assign(config, SCHEMA, placement, made.sharding)
+    assign = choose_assign(order, SCHEMA, placement, made.sharding)
     result = train_model(
         made.model,
         made.optimizer,
-        make_train_loader(config, ranks, made.route, None, None, assign),
+        make_train_loader(order, ranks, made.route, None, None, assign),
         ranks,
         num_steps=num_steps or 2 * -(-NUM_SAMPLES // (BATCH_SIZE * world_size)),
         cadence=Cadence(log_every=1),

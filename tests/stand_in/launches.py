@@ -51,7 +51,7 @@ def measure(names: list[str], num_steps: int) -> dict[str, Launches]:
     """On every rank: the cases, one after the other."""
     import torch
 
-    from hotrec.assemble.job import place
+    from hotrec.assemble.policies import ColdRows
     from hotrec.bench.cases import Case, build_runner, split_case
     from hotrec.bench.samples import ZipfTables
     from hotrec.cli.store import build_config, compose_config
@@ -90,7 +90,7 @@ def measure(names: list[str], num_steps: int) -> dict[str, Launches]:
         else:
             partition = choose_fraction(counts, hot_frac=HOT_FRAC)
         if placement != "planner":
-            placed = place(partition, device.type, tier=tier, cache_load_frac=0.9)
+            placed = ColdRows(tier, 0.9).place(partition, device.type)
             case = split_case(name, placed, pipeline, is_routed_by_loader=routing == "loader")
         pinned = [batch.pin_memory() for batch in batches]
         with recording() as log:

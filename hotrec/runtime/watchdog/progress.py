@@ -49,7 +49,7 @@ _LIBRARIES = ("/torch/", "/torchrec/", "/multiprocessing/", "/threading.py")
 _MAX_FRAMES = 80
 
 
-class Progress:
+class ProgressMarks:
     """Written by the threads that work, read by the watchdog's."""
 
     def __init__(self) -> None:
@@ -109,13 +109,13 @@ class Progress:
         return "; ".join([text, *(f"{name}: {stage}" for name, (stage, _, _) in threads.items())])
 
 
-_progress: Progress | None = None
+_progress: ProgressMarks | None = None
 
 
-def track() -> Progress:
+def track() -> ProgressMarks:
     """The progress of this process from now on; the caller's thread is the main one."""
     global _progress
-    _progress = Progress()
+    _progress = ProgressMarks()
     return _progress
 
 

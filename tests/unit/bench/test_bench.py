@@ -18,7 +18,7 @@ from hotrec.bench.samples import ZipfTables, assigned_batches
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import BenchCase, BenchRootConfig, HotRowsRule
 from hotrec.data.batch import Batch
-from hotrec.data.locality import ByOwner, Shard
+from hotrec.data.locality import ByOwner, ShardOwner
 from hotrec.planner.plan import SplitTables, TorchrecTables
 from hotrec.runtime.ranks import Ranks, process_group
 from hotrec.runtime.traffic import COLLECTIVES
@@ -103,7 +103,7 @@ def test_without_dense_columns_labels_follow_the_first_feature() -> None:
 def test_samples_by_owner_are_all_ranks_samples(world_size: int) -> None:
     tables = zipf_tables()
     by_owner = ByOwner(
-        tables.schema, {"C1": [Shard(rank * 400, rank) for rank in range(world_size)]}, {}
+        tables.schema, {"C1": [ShardOwner(rank * 400, rank) for rank in range(world_size)]}, {}
     )
     before, after = [], []
     for rank in range(world_size):

@@ -21,7 +21,8 @@ from hotrec.config.roots import Config, PathsConfig, PlannerConfig, TrainerConfi
 from hotrec.cost_model.blocks import Block
 from hotrec.cost_model.profile import write_profile
 from hotrec.data.chunks import Dataset
-from hotrec.assemble.job import make_machine
+from hotrec.assemble.job import plan_job
+from hotrec.assemble.machine import make_machine
 from hotrec.assemble.planning import make_proposal
 import hotrec.bench.benchmark, hotrec.calibrate.measure, hotrec.runs.train
 from tests.unit.data.logs import ONE_HOT_SCHEMA, write_dataset
@@ -48,10 +49,9 @@ config = Config(
     planner=PlannerConfig(costs="cpu_1gbit"),
     trainer=TrainerConfig(batch_size=16),
 )
-machine = make_machine(
-    config.planner, world_size=2, ranks_per_host=2, device="cpu", batch_size=16
-)
-plan = make_proposal(config, dataset, machine).settle(folder / "partition")
+machine = make_machine(world_size=2, ranks_per_host=2, device="cpu", batch_size=16)
+job = plan_job(config, dataset.schema)
+plan = make_proposal(job, dataset, machine).settle(folder / "partition")
 assert not {"hydra", "omegaconf"} & set(sys.modules)
 json.dump(
     {
