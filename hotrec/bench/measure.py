@@ -20,7 +20,7 @@ from hotrec.runtime.traffic import count_sent_bytes
 
 # Extra batches for those that a pipeline holds beside the one it computes.
 NUM_AHEAD = 8
-MOST_OPERATORS = 12
+MAX_OPERATORS = 12
 
 
 def num_steps(bench: BenchConfig) -> int:
@@ -141,4 +141,4 @@ def _run_profiled(runner: Runner, num_steps: int) -> dict[str, float]:
             runner.step()
         runner.drain()
     seconds = {e.key: e.self_cpu_time_total / 1e6 / num_steps for e in profiler.key_averages()}
-    return dict(sorted(seconds.items(), key=lambda item: -item[1])[:MOST_OPERATORS])
+    return dict(sorted(seconds.items(), key=lambda item: -item[1])[:MAX_OPERATORS])

@@ -104,7 +104,7 @@ def measure_costs(
         workload = CalibrationWorkload(target, ranks, alone)
         load, shown = LoadMeter(), BudgetProgress(bar, budget)
         shown("network")
-        network = start_network(ranks, max_bytes=max_bytes, most_s=NETWORK_FRAC * budget_s)
+        network = start_network(ranks, max_bytes=max_bytes, max_s=NETWORK_FRAC * budget_s)
         stack.callback(network.close)
         overlaps = [measure_overlap(ranks, max_bytes=max_bytes)]
 

@@ -455,8 +455,8 @@ def _look_up(module: Any, features: KeyedJaggedTensor) -> torch.Tensor:
 def _move_rows(workload: CalibrationWorkload, name: str, num_rows: int, dim: int) -> Work:
     """Move distinct rows with their state into slots or back, as look-ahead's threads do."""
     state_floats = row_spec(workload).state_bytes_per_row(dim) // 4
-    most_rows = max(workload.moved_rows(_slot_bytes(workload)))
-    num_all = max(most_rows, workload.target.cap_bytes // (4 * (dim + state_floats)))
+    max_rows = max(workload.moved_rows(_slot_bytes(workload)))
+    num_all = max(max_rows, workload.target.cap_bytes // (4 * (dim + state_floats)))
     generator = torch.Generator().manual_seed(workload.target.seed)
 
     def build() -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
@@ -467,7 +467,7 @@ def _move_rows(workload: CalibrationWorkload, name: str, num_rows: int, dim: int
 
     seen, order = workload.once("mover", dim, build)
     host, mapped = [here for here, _ in seen], [there for _, there in seen]
-    held = [torch.ones(most_rows, *part.shape[1:], device=workload.device) for part in host]
+    held = [torch.ones(max_rows, *part.shape[1:], device=workload.device) for part in host]
     is_mapped = name == FETCHES[RowFetch.mapped]
     mover = RowMover(host, held, workload.device, mapped if is_mapped else None)
     turns = cycle(order[: num_all // num_rows * num_rows].view(-1, num_rows))
@@ -542,14 +542,14 @@ def _merge(messages: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 
 def replicated_probes(workload: CalibrationWorkload) -> list[Probe]:
     """TorchRec's data-parallel tables: those with fewer rows than a batch has samples."""
-    most_rows = workload.target.batch_size
-    least_rows = min(workload.target.table_rows)
-    target = workload.target.only(lambda rows: rows <= max(most_rows, least_rows))
-    table_rows = [min(most_rows, rows) for rows in target.table_rows]
+    max_rows = workload.target.batch_size
+    min_rows = min(workload.target.table_rows)
+    target = workload.target.only(lambda rows: rows <= max(max_rows, min_rows))
+    table_rows = [min(max_rows, rows) for rows in target.table_rows]
     target = replace(target, table_rows=table_rows)
     of_small = CalibrationWorkload(target, workload.ranks, workload.alone)
     # Enough rows that their cost stands out from that of the call.
-    total = max(sum(table_rows), 8 * most_rows, MIN_REPLICATED_ROWS)
+    total = max(sum(table_rows), 8 * max_rows, MIN_REPLICATED_ROWS)
     rows = [max(1, total // 16), max(2, total // 4), max(3, total)]
     dims = sorted({dim for _, dim in workload.sizes()})
     return [

@@ -254,17 +254,17 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
             shown = f"waiting in {stage}"
             beyond += _beyond(anchors, "dense", [waiting[stage]], WAITING_FRACS, shown)
             continue
-        is_own = any((family, stage) in KERNELS_OF for family in (HOT_COLD, TORCHREC))
+        is_by_family = any((family, stage) in KERNELS_OF for family in (HOT_COLD, TORCHREC))
         # A large replica costs more per row, but a line has one slope. Fitting the large one errs
         # towards fewer replicas.
         chosen = [a for a in anchors if stage != "optimizer" or a.coverage in (None, 1.0)]
-        points = [_point(anchor, stage, is_own) for anchor in chosen]
+        points = [_point(anchor, stage, is_by_family) for anchor in chosen]
         used = [point for point in points if point.seconds > 0]
         if len(used) < 2:
             continue
-        overheads[stage], factors = _fit_compute(used, _least_s(anchors, stage))
+        overheads[stage], factors = _fit_compute(used, _min_s(anchors, stage))
         beyond += _beyond(anchors, stage, factors, COMPUTE_FACTORS)
-        if not is_own:
+        if not is_by_family:
             corrections[stage] = factors[0]
             continue
         for family, factor in zip((HOT_COLD, TORCHREC), factors, strict=True):
@@ -290,16 +290,16 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
     )
 
 
-def _least_s(anchors: Sequence[Anchor], stage: str) -> float:
+def _min_s(anchors: Sequence[Anchor], stage: str) -> float:
     """The least that the stage took where it was predicted, which bounds its overhead."""
     took = [a.measured_s[stage] for a in anchors if a.predicted_s[stage] > 0]
     return min((seconds for seconds in took if seconds > 0), default=math.inf)
 
 
-def _fit_compute(points: Sequence[Point], most_s: float) -> tuple[float, list[float]]:
+def _fit_compute(points: Sequence[Point], max_s: float) -> tuple[float, list[float]]:
     """Overhead, and the factors of items and of bytes; 1 where none was measured.
 
-    Least squares of relative errors, with the overhead up to ``most_s`` and factors in
+    Least squares of relative errors, with the overhead up to ``max_s`` and factors in
     COMPUTE_FACTORS.
     """
     seconds = np.array([point.seconds for point in points])
@@ -310,7 +310,7 @@ def _fit_compute(points: Sequence[Point], most_s: float) -> tuple[float, list[fl
         columns[:, used] / seconds[:, None],
         np.ones(seconds.size),
         [0.0 if at == 0 else low for at in used],
-        [most_s if at == 0 else high for at in used],
+        [max_s if at == 0 else high for at in used],
     )
     factors = dict(zip(used, found.tolist(), strict=True))
     return factors[0], [factors.get(1, 1.0), factors.get(2, 1.0)]
@@ -419,12 +419,12 @@ def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, dict
     return overhead, waiting, dict(zip(found, factors, strict=True))
 
 
-def _point(anchor: Anchor, stage: str, is_own: bool) -> Point:
+def _point(anchor: Anchor, stage: str, is_by_family: bool) -> Point:
     """The prediction of HOT_COLD (or of both families) as items, that of TORCHREC as bytes."""
     predicted, measured = anchor.predicted_s[stage], anchor.measured_s[stage]
-    if is_own and (anchor.family, stage) not in KERNELS_OF:
+    if is_by_family and (anchor.family, stage) not in KERNELS_OF:
         return Point(0.0, 0.0, 0.0, 0.0)
-    if is_own and anchor.family == TORCHREC:
+    if is_by_family and anchor.family == TORCHREC:
         return Point(0.0, predicted, measured, 0.0)
     return Point(predicted, 0.0, measured, 0.0)
 
@@ -469,9 +469,9 @@ class StepTarget:
     def of(workload: CalibrationWorkload) -> StepTarget:
         """The target, whose tables take at most its cap on each rank."""
         target = workload.target
-        most_rows = workload.ranks.world_size * target.cap_bytes // (4 * workload.dim)
+        max_rows = workload.ranks.world_size * target.cap_bytes // (4 * workload.dim)
         samples = ZipfTables(
-            cut_tables(target.table_rows, most_rows),
+            cut_tables(target.table_rows, max_rows),
             exponent=target.exponents,
             num_dense=target.num_dense,
             seed=target.seed,

@@ -93,12 +93,12 @@ class CalibrationTarget:
         )
 
 
-def cut_tables(table_rows: Sequence[int], most_rows: int) -> list[int]:
-    """Cut the largest tables to a common size so that all have at most ``most_rows`` together.
+def cut_tables(table_rows: Sequence[int], max_rows: int) -> list[int]:
+    """Cut the largest tables to a common size so that all have at most ``max_rows`` together.
 
     Small tables keep their size, since it decides whether they stay in the CPU cache.
     """
-    left, height = most_rows, 0
+    left, height = max_rows, 0
     for number, rows in enumerate(sorted(table_rows)):
         height = max(1, left // (len(table_rows) - number))
         if rows > height:
@@ -158,8 +158,8 @@ class CalibrationWorkload:
     @cached_property
     def samples(self) -> ZipfTables:
         """Batches that read the whole tables."""
-        most_rows = self.target.cap_bytes // SAMPLED_ROW_BYTES
-        return self._zipf(cut_tables(self.target.table_rows, most_rows))
+        max_rows = self.target.cap_bytes // SAMPLED_ROW_BYTES
+        return self._zipf(cut_tables(self.target.table_rows, max_rows))
 
     @cached_property
     def own_samples(self) -> ZipfTables:

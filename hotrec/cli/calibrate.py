@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 # Used without a dataset: the columns of the Criteo logs, tables larger than the cache.
 STAND_IN_TABLES, STAND_IN_ROWS, STAND_IN_DENSE = 26, 100_000, 13
 # First bags of each feature, which tell their lengths and how often ids repeat.
-NUM_BAGS, MOST_LOOKUPS = 16_384, 1 << 18
+NUM_BAGS, MAX_LOOKUPS = 16_384, 1 << 18
 
 
 def run(config: Config, run_dir: Path) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _read_sizes(config: Config) -> Sizes:
 def _zipf_exponent(ids: Integers | Jagged, num_rows: int) -> float:
     if isinstance(ids, Jagged):
         ids = ids.values[: ids.offsets[: NUM_BAGS + 1][-1]]
-    return fit_zipf_exponent(ids[:MOST_LOOKUPS].astype(np.int64), num_rows)
+    return fit_zipf_exponent(ids[:MAX_LOOKUPS].astype(np.int64), num_rows)
 
 
 def _bag_lengths(ids: Integers | Jagged) -> Rows:

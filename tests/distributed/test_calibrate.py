@@ -107,7 +107,7 @@ def measure_two_hosts() -> tuple[list[Any], float, float]:
 
     rank = dist.get_rank()
     ranks = Ranks(rank, 4, rank % 2, 2, torch.device("cpu"))
-    network = start_network(ranks, max_bytes=16384.0, most_s=60.0)
+    network = start_network(ranks, max_bytes=16384.0, max_s=60.0)
     intra, inter = network.links()
     assert intra is not None
     assert inter is not None
