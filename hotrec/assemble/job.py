@@ -141,11 +141,30 @@ def make_machine(
     planner: PlannerConfig, *, world_size: int, ranks_per_host: int, device: str, batch_size: int
 ) -> Machine:
     """The machine to plan for: as configured, else as detected."""
-    if planner.hbm_gib is None and device == "cuda" and torch.cuda.is_available():
+    return detect_machine(
+        planner.hbm_gib,
+        planner.host_gib,
+        world_size=world_size,
+        ranks_per_host=ranks_per_host,
+        device=device,
+        batch_size=batch_size,
+    )
+
+
+def detect_machine(
+    hbm_gib: float | None = None,
+    host_gib: float | None = None,
+    *,
+    world_size: int,
+    ranks_per_host: int,
+    device: str,
+    batch_size: int,
+) -> Machine:
+    """The machine to plan for, with this memory of a device and of a host; None as detected."""
+    if hbm_gib is None and device == "cuda" and torch.cuda.is_available():
         device_bytes = free_device_bytes()
     else:
-        device_bytes = int((planner.hbm_gib or ASSUMED_DEVICE_GIB) * GIB)
-    host_gib = planner.host_gib
+        device_bytes = int((hbm_gib or ASSUMED_DEVICE_GIB) * GIB)
     return Machine(
         world_size=world_size,
         local_world_size=ranks_per_host,

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hotrec.assemble.job import chosen_device
+from hotrec.bench.job import make_subject
+from hotrec.bench.samples import table_per_feature
 from hotrec.calibrate.fit import fit_from_run
 from hotrec.calibrate.loader import SPLIT
 from hotrec.calibrate.measure import costs_table, measure_costs
@@ -52,21 +54,17 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         dataset = Path(config.paths.dataset)
         # All ranks alike, whatever a file system shows each of them.
         is_there = broadcast_object(dataset.exists())
-        subject = CalibrationTarget(
-            table_rows=table_rows,
-            model=config.model,
-            optimizer=config.optimizer,
-            num_dense=num_dense,
+        columns = schema if config.model.names_columns else None
+        subject = make_subject(
+            config.model,
+            config.optimizer,
+            table_per_feature(table_rows, num_dense, columns),
             batch_size=config.trainer.batch_size,
-            cap_bytes=settings.cap_mib << 20,
             seed=config.trainer.seed,
-            schema=schema if config.model.names_columns else None,
-            zipf_exponents=exponents,
-            bag_lengths=bag_lengths,
         )
         costs = measure_costs(
             ranks,
-            subject,
+            CalibrationTarget(subject, settings.cap_mib << 20, exponents, bag_lengths),
             name=settings.name,
             max_bytes=settings.max_bytes,
             repeats=settings.repeats,
