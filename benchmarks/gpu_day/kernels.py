@@ -11,6 +11,7 @@ from benchmarks.gpu_day.stage import bench_config, free_memory
 from benchmarks.gpu_day.tbe import DEVICE, LOCATIONS, MAPPED_SLOTS, SLOTS, UVM, UVM_CACHE, Tables
 from hotrec.assemble.policies import ColdRows
 from hotrec.bench.cases import Case, build_runner, split_case
+from hotrec.bench.job import subject_of
 from hotrec.bench.samples import ZipfTables
 from hotrec.embedding.update_rules import sum_by_row, update_rows
 from hotrec.planner.plan import Plan, TorchrecTables
@@ -122,7 +123,8 @@ def check_step(
         num_steps + 4, batch_size=config.bench.batch_size, rank=0, world_size=1
     )
     case = make_case(name, tier, samples.count(10000))
-    runner = build_runner(config, case, samples.schema, batches, ranks, samples)
+    subject = subject_of(config, samples.schema)
+    runner = build_runner(subject, case, batches, ranks, samples)
     for _ in range(num_steps - 1):
         runner.step()
     runner.drain()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from types import SimpleNamespace
@@ -35,7 +35,6 @@ from hotrec.embedding.optimizers import HotOptimizer, make_dense, make_replicate
 from hotrec.embedding.owned_rows import RowOwners, Shard
 from hotrec.embedding.pooling import pool_rows
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.models.shape import work_of
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture
 from hotrec.routing.features import RoutedGroup
@@ -62,7 +61,7 @@ def all_probes(workload: CalibrationWorkload) -> list[Probe]:
     dim = workload.dim
     at_dim = [(num_ids, of_dim) for num_ids, of_dim in sizes if of_dim == dim]
     samples = sorted({max(1, batch_size // part) for part in (8, 2)} | {batch_size, 2 * batch_size})
-    work = work_of(workload.architecture)
+    work = target.subject.work
     values = [max(1, work.num_dense_values // part) for part in (16, 4, 1)]
 
     def by_items(name: str, make: Callable[..., Work], numbers: Sequence[int]) -> Probe:
@@ -171,6 +170,7 @@ def _copy(workload: CalibrationWorkload, num_rows: int, dim: int) -> Work:
 
 def build_dense_layers(workload: CalibrationWorkload) -> nn.Module:
     """The configured model with pooled columns as input instead of ids."""
+    target = workload.target
     tables = [
         EmbeddingBagConfig(
             name=name, num_embeddings=1, embedding_dim=workload.dim, feature_names=[name]
@@ -178,14 +178,14 @@ def build_dense_layers(workload: CalibrationWorkload) -> nn.Module:
         for name in workload.samples.schema.feature_names
     ]
     embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    shape = workload.architecture
-    built: Any = build_architecture(shape, embeddings, workload.target.seed, workload.device)
+    shape = target.spec.architecture
+    built: Any = build_architecture(shape, embeddings, target.seed, workload.device)
     built.sparse_arch.embedding_bag_collection = nn.Identity()
     return ClickTask(built, workload.ranks.world_size)
 
 
 def _dense(workload: CalibrationWorkload, num_samples: int, dim: int) -> Work:
-    work = work_of(workload.architecture)
+    work = workload.target.subject.work
     task = workload.once("task", 0, lambda: build_dense_layers(workload))
     turns = _pooled_batches(workload, num_samples)
 
@@ -199,11 +199,12 @@ def _dense(workload: CalibrationWorkload, num_samples: int, dim: int) -> Work:
 def _pooled_batches(workload: CalibrationWorkload, num_samples: int) -> Iterator[Batch]:
     names = list(workload.samples.schema.feature_names)
     dims = [workload.dim] * len(names)
+    num_dense = len(workload.target.schema.dense)
     while True:
         values = torch.randn(num_samples, sum(dims), device=workload.device, requires_grad=True)
         pooled: Any = KeyedTensor(names, dims, values)
         yield Batch(
-            dense=torch.randn(num_samples, workload.target.num_dense, device=workload.device),
+            dense=torch.randn(num_samples, num_dense, device=workload.device),
             sparse=pooled,
             labels=torch.ones(num_samples, device=workload.device),
             weights=torch.ones(num_samples, device=workload.device),
@@ -224,7 +225,7 @@ def _dense_update(workload: CalibrationWorkload, num_values: int, dim: int) -> W
     sizes = [parameter.numel() for parameter in task.parameters()]
     scale = num_values / sum(sizes)
     params = _with_grads([(max(1, round(n * scale)),) for n in sizes], workload.device)
-    optimizer = make_dense(workload.specs[1], params)
+    optimizer = make_dense(workload.target.spec.dense, params)
     return Work(lambda _: optimizer.step(), sum(p.numel() for p in params), 0)
 
 
@@ -343,7 +344,7 @@ def _update(hot: _Hot) -> Timed:
     """The optimizer's step after one backward pass."""
     turns, replicas = cycle(hot.samples), hot.replicas()
     names = [f"table{number}" for number in range(len(hot.num_rows_T))]
-    optimizer = HotOptimizer({"": replicas}, {"": names}, hot.workload.specs[0])
+    optimizer = HotOptimizer({"": replicas}, {"": names}, hot.workload.target.spec.embedding)
 
     def prepare() -> None:
         rows = replicas(next(turns))
@@ -451,8 +452,8 @@ def _look_up(module: Any, features: KeyedJaggedTensor) -> torch.Tensor:
 def _move_rows(workload: CalibrationWorkload, name: str, num_rows: int, dim: int) -> Work:
     """Move distinct rows with their state into slots or back, as look-ahead's threads do."""
     state_floats = row_spec(workload).state_bytes_per_row(dim) // 4
-    most_rows = max(workload.moved_rows(_slot_bytes(workload)))
-    num_all = max(most_rows, workload.target.cap_bytes // (4 * (dim + state_floats)))
+    max_rows = max(workload.moved_rows(_slot_bytes(workload)))
+    num_all = max(max_rows, workload.target.cap_bytes // (4 * (dim + state_floats)))
     generator = torch.Generator().manual_seed(workload.target.seed)
 
     def build() -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
@@ -463,7 +464,7 @@ def _move_rows(workload: CalibrationWorkload, name: str, num_rows: int, dim: int
 
     seen, order = workload.once("mover", dim, build)
     host, mapped = [here for here, _ in seen], [there for _, there in seen]
-    held = [torch.ones(most_rows, *part.shape[1:], device=workload.device) for part in host]
+    held = [torch.ones(max_rows, *part.shape[1:], device=workload.device) for part in host]
     is_mapped = name == FETCHES[RowFetch.mapped]
     mover = RowMover(host, held, workload.device, mapped if is_mapped else None)
     turns = cycle(order[: num_all // num_rows * num_rows].view(-1, num_rows))
@@ -503,7 +504,7 @@ def _slot_bytes(workload: CalibrationWorkload) -> int:
 
 def row_spec(workload: CalibrationWorkload) -> OptimizerSpec:
     """The optimizer of sharded rows: the configured one where the device supports it."""
-    spec, _ = workload.specs
+    spec = workload.target.spec.embedding
     if spec.kind is OptimizerKind.adam and workload.device.type == "cpu":
         # FBGEMM has no Adam on CPU, but plans that shard rows are still predicted.
         return OptimizerSpec(OptimizerKind.adagrad, spec.learning_rate, spec.eps)
@@ -538,14 +539,12 @@ def _merge(messages: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 
 def replicated_probes(workload: CalibrationWorkload) -> list[Probe]:
     """TorchRec's data-parallel tables: those with fewer rows than a batch has samples."""
-    most_rows = workload.target.batch_size
-    least_rows = min(workload.target.table_rows)
-    target = workload.target.only(lambda rows: rows <= max(most_rows, least_rows))
-    table_rows = [min(most_rows, rows) for rows in target.table_rows]
-    target = replace(target, table_rows=table_rows)
+    max_rows = workload.target.batch_size
+    target = workload.target.small(max_rows)
+    table_rows = target.table_rows
     of_small = CalibrationWorkload(target, workload.ranks, workload.alone)
     # Enough rows that their cost stands out from that of the call.
-    total = max(sum(table_rows), 8 * most_rows, MIN_REPLICATED_ROWS)
+    total = max(sum(table_rows), 8 * max_rows, MIN_REPLICATED_ROWS)
     rows = [max(1, total // 16), max(2, total // 4), max(3, total)]
     dims = sorted({dim for _, dim in workload.sizes()})
     return [
@@ -591,7 +590,7 @@ def _replicated_read(workload: CalibrationWorkload, num_ids: int, dim: int) -> W
 def _replicated_update(
     workload: CalibrationWorkload, num_tables: int, num_rows: int, dim: int
 ) -> Work:
-    spec, _ = workload.specs
+    spec = workload.target.spec.embedding
     per_table = cut_tables([num_rows] * num_tables, num_rows)
     params = _with_grads([(rows, dim) for rows in per_table], workload.device)
     make_optimizer = make_dense if spec.kind is OptimizerKind.adam else make_replicated_tables

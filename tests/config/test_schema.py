@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hotrec
-from hotrec.bench.benchmark import SETTINGS
+from hotrec.bench.job import SETTINGS
 from hotrec.cli.store import conf_dir
 from hotrec.config import data, groups, roots
 from hotrec.config.fields import VARIANTS
@@ -33,7 +33,7 @@ READ_BY_NAME |= {"attention", "attention_layer_sizes"}
 READ_BY_NAME |= {"cross_num_layers", "cross_low_rank_dim", "_target_"}
 # By the property keeps_best.
 READ_BY_NAME |= {"keep_best"}
-# Those of the page of a benchmark, see hotrec.bench.benchmark.SETTINGS.
+# Those of the page of a benchmark, see hotrec.bench.job.SETTINGS.
 READ_BY_NAME |= set(SETTINGS)
 
 

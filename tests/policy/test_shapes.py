@@ -32,21 +32,10 @@ SEVERAL_CLASSES = {
 }
 
 # Where a configuration is read: the commands, and what they call first.
-DOOR = ("hotrec.cli", "hotrec.config", "hotrec.assemble.job", "hotrec.runs")
+DOOR = ("hotrec.cli", "hotrec.config", "hotrec.assemble.job", "hotrec.bench.job", "hotrec.runs")
 
 # Module -> the sections that it reads below the door. May only shrink.
-BELOW_THE_DOOR = {
-    "hotrec.bench.benchmark": {"BenchConfig", "BenchRootConfig"},  # the cases of a benchmark
-    "hotrec.bench.cases": {"BenchConfig", "BenchRootConfig", "BenchVariant"},
-    "hotrec.bench.measure": {"BenchConfig"},
-    "hotrec.calibrate.steps": {  # which times the cases of a benchmark
-        "BenchConfig",
-        "BenchRootConfig",
-        "LaunchConfig",
-        "PlannerConfig",
-    },
-    "hotrec.calibrate.workload": {"ModelConfig", "OptimizerConfig"},
-}
+BELOW_THE_DOOR: dict[str, set[str]] = {}
 
 # The modules of sections; the specification of a log, in hotrec.config.data, is a value that the
 # readers of logs take.

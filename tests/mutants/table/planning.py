@@ -412,8 +412,8 @@ MUTANTS = [
         "trial.slowest_rank",
         "A block lasts as long as on the slowest rank, the same on every rank.",
         "hotrec/runs/trial.py",
-        "        self._drain()\n        return max(all_gather_object(seconds))",
-        "        self._drain()\n        return all_gather_object(seconds) and seconds",
+        "return max(all_gather_object(block.mean_step_s))",
+        "return all_gather_object(block.mean_step_s) and block.mean_step_s",
         "distributed/test_trial.py::test_the_fastest_is_found_on_every_rank",
     ),
     mutant(
