@@ -27,10 +27,13 @@ export OMP_NUM_THREADS ?= 1
 
 # Fast tests first: a typo shows within seconds, before ranks are started.
 FAST_TESTS := $(wildcard tests/policy tests/unit tests/config tests/frozen)
-# Of what is around the program: benchmark scripts, launchers, the wheel. CI runs them as well.
-MORE_TESTS := $(wildcard tests/benchmarks tests/launch)
-OTHER_TESTS := $(filter-out $(FAST_TESTS) $(MORE_TESTS) tests/data tests/__pycache__,\
-    $(patsubst %/,%,$(wildcard tests/*/)))
+# Of what is around the program: benchmark scripts, launchers, the wheel; and the whole of the tables of
+# which make test runs a sample. CI runs them as well.
+MORE_TESTS := $(wildcard tests/benchmarks tests/launch tests/whole)
+# Files that take a minute before the many short ones, so that no worker is left alone with one.
+LONG_TESTS := $(wildcard tests/distributed tests/faults tests/stand_in)
+OTHER_TESTS := $(LONG_TESTS) $(filter-out $(FAST_TESTS) $(LONG_TESTS) $(MORE_TESTS) tests/data \
+    tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 # Tests side by side, by file; 0 for one after the other.
 JOBS ?= 2
 # What make test runs, e.g. make test TESTS=tests/unit/planner.
@@ -72,13 +75,13 @@ quickstart: $(INSTALLED) ## Install, then train a DLRM on a real click log with 
 	@echo '`. $(BIN)/activate` puts hotrec on your path.'
 
 test: $(INSTALLED_DEV) ## Install what the tests need, then run the suite.
-	$(BIN)/python -m pytest $(TESTS) --numprocesses=$(JOBS) --dist=loadfile --durations=10 \
-	    --junitxml=build/tests.xml $(ARGS)
+	$(BIN)/python -m pytest $(TESTS) --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder \
+	    --durations=10 --junitxml=build/tests.xml $(ARGS)
 
 durations: ## Print how long each file of tests took in the last make test.
 	$(BIN)/python -m tests.durations build/tests.xml
 
-test-more: ## Run the tests of benchmark scripts, launchers and the wheel.
+test-more: ## Run the tests of benchmark scripts, launchers and the wheel, and whole tables.
 	$(MAKE) test TESTS="$(MORE_TESTS)"
 
 faults: $(INSTALLED_DEV) ## Run every case of damaged files, bad data and signals.

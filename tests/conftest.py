@@ -29,8 +29,10 @@ def one_rank() -> Iterator[Ranks]:
     import torch
 
     from hotrec.runtime.ranks import process_group
+    from tests.helpers.quiet import log_little
 
     torch.set_num_threads(1)
+    log_little()
     with process_group(device="cpu") as ranks:
         yield ranks
 

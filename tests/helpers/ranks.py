@@ -27,7 +27,7 @@ from typing import Any
 GRACE_S = 3.0
 
 # What ranks import in any case. A test imports more where it needs it.
-PRELOAD = ["torch", "torchrec", "hotrec.assemble.order", "tests.distributed.setups"]
+PRELOAD = ["torch", "tests.helpers.quiet", "hotrec.assemble.order", "tests.distributed.setups"]
 
 
 class RanksError(RuntimeError):
@@ -171,7 +171,10 @@ def _call_in_group(call: bytes, rank: int, world_size: int, timeout_s: float, fo
     import torch
     import torch.distributed as dist
 
+    from tests.helpers.quiet import log_little
+
     torch.set_num_threads(1)
+    log_little()
     store = dist.FileStore(str(folder / "rendezvous"), world_size)
     dist.init_process_group(
         "gloo",
