@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Iterator
@@ -11,6 +12,12 @@ import pytest
 
 if TYPE_CHECKING:
     from hotrec.runtime.ranks import Ranks
+
+
+def pytest_collection_finish() -> None:
+    """Have no collection of garbage walk over what the imports of all tests have made."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -171,10 +172,11 @@ def _call_in_group(call: bytes, rank: int, world_size: int, timeout_s: float, fo
     import torch
     import torch.distributed as dist
 
-    from tests.helpers.quiet import log_little
-
     torch.set_num_threads(1)
-    log_little()
+    if "torchrec" in sys.modules:  # not in a spawned rank, which may need none
+        from tests.helpers.quiet import log_little
+
+        log_little()
     store = dist.FileStore(str(folder / "rendezvous"), world_size)
     dist.init_process_group(
         "gloo",
