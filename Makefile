@@ -27,9 +27,10 @@ export OMP_NUM_THREADS ?= 1
 
 # Fast tests first: a typo shows within seconds, before ranks are started.
 FAST_TESTS := $(wildcard tests/policy tests/unit tests/config tests/frozen)
-# Of what is around the program: benchmark scripts, launchers, the wheel; and the whole of the tables of
-# which make test runs a sample. CI runs them as well.
-MORE_TESTS := $(wildcard tests/benchmarks tests/launch tests/whole)
+# Of what is around the program: benchmark scripts, launchers, the wheel. CI runs them as well.
+MORE_TESTS := $(wildcard tests/benchmarks tests/launch)
+# Files with a table of which make test runs a sample, see tests/README.md.
+SAMPLED_TESTS := $(shell grep -rl --include=test_*.py helpers.samples tests)
 # Files that take a minute before the many short ones, so that no worker is left alone with one.
 LONG_TESTS := $(wildcard tests/distributed tests/faults tests/stand_in)
 OTHER_TESTS := $(LONG_TESTS) $(filter-out $(FAST_TESTS) $(LONG_TESTS) $(MORE_TESTS) tests/data \
@@ -82,7 +83,7 @@ durations: ## Print how long each file of tests took in the last make test.
 	$(BIN)/python -m tests.durations build/tests.xml
 
 test-more: ## Run the tests of benchmark scripts, launchers and the wheel, and whole tables.
-	$(MAKE) test TESTS="$(MORE_TESTS)"
+	HOTREC_TESTS_WHOLE=1 $(MAKE) test TESTS="$(MORE_TESTS) $(SAMPLED_TESTS)"
 
 faults: $(INSTALLED_DEV) ## Run every case of damaged files, bad data and signals.
 	$(BIN)/python -m tests.faults run $(ARGS)

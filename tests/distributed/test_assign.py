@@ -43,6 +43,7 @@ from hotrec.types import (
 )
 from tests.distributed.setups import this_rank
 from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import on_ranks
 from tests.helpers.training import Cadence, train_model
 
 NUM_ROWS = {"t0": 2000, "t1": 1500, "t2": 700, "t3": 5, "t4": 301}
@@ -219,7 +220,7 @@ def check_owners(folder: Path) -> None:
 def run_checks(folder: Path) -> None:
     torch.set_num_threads(1)
     check_owners(folder)
-    for case in CASES:
+    for case in on_ranks(CASES, dist.get_world_size()):
         dist.barrier()
         check_training(folder, *case)
 

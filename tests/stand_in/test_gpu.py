@@ -1,6 +1,6 @@
 """tests/gpu on the stand-in: no test of a GPU waits for one to be found wrong.
 
-A quarter of the cases of each test; ``tests/whole/test_gpu.py`` runs all of them.
+``make test`` runs a quarter of the cases of each test, ``make test-more`` all of them.
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ import sys
 
 import pytest
 
+from tests.helpers.samples import is_whole
 from tests.stand_in.build import why_not
 from tests.stand_in.log import REPOSITORY
 
-pytestmark = [
-    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
-    pytest.mark.timeout(600),
-]
 
-
-def run_on_the_stand_in(*words: str) -> None:
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.timeout(600)
+def test_tests_of_a_gpu_pass() -> None:
     # Of a process alone, whatever started this one.
     ours = ("PYTEST_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    command = [sys.executable, "-m", "tests.stand_in.run_tests", "tests/gpu", "-q", "--no-header"]
+    words = ["tests/gpu", "-q", "--no-header", *([] if is_whole() else ["--sample=4"])]
     done = subprocess.run(
-        [*command, *words],
+        [sys.executable, "-m", "tests.stand_in.run_tests", *words],
         cwd=REPOSITORY,
         env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -35,7 +33,3 @@ def run_on_the_stand_in(*words: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-
-
-def test_tests_of_a_gpu_pass() -> None:
-    run_on_the_stand_in("--sample=4")
