@@ -9,18 +9,12 @@ import pytest
 from torchrec.distributed.types import ShardingPlan
 
 from hotrec.assemble.order import check_assign, choose_assign, owned_tables
-from hotrec.cli.store import build_config, compose_config
-from hotrec.config.roots import Config
 from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
+from tests.unit.assemble.configs import config_of
 from tests.unit.data.logs import SCHEMA
 
 NUM_ROWS = {"t_a": 10, "t_b": 1000}
 POOLED = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
-
-
-def config_of(*words: str) -> Config:
-    config: Config = build_config(compose_config("config", list(words)))
-    return config
 
 
 def placement_of(num_hot: tuple[int, int], **tables: TablePlacement) -> Placement:

@@ -17,8 +17,6 @@ from hotrec.assemble.order import (
     make_train_loader,
 )
 from hotrec.assemble.planning import SettledPlan
-from hotrec.cli.store import build_config, compose_config
-from hotrec.config.roots import Config
 from hotrec.data.chunks import Dataset
 from hotrec.planner.partition import write_partition
 from hotrec.planner.plan import Plan, TorchrecTables
@@ -26,13 +24,10 @@ from hotrec.planner.propose import split_of
 from hotrec.planner.request import GivenTables, PlanRequest
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Partition, Placement
+from tests.unit.assemble.configs import config_of
 from tests.unit.data.logs import samples_of, write_dataset
 
 NUM_ROWS = {"t_a": 10, "t_b": 1000}
-
-
-def config_of(*words: str) -> Config:
-    return build_config(compose_config("config", ["trainer.batch_size=4", *words]))
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +59,16 @@ TORCHREC = SettledPlan(Plan(TorchrecTables()), None)
 def test_samples_come_as_the_order_says(dataset: Dataset, order: str, is_in_order: bool) -> None:
     words = (f"order={order}", f"paths.dataset={dataset.artifact.path}", "trainer.num_workers=0")
     ranks = Ranks(0, 1, 0, 1, torch.device("cpu"))
-    loader = make_train_loader(config_of(*words), ranks, None, None, None, None)
+    loader = make_train_loader(
+        config_of("trainer.batch_size=4", *words), ranks, None, None, None, None
+    )
     samples = [sample for batch in loader for sample in samples_of(batch)]
     assert sorted(samples) == [*range(90)]
     assert (samples == [*range(90)]) == is_in_order
 
 
 def test_the_ordinary_order_needs_no_kinds(dataset: Dataset, tmp_path: Path) -> None:
-    config = config_of()
+    config = config_of("trainer.batch_size=4")
     found = find_all_hot(config, dataset, TORCHREC, tmp_path, tmp_path, is_resumed=False)
     assert found is None
     assert make_alternation(config, found, 2) is None
@@ -80,7 +77,7 @@ def test_the_ordinary_order_needs_no_kinds(dataset: Dataset, tmp_path: Path) -> 
 
 
 def test_placements_without_hot_rows_are_refused(dataset: Dataset, tmp_path: Path) -> None:
-    config = config_of("order=all_hot")
+    config = config_of("trainer.batch_size=4", "order=all_hot")
     cold = settled_plan(dataset, tmp_path, (0, 0))
     for given, found in ((TORCHREC, "TorchRec's own plan"), (cold, "by hand: 0 hot rows")):
         with pytest.raises(ValueError, match=f"with hot rows for order=all_hot, got {found}"):
@@ -90,7 +87,7 @@ def test_placements_without_hot_rows_are_refused(dataset: Dataset, tmp_path: Pat
 def test_a_resumed_run_refuses_stale_samples_and_a_new_one_replaces_them(
     dataset: Dataset, tmp_path: Path
 ) -> None:
-    config = config_of("order=all_hot")
+    config = config_of("trainer.batch_size=4", "order=all_hot")
     before = settled_plan(dataset, tmp_path, (8, 900))
     first = find_all_hot(config, dataset, before, tmp_path, tmp_path, is_resumed=False)
     other = settled_plan(dataset, tmp_path, (9, 900))
@@ -122,7 +119,7 @@ def test_the_order_is_logged_once(
     words: list[str],
     said: str,
 ) -> None:
-    config = config_of("order=all_hot", *words)
+    config = config_of("trainer.batch_size=4", "order=all_hot", *words)
     given = settled_plan(dataset, tmp_path, num_hot)
     samples = find_all_hot(config, dataset, given, tmp_path, tmp_path, is_resumed=False)
     with caplog.at_level(logging.INFO, logger="hotrec"):
