@@ -8,6 +8,7 @@ error that names the rank; no rank and no file outlives the call.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -28,7 +29,10 @@ from typing import Any
 GRACE_S = 3.0
 
 # What ranks import in any case. A test imports more where it needs it.
-PRELOAD = ["torch", "tests.helpers.quiet", "hotrec.assemble.order", "tests.distributed.setups"]
+PRELOAD = [
+    *("pytest", "torch", "tests.helpers.quiet", "hotrec.assemble.order", "hotrec.program.parallel"),
+    "tests.distributed.setups",
+]
 
 
 class RanksError(RuntimeError):
@@ -144,6 +148,7 @@ def _run_rank(
     timeout_s: float,
     folder: Path,
 ) -> None:
+    gc.freeze()  # so that collections copy no pages of what the server has imported
     # The server has the environment of the first call.
     os.environ.clear()
     os.environ.update(environment)
