@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,8 @@ from hotrec.types import (
 )
 from tests.distributed.setups import this_rank
 from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import losses
+from tests.helpers.samples import on_ranks
 from tests.helpers.training import Cadence, train_model
 
 NUM_ROWS = {"t0": 2000, "t1": 1500, "t2": 700, "t3": 5, "t4": 301}
@@ -150,12 +151,6 @@ def run(
     return result, gather_tables(made.model)
 
 
-def losses_of(run_dir: Path) -> dict[int, float]:
-    """The mean over the ranks, by step."""
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["loss"] for line in lines}
-
-
 def check_training(folder: Path, placement: str, pipeline: str, optimizer: str) -> None:
     """By owner trains what as read trains, with fewer bytes; a stopped run goes on bitwise."""
     placed = PLACEMENTS[placement]
@@ -165,7 +160,7 @@ def check_training(folder: Path, placement: str, pipeline: str, optimizer: str) 
     assigned = config_of(folder.parent, pipeline, optimizer, "by_owner")
     plain, plain_tables = run(as_read, placed, folder / "as_read")
     whole, tables = run(assigned, placed, folder / "by_owner")
-    expected, found = losses_of(folder / "as_read"), losses_of(folder / "by_owner")
+    expected, found = losses(folder / "as_read"), losses(folder / "by_owner")
     assert len(expected) > 6
     assert found == pytest.approx(expected, abs=1e-6)
     assert found.keys() == expected.keys()
@@ -181,12 +176,12 @@ def check_training(folder: Path, placement: str, pipeline: str, optimizer: str) 
     assert path is not None
     again = replace(checkpoints, resume_from=path)
     _, resumed = run(assigned, placed, folder / "cut", checkpoints=again)
-    assert losses_of(folder / "cut") == found
+    assert losses(folder / "cut") == found
     for name, table in tables.items():
         assert torch.equal(resumed[name], table), name
     # The samples that remain are the same, whoever gets them.
     run(as_read, placed, folder / "other", checkpoints=again)
-    left = losses_of(folder / "other")
+    left = losses(folder / "other")
     assert left == pytest.approx({step: found[step] for step in left}, abs=1e-6)
     assert max(left) == max(found)
 
@@ -219,7 +214,7 @@ def check_owners(folder: Path) -> None:
 def run_checks(folder: Path) -> None:
     torch.set_num_threads(1)
     check_owners(folder)
-    for case in CASES:
+    for case in on_ranks(CASES, dist.get_world_size()):
         dist.barrier()
         check_training(folder, *case)
 

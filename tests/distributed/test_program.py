@@ -41,6 +41,7 @@ from hotrec.types import (
     TablePlacement,
     TorchrecPlan,
 )
+from tests.distributed.setups import mean_over_ranks
 from tests.helpers.ranks import run_ranks
 from tests.unit.planner.situations import torchrec_plan
 
@@ -150,12 +151,6 @@ def make_batch(step: int, rank: int, world_size: int) -> TwoSets:
 def batches(num: int = NUM_STEPS, first: int = 0) -> list[TwoSets]:
     rank, size = dist.get_rank(), dist.get_world_size()
     return [make_batch(step, rank, size) for step in range(first, first + num)]
-
-
-def mean_over_ranks(value: torch.Tensor) -> float:
-    total = value.detach().clone()
-    dist.all_reduce(total)
-    return float(total) / dist.get_world_size()
 
 
 def reference() -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -10,8 +10,8 @@ from torchrec.distributed.types import ShardingPlan
 
 from hotrec.assemble.job import order_of
 from hotrec.assemble.order import TrainingOrder, check_assign, choose_assign, owned_tables
-from hotrec.cli.store import build_config, compose_config
 from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
+from tests.unit.assemble.configs import config_of
 from tests.unit.data.logs import SCHEMA
 
 NUM_ROWS = {"t_a": 10, "t_b": 1000}
@@ -19,7 +19,7 @@ POOLED = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
 
 
 def order(*words: str) -> TrainingOrder:
-    return order_of(build_config(compose_config("config", list(words))))
+    return order_of(config_of(*words))
 
 
 def placement_of(num_hot: tuple[int, int], **tables: TablePlacement) -> Placement:

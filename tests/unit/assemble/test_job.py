@@ -13,9 +13,7 @@ from hotrec.assemble.job import (
     plan_job,
     schedule_of,
 )
-from hotrec.cli.store import build_config, compose_config
 from hotrec.config.groups import AllColdPlacement, Decay, ScheduleConfig
-from hotrec.config.roots import Config
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
@@ -34,6 +32,7 @@ from hotrec.types import (
     TorchrecPlan,
     WireType,
 )
+from tests.unit.assemble.configs import config_of
 from tests.unit.data.logs import ONE_HOT_SCHEMA, write_dataset
 
 NUM_ROWS = {table.name: table.num_rows for table in ONE_HOT_SCHEMA.tables}
@@ -47,11 +46,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     path = tmp_path_factory.mktemp("job") / "dataset"
     write_dataset(path, {"train": 90}, schema=ONE_HOT_SCHEMA)
     return Dataset.open(path)
-
-
-def config_of(*words: str) -> Config:
-    config: Config = build_config(compose_config("config", list(words)))
-    return config
 
 
 def request_of(dataset: Dataset, *words: str, **given: Any) -> PlanRequest:

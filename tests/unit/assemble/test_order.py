@@ -18,18 +18,18 @@ from hotrec.assemble.order import (
     make_alternation,
     make_train_loader,
 )
-from hotrec.cli.store import build_config, compose_config
 from hotrec.data.chunks import Dataset
 from hotrec.planner.partition import write_partition
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Partition, Placement
+from tests.unit.assemble.configs import config_of
 from tests.unit.data.logs import samples_of, write_dataset
 
 NUM_ROWS = {"t_a": 10, "t_b": 1000}
 
 
 def order(*words: str) -> TrainingOrder:
-    return order_of(build_config(compose_config("config", ["trainer.batch_size=4", *words])))
+    return order_of(config_of("trainer.batch_size=4", *words))
 
 
 @pytest.fixture(scope="module")
