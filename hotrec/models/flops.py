@@ -32,12 +32,11 @@ def dense_flops(
 ) -> DenseWork:
     """Count the multiplications and additions of matrix products, which dominate.
 
-    A product of (m, k) and (k, n) takes 2 m k n. Backward takes it twice, for the gradients of
-    both factors, but for the first layer, whose input needs none. DLRM's interaction multiplies
-    the F + 1 vectors of a sample, and some zeros, with one another (Naumov et al. 2019, section 2),
-    and in backward once, see ``hotrec.models.interaction``; DCNv2's cross
-    layer x0 * (W V x + b) + x has V (r, n) and W (n, r) for n = (F + 1) D (Wang et al. 2021,
-    section 3.4).
+    A product of (m, k) and (k, n) takes 2 m k n. Backward takes it twice, for the gradients of both
+    factors, but for the first layer, whose input needs none. DLRM's interaction multiplies the F +
+    1 vectors of a sample, and some zeros, with one another (Naumov et al. 2019, section 2), and in
+    backward once, see ``hotrec.models.interaction``; DCNv2's cross layer x0 * (W V x + b) + x has V
+    (r, n) and W (n, r) for n = (F + 1) D (Wang et al. 2021, section 3.4).
 
     Args:
         model: The configuration of a DLRM or DCNv2.
@@ -65,7 +64,7 @@ def dense_flops(
 
 
 def count_work(shape: Architecture, layers: Any) -> DenseWork:
-    """The same of any layers, counted by PyTorch in forward and backward.
+    """The same for any layers, counted by PyTorch in forward and backward.
 
     Args:
         shape: Their architecture.
@@ -85,7 +84,7 @@ def count_work(shape: Architecture, layers: Any) -> DenseWork:
 
 
 def num_bottom_inputs(num_dense: int) -> int:
-    """Inputs of the bottom MLP: the dense columns, or a column of ones in place of none."""
+    """Inputs of the bottom MLP: the dense columns, or a column of ones if there are none."""
     return max(num_dense, 1)
 
 

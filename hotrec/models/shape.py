@@ -31,7 +31,7 @@ def architecture_of(model: ModelConfig, schema: Schema) -> Architecture:
         embedding_dim=model.embedding_dim,
         pooling=model.pooling.name,
         dense=list(schema.dense),
-        # As the collection of tables has them: by table.
+        # In the order of the collection of tables: by table.
         features=[
             [feature.name, table.name]
             for table in schema.tables
@@ -58,15 +58,15 @@ def _places(attention: dict[str, str], schema: Schema) -> list[tuple[str, list[s
             if not is_known:
                 raise ValueError(
                     f"model.attention: expected a {what} of the dataset, got {name!r}, and "
-                    f"features {list(schema.feature_names)}. Correct the name, or give the column "
-                    "that kind and prepare the dataset again."
+                    f"features {list(schema.feature_names)}. Correct the name, or set that kind "
+                    "for the column and prepare the dataset again."
                 )
         found.append((query, places))
     return found
 
 
 def work_of(model: ModelConfig, schema: Schema) -> DenseWork:
-    """The work of a model's dense layers, by formula where there is one, else counted."""
+    """The work of a model's dense layers, by formula if there is one, otherwise counted."""
     if isinstance(model, DlrmConfig | Dcnv2Config):
         num_labels = len(schema.labels)
         return dense_flops(model, len(schema.dense), len(schema.features), num_labels)

@@ -145,7 +145,7 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
 def _with_suspicion(
     result: TrainResult, dataset: Dataset, run_dir: Path, ranks: Ranks
 ) -> TrainResult:
-    """Add the columns to look at to the summary of a run that predicts too well; collective."""
+    """Add the columns to check to the summary of a run with an implausible AUC; collective."""
     summary = result.summary
 
     def find() -> dict[str, Any]:
@@ -162,7 +162,7 @@ def _with_suspicion(
 
 
 def open_dataset(config: Config, resume_from: Path | None) -> Dataset:
-    """The dataset, of which a resumed run goes on with the generation that it began with."""
+    """The dataset; a resumed run keeps its generation."""
     paths = config.paths
     if resume_from is None:
         return Dataset.open(paths.dataset, paths.verify)
@@ -217,7 +217,7 @@ def _train(
     saved = _skip_seen(config, dataset, warm)
     if saved is not None:
         steps = _count_steps(config, dataset, ranks, saved=saved)
-    # A new run in a directory with checkpoints must leave them of use.
+    # A new run in a directory with checkpoints must keep them usable.
     kept = resume_from or same_verdict(lambda: find_latest(run_dir / CHECKPOINTS))
     if kept is not None:
         found = same_verdict(lambda: _read_kept(kept, facts))
@@ -328,17 +328,17 @@ def _is_stopped_early(trainer: TrainerConfig, saved: Mapping[str, Any]) -> bool:
 
 
 def _read_kept(path: Path, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """As ``read_facts``, of a run that has a loader of samples."""
+    """As ``read_facts``, for a run with a loader of samples."""
     content = read_facts(path, facts)
     loader = content["loader"]
-    # With order=all_hot there is one of each kind of samples, beside what alternates them.
+    # With order=all_hot there is one for each kind of samples, besides the alternation.
     loaders = [loader[kind] for kind in KINDS.values() if kind in loader] or [loader]
     for position in loaders:
         found = position.get("num_samples") if isinstance(position, dict) else position
         if type(found) is not int or found < 0:
             raise ArtifactError(
-                f"{path}: expected the samples that the loader has returned, got {found!r}. Use "
-                "another checkpoint."
+                f"{path}: expected the number of samples that the loader has returned, got "
+                f"{found!r}. Use another checkpoint."
             )
     return content
 
@@ -359,7 +359,7 @@ def _checkpoints(
 
 
 def _is_planned_so(config: Config, run_dir: Path, ranks: Ranks) -> bool:
-    """Whether the run recorded a plan for these ranks and this placement, to go on with.
+    """Whether the run recorded a plan for these ranks and this placement, to continue with.
 
     Raises:
         ValueError: If its record cannot be read.
@@ -372,8 +372,8 @@ def _is_planned_so(config: Config, run_dir: Path, ranks: Ranks) -> bool:
         world_size = json.loads((run_dir / ENVIRONMENT).read_text())["world_size"]
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
         raise ValueError(
-            f"{recorded}: expected the configuration that the run recorded, and {ENVIRONMENT} "
-            f"beside it, got {error!r}. Start a new run."
+            f"{recorded}: expected the run's recorded configuration and {ENVIRONMENT}, got "
+            f"{error!r}. Start a new run."
         ) from error
     asked = {
         name: value.name if isinstance(value, Enum) else value
@@ -387,12 +387,12 @@ def _is_planned_so(config: Config, run_dir: Path, ranks: Ranks) -> bool:
     if world_size != ranks.world_size:
         differences.append(f"{ranks.world_size} ranks instead of {world_size}")
     if differences:
-        logger.info("the resumed run gets a new plan: %s", ", ".join(differences))
+        logger.info("replanning the resumed run: %s", ", ".join(differences))
     return not differences
 
 
 def make_run_machine(config: Config, ranks: Ranks) -> Machine:
-    """The machine of these ranks as seen by rank 0, so that all of them plan the same."""
+    """The machine as detected by rank 0, so that all ranks get the same plan."""
     machine = make_machine(
         config.planner,
         world_size=ranks.world_size,
@@ -406,7 +406,7 @@ def make_run_machine(config: Config, ranks: Ranks) -> Machine:
 def checkpoint_facts(
     config: Config, dataset: Dataset, partition: Artifact | None
 ) -> dict[str, Any]:
-    """Facts that must agree between the run that saved a checkpoint and the one that loads it."""
+    """Facts that must match between the run that saves a checkpoint and the one that loads it."""
     model = {
         name: getattr(value, "name", value) for name, value in sorted(vars(config.model).items())
     }
@@ -423,7 +423,7 @@ def checkpoint_facts(
 
 
 def placement_name(config: Config, plan: Plan) -> str:
-    """The placement for reports: as configured, or which of TorchRec's plans was chosen."""
+    """The placement for reports: as configured, or the chosen plan of TorchRec's."""
     if plan.torchrec_plan is not None:
         return f"torchrec {plan.torchrec_plan.name}"
     return config.placement.kind.name
@@ -458,7 +458,7 @@ def _read_plan(config: Config, run_dir: Path, machine: Machine, ranks: Ranks) ->
 def _choose_plan(
     config: Config, dataset: Dataset, machine: Machine, staged: Path, ranks: Ranks
 ) -> SettledPlan:
-    """Predict the candidates on rank 0, try those in doubt on all ranks, settle; collective."""
+    """Predict the candidates on rank 0, try undecided ones on all ranks, choose; collective."""
     proposal = same_verdict(
         lambda: make_proposal(config, dataset, machine) if ranks.is_first else None
     )
@@ -475,7 +475,7 @@ def _choose_plan(
 def _try_candidates(
     config: Config, dataset: Dataset, machine: Machine, proposal: Proposal | None, ranks: Ranks
 ) -> Trial | None:
-    """A trial of the candidates, if predictions leave a choice and it can pay; collective.
+    """A trial of the candidates, if predictions are undecided and it can pay; collective.
 
     Args:
         config: Configuration of the run.
@@ -496,7 +496,7 @@ def _try_candidates(
         run_s, longest_s = proposal.predicted_s(_count_steps(config, dataset, ranks))
         return proposal.candidates, proposal.recorded_trial, run_s, longest_s
 
-    # Whatever fails on rank 0 alone must reach the others before a collective.
+    # An error on rank 0 must reach the others before a collective.
     plans, recorded, run_s, longest_s = broadcast_object(same_verdict(describe))
     if len(plans) < 2 or recorded is not None:
         return recorded
@@ -507,16 +507,16 @@ def _try_candidates(
     limit_s, least_s = trial_seconds(config.plan.trial_s, run_s, candidates.values())
     if config.plan.trial_s is None and longest_s < max(limit_s, least_s):
         logger.info(
-            "no trial of %d plans that predictions cannot tell apart: the run is predicted to take "
-            "%.3g s, at most %.3g s, a trial %.3g s",
+            "skipping the trial of %d plans with overlapping predictions: the run is predicted "
+            "to take %.3g s, at most %.3g s, a trial %.3g s",
             *(len(plans), run_s, longest_s, max(limit_s, least_s)),
         )
         return None
     takes = f"about {limit_s:.0f} s"
     if least_s > OVERRUN * limit_s:
-        takes = f"about {least_s:.0f} s instead of {limit_s:.0f}, for three rounds of two of them"
+        takes = f"about {least_s:.0f} s (budget {limit_s:.0f} s), for three rounds of two plans"
     titles = "; ".join(candidate.title for candidate in candidates.values())
-    logger.info("trial of plans that predictions cannot tell apart, %s: %s", takes, titles)
+    logger.info("trial of plans with overlapping predictions, %s: %s", takes, titles)
     found = run_trial(candidates, ranks, limit_s=limit_s)
     same_verdict(lambda: None if proposal is None else write_trial(found, proposal.trial_file))
     return found
@@ -525,7 +525,7 @@ def _try_candidates(
 def make_candidate(
     config: Config, settled: SettledPlan, dataset: Dataset, machine: Machine, ranks: Ranks
 ) -> Candidate:
-    """How to train a plan in turns with others, from the first weights and batches of its run."""
+    """The trial candidate of a plan, with the initial weights and batches of its run."""
 
     def build() -> tuple[Trainable, Iterable[Batch]]:
         trainable = build_plan(config, settled, dataset, machine, ranks)
@@ -535,7 +535,7 @@ def make_candidate(
     plan = settled.plan
     held = 2 * num_workers(config.trainer.num_workers, ranks) + plan.pipeline.depth
     if isinstance(plan.tables, SplitTables) and plan.tables.has_slots:
-        held += plan.pipeline.window  # a window of batches is held for slots alone
+        held += plan.pipeline.window  # a window of batches is kept only for slots
     return Candidate(build, settled.max_bytes, held, settled.step_s, plan.title)
 
 
@@ -546,12 +546,12 @@ def _count_steps(
     all_hot: AllHotSamples | None = None,
     saved: Mapping[str, Any] | None = None,
 ) -> int:
-    """Updates of the whole run; ``saved`` is the content of the checkpoint that it goes on from."""
+    """Updates of the whole run; ``saved`` is the content of the checkpoint to resume from."""
     trainer = config.trainer
     if saved is None:
         per_epoch = count_epoch_steps(config, dataset, all_hot, ranks.world_size)
         return count_steps(per_epoch, epochs=trainer.num_epochs, max_steps=trainer.max_steps)
-    # Other ranks or another batch take another number of steps for the samples that remain.
+    # With other ranks or another batch size the remaining samples need another number of steps.
     remaining = _remaining_steps(config, dataset, ranks, saved)
     steps = int(saved["step"]) + remaining.count_steps(trainer.num_epochs)
     return steps if trainer.max_steps is None else min(steps, trainer.max_steps)
@@ -577,7 +577,7 @@ def _days_ahead(
     run_dir: Path,
     saved: Mapping[str, Any] | None,
 ) -> DaysAhead | None:
-    """The days still to be evaluated before they are trained on; None where none is; collective."""
+    """The days still to be evaluated before they are trained on, or None; collective."""
     if not evaluates_ahead(config):
         return None
     start_step = 0 if saved is None else int(saved["step"])

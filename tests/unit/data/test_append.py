@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     with pytest.raises(ArtifactError, match="expected the manifest of a dataset"):
         prepare(spec, tmp_path / "nowhere", append=[second])
     in_use = Dataset.open(tmp_path / "d")
-    with pytest.raises(LockedError, match="expected to replace it"):
+    with pytest.raises(LockedError, match="expected no readers"):
         prepare(spec, tmp_path / "d", append=[second])
     assert (tmp_path / "d" / "manifest.json").read_bytes() == manifest
     assert in_use.num_samples("train") == 3
@@ -148,7 +148,9 @@ def test_a_file_that_is_a_day_is_appended_once(tmp_path: Path) -> None:
     file = write_day(tmp_path, 1, ["a", "b"])
     spec = delimited_spec([Path(file)])
     prepare(spec, tmp_path / "d")
-    with pytest.raises(ValueError, match=r"append: expected new files, got day_1\.csv, which is already in "):
+    with pytest.raises(
+        ValueError, match=r"append: expected new files, got day_1\.csv, which is already in "
+    ):
         prepare(spec, tmp_path / "d", append=[file])
 
 

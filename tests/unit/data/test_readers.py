@@ -562,7 +562,9 @@ def test_numbers_as_people_write_them(tmp_path, text, settings, expected):
     ],
 )
 def test_numbers_that_are_written_otherwise_are_refused_with_the_remedy(tmp_path, text, settings):
-    expected = rf"line 2: .*or a missing value in column x, got '{re.escape(text)}'.*set decimal, tho"
+    expected = (
+        rf"line 2: .*or a missing value in column x, got '{re.escape(text)}'.*set decimal, tho"
+    )
     with pytest.raises(ValueError, match=expected):
         read_csv(tmp_path, f'u,x\na,"{text}"\n', number_wanted(**settings))
     block = read_csv(tmp_path, f'u,x\na,"{text}"\nb,1\n', number_wanted(**settings), **SKIP)

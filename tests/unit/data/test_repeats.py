@@ -278,7 +278,9 @@ def test_one_growing_file_is_appended_daily(tmp_path: Path) -> None:
         assert sum(found.values()) == 101 * (newest - 2)
         assert len(read_samples(dataset.artifact)) == newest - 2
         del dataset
-    with pytest.raises(ValueError, match=r"got only 404 that .* already has.* set later .*valid_from"):
+    with pytest.raises(
+        ValueError, match=r"got only 404 that .* already has.* set later .*valid_from"
+    ):
         prepare(spec, path, append=[str(log)])
 
 

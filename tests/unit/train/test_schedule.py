@@ -81,7 +81,7 @@ def test_polynomial_is_that_of_mlperf_dlrm() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"decay": "linear"}, "num_decay_steps: expected 1 or more for linear decay, got 0"),
+        ({"decay": "linear"}, "num_decay_steps: expected at least 1 for linear decay, got 0"),
         (
             {"decay": "linear", "warmup_steps": 5, "decay_start_step": 3, "num_decay_steps": 1},
             "decay_start_step: expected 0 or at least warmup_steps 5, got 3",

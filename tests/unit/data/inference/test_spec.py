@@ -208,7 +208,7 @@ def test_init(
     assert figures["next"].startswith("hotrec run data=my_log_1")
     written = Path("conf/data/my_log_1.yaml").read_bytes()
     assert main(["init", path]) == 1
-    assert "expected no such file" in capsys.readouterr().err
+    assert "expected a new file" in capsys.readouterr().err
     assert Path("conf/data/my_log_1.yaml").read_bytes() == written
     # What it wrote is found without --config-dir.
     assert main(["prepare", "data=my_log_1", "paths.dataset=dataset"]) == 0
