@@ -279,7 +279,7 @@ class Guard:
             self._sizes = self._agreement.start([num_samples(features)])
 
     def _weigh(self, model: nn.Module, _: Any, output: Any) -> Any:
-        """Weight the losses, if batches differ in size, so that their mean is that of all samples."""
+        """Weight the losses, if batches differ in size, so that the mean is over all samples."""
         if not (model.training and torch.is_grad_enabled()):
             return None
         if self._feed is not None:

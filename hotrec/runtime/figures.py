@@ -285,5 +285,5 @@ def of_sum(key: str, total: Any, count: int) -> Any:
     if isinstance(total, Mapping):
         return {part: of_sum(key, of_part, count) for part, of_part in total.items()}
     how = FIGURES[key].over_ranks
-    assert how in (Reduce.mean, Reduce.sum), f"{key} is not a sum over the ranks: {how}"
+    assert how in (Reduce.mean, Reduce.sum), f"{key} is not a sum over ranks: {how}"
     return total / count if how is Reduce.mean else total

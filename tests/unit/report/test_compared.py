@@ -174,8 +174,8 @@ def test_the_best_of_torchrecs_in_the_trial_is_said(tmp_path: Path) -> None:
     *_, last = verdicts(runs, choose_baseline(runs), Comparison.read(tmp_path))
     assert last == (
         "TorchRec's hand-tuned plan, the best of TorchRec's in the trial before the run, took 21.0 "
-        "ms per step where the chosen plan took 20.0 ms (1% to 11% longer), and is predicted to send "
-        "14.5 MB."
+        "ms per step where the chosen plan took 20.0 ms (1% to 11% longer), and is predicted to "
+        "send 14.5 MB."
     )
     document["trial"]["took_turns"] = False
     (paths[0] / "prediction.json").write_text(json.dumps(document))
