@@ -112,13 +112,13 @@ def in_backward(model: Model, **rates: float) -> Model:
             Model,
             Partition(ROWS),
             {"embedding_optimizer": partial(RowWiseAdagrad, eps=1.0)},
-            "expected its lr, got none",
+            "expected lr, got none",
         ),
         (
             Model,
             Partition(ROWS),
             {"embedding_optimizer": partial(RowWiseAdagrad, lr=1.0, weight_decay=0.1)},
-            "expected lr, eps, beta1 and beta2 alone",
+            "expected only lr, eps, beta1 and beta2",
         ),
         (
             lambda: Model(bags("a", device="meta", init_fn=nn.init.ones_)),

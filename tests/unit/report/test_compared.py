@@ -86,8 +86,8 @@ ROWS = (
     ("hot_ms", "text"),
     [
         (30.0, f"Hot rows pay here: {ROWS} 12% to 21% less than without; {THEY}."),
-        (40.0, f"Hot rows do not pay here: {ROWS} 6% to 17% longer than without; {THEY}. docs/"),
-        (36.0, f"Hot rows change little here: {ROWS} as long as without (-5% to +5%); {THEY}. do"),
+        (40.0, f"Hot rows do not pay here: {ROWS} 6% to 17% longer than without; {THEY}. See "),
+        (36.0, f"Hot rows change little here: {ROWS} as long as without (-5% to +5%); {THEY}. Se"),
     ],
 )
 def test_it_says_whether_hot_rows_pay(tmp_path: Path, hot_ms: float, text: str) -> None:

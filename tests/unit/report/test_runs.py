@@ -221,7 +221,7 @@ def test_the_error_is_that_of_the_numbers_beside_it(tmp_path: Path) -> None:
         (
             {"placement": "torchrec table_wise"},
             '{"t": 1}',
-            "TorchRec's own plans. They did",
+            "TorchRec's own plans. Not interleaved",
         ),
         ({"placement": "hot_cold"}, '{"t": 1}', "took 248 ms. Not interleaved"),
     ],
