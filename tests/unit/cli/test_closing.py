@@ -235,7 +235,7 @@ LAST = {"test": {"auc": 0.69}}
     ("figures", "said"),
     [
         ({"best_step": 800, "eval_step": 800, "last_quality": LAST}, "step 800, which is kept"),
-        ({"best_step": 800, "eval_step": 800, "last_quality": LAST}, "1000, the AUC is 0.6900"),
+        ({"best_step": 800, "eval_step": 800, "last_quality": LAST}, "the AUC after the last step, 1000, is 0.6900"),
         ({"best_step": 1000}, "step 1000, the last one"),
         ({"best_step": 800}, "step 800, which is not kept: the last step, 1000, is reported"),
         ({"best_step": -1}, None),

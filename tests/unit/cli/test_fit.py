@@ -144,8 +144,8 @@ def test_another_table_or_description_is_not_replaced() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"label": "nope"}, r"^label: expected columns of 0 and 1, .* got 'nope'\."),
-        ({"label": []}, r"^label: expected columns of 0 and 1, .* got none\."),
+        ({"label": "nope"}, r"^label: expected columns of 0 and 1 .* got 'nope'\."),
+        ({"label": []}, r"^label: expected columns of 0 and 1 .* got none\."),
         ({"time": "price"}, r"^time: expected a column of times"),
         ({"name": "a b"}, r"^name: expected letters, digits and '_', got 'a b'\."),
         ({"name": "kuairand"}, r"^name: expected another name than "),
@@ -170,7 +170,7 @@ def test_wrong_arguments_are_refused(
 
 
 def test_predict_needs_a_run() -> None:
-    with pytest.raises(ValueError, match="^run_dir: expected a run directory with .*, got nope,"):
+    with pytest.raises(ValueError, match="^run_dir: expected a run directory with .*, got nope "):
         predict("nope", TABLE)
 
 
