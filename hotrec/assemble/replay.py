@@ -260,7 +260,7 @@ class SlotReplay:
         return replay(
             stream,
             LOOK_AHEAD,
-            max(num_slots, stream.every * _least_slots(stream, depth)),
+            max(num_slots, stream.every * _min_slots(stream, depth)),
             int(self.skip_frac * len(stream.rows)),
             depth=depth,
             window=self.pipeline.batches_foreseen,
@@ -268,7 +268,7 @@ class SlotReplay:
         )
 
 
-def _least_slots(stream: Stream, depth: int) -> int:
+def _min_slots(stream: Stream, depth: int) -> int:
     """Slots for the rows of the batches in flight, whose sample may be off."""
     held = [
         np.unique(np.concatenate(stream.rows[number : number + depth + 1])).size

@@ -1,4 +1,4 @@
-"""``hotrec cache``: what caches of host rows would hit and move, by size and policy."""
+"""``hotrec cache``: hits and traffic of simulated caches of host rows, by size and policy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hotrec.types import Partition, WireType
 
 logger = logging.getLogger(__name__)
 
-# Landmarks: the least slots with which this fraction of the lookups hits.
+# Landmarks: the minimum number of slots for this hit rate of lookups.
 HIT_FRACS = (0.9, 0.99)
 
 
@@ -95,7 +95,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         **settings,
         "replayed": [_entry(one, bytes_of_row) for one in found],
         "predicted": [_entry(one, bytes_of_row) for one in predicted],
-        "least_slots": _least_slots(found),
+        "least_slots": _min_slots(found),
     }
     (run_dir / "cache.json").write_text(json.dumps(document, indent=2) + "\n")
     picture = run_dir / "cache.png"
@@ -108,8 +108,8 @@ def _entry(one: Replayed, row_bytes: int) -> dict[str, Any]:
     return {**asdict(one), "read_bytes": read, "written_bytes": written}
 
 
-def _least_slots(found: list[Replayed]) -> dict[str, dict[str, int | None]]:
-    """By policy and landmark, of the sizes that were replayed; None if none suffices."""
+def _min_slots(found: list[Replayed]) -> dict[str, dict[str, int | None]]:
+    """By policy and landmark, among the replayed sizes; None if none suffices."""
     return {
         policy: {
             str(frac): min(

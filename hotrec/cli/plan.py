@@ -80,14 +80,14 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
     if settled.prediction is not None:
         figures |= _predicted_figures(settled)
         figures["page"] = write_plan_page(settled.prediction, run_dir)
-    # When everything has been written: an error is then the only thing that is said.
+    # After everything has been written, so that an error is the last line.
     if BRIEF not in os.environ and not _is_in_sweep():
         print(text, file=sys.stderr)
     return figures | _partition_figures(settled)
 
 
 def _use_outline(config: Config) -> Config:
-    """The configuration; where the data is not there yet, with the paths of its outline."""
+    """The configuration; if the data does not exist yet, with the paths of its outline."""
     outline, dataset = config.data.outline, Path(config.paths.dataset)
     if outline is None or dataset.exists():
         return config

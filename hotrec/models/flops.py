@@ -57,7 +57,7 @@ def dense_flops(shape: Architecture) -> DenseWork:
 
 
 def count_work(shape: Architecture, layers: Any) -> DenseWork:
-    """The same of any layers, counted by PyTorch in forward and backward.
+    """The same for any layers, counted by PyTorch in forward and backward.
 
     Args:
         shape: Their architecture.
@@ -77,7 +77,7 @@ def count_work(shape: Architecture, layers: Any) -> DenseWork:
 
 
 def num_bottom_inputs(num_dense: int) -> int:
-    """Inputs of the bottom MLP: the dense columns, or a column of ones in place of none."""
+    """Inputs of the bottom MLP: the dense columns, or a column of ones if there are none."""
     return max(num_dense, 1)
 
 

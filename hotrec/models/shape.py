@@ -33,15 +33,15 @@ def attention_places(attention: Mapping[str, str], schema: Schema) -> list[tuple
             if not is_known:
                 raise ValueError(
                     f"model.attention: expected a {what} of the dataset, got {name!r}, and "
-                    f"features {list(schema.feature_names)}. Correct the name, or give the column "
-                    "that kind and prepare the dataset again."
+                    f"features {list(schema.feature_names)}. Correct the name, or set that kind "
+                    "for the column and prepare the dataset again."
                 )
         found.append((query, places))
     return found
 
 
 def work_of(shape: Architecture) -> DenseWork:
-    """The work of a model's dense layers, by formula where there is one, else counted."""
+    """The work of a model's dense layers, by formula if there is one, otherwise counted."""
     if shape.kind in OF_TORCHREC:
         return dense_flops(shape)
     return count_work(shape, make_checked_layers(shape, seed=0))

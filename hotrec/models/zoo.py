@@ -1,4 +1,4 @@
-"""Click models: TorchRec's own arches, and lookups with any layers behind them."""
+"""Click models: TorchRec's own arches, and lookups followed by any layers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def _stack_columns(pooled: KeyedTensor, names: list[str], dim: int) -> torch.Ten
 
 
 def _dense_inputs(dense_BN: torch.Tensor) -> torch.Tensor:
-    """The dense columns; in place of none a column of ones, (B, 1), as inputs of the bottom MLP."""
+    """The inputs of the bottom MLP: the dense columns, or a column of ones, (B, 1)."""
     return dense_BN if dense_BN.size(1) else dense_BN.new_ones(dense_BN.size(0), 1)
 
 
-# Leaves for the tracer of TorchRec's pipelines, which cannot follow what is decided by a tensor.
+# Leaves for the tracer of TorchRec's pipelines, which cannot follow data-dependent branches.
 torch.fx.wrap("_stack_columns")
 torch.fx.wrap("_dense_inputs")
 torch.fx.wrap("backward_point")
@@ -45,15 +45,15 @@ torch.fx.wrap("mark_backward")
 class ClickModel(nn.Module, ABC):
     """A model whose lookups start before its bottom layers, and are used after them.
 
-    So the rows travel while the bottom layers compute, and their gradients while those compute
-    backward.
+    So the rows are sent while the bottom layers compute, and their gradients during the backward of
+    those layers.
     """
 
     sparse_arch: SparseArch
 
     @abstractmethod
     def before_rows(self, dense_BN: torch.Tensor) -> torch.Tensor:
-        """What the bottom layers make of the dense columns."""
+        """The output of the bottom layers for the dense columns."""
 
     @abstractmethod
     def with_rows(self, early: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ class ClickModel(nn.Module, ABC):
 
     @abstractmethod
     def dense_parts(self) -> list[nn.Module]:
-        """The modules that compute these, to compile and to compute in another precision."""
+        """The modules of both, to compile and to run in another precision."""
 
     def forward(self, dense_features: torch.Tensor, sparse_features: Any) -> torch.Tensor:
         """Dense (B, N) and ids -> logits (B, L)."""
@@ -131,10 +131,10 @@ def build_architecture(
 ) -> ClickModel:
     """The model of an architecture on these embeddings, its dense layers on ``device``.
 
-    The seed gives the dense layers the same weights whatever holds the embeddings.
+    The seed determines the dense layers' weights, independent of the embeddings' implementation.
 
     Raises:
-        ValueError: If the sizes do not fit together, or a class of your own does not fit.
+        ValueError: If the sizes do not match, or a user's class does not fit.
     """
     if shape.kind in OF_TORCHREC:
         return _build_of_torchrec(shape, embeddings, seed, device)
@@ -143,7 +143,7 @@ def build_architecture(
 
 
 def make_checked_layers(shape: Architecture, seed: int) -> nn.Module:
-    """The layers on the CPU, whose generator gives the same weights whatever the device.
+    """The layers on the CPU, whose generator makes weights independent of the device.
 
     Raises:
         ValueError: If ``forward`` does not map two samples to their logits.
@@ -189,7 +189,7 @@ def _build_of_torchrec(
     if _last(top) != 1:
         raise ValueError(f"model.over_layer_sizes: expected the last to be 1, got {_last(top)}.")
     top[-1] = len(shape.labels)
-    # Made on CPU, whose generator gives the same weights whatever the device; then moved.
+    # Created on CPU, whose generator makes weights independent of the device; then moved.
     made_on = device if device.type == "meta" else torch.device("cpu")
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
@@ -206,7 +206,7 @@ def _build_of_torchrec(
 
 
 def _take_faster_parts(model: DLRM) -> None:
-    """Put hotrec's parts in the place of TorchRec's; the weights stay what they were drawn."""
+    """Replace TorchRec's parts by hotrec's; the drawn weights are kept."""
     if isinstance(model, DLRM_DCN):
         drawn = model.inter_arch.crossnet
         with torch.device("meta"):

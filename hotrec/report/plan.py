@@ -1,7 +1,7 @@
-"""A plan for people: ``plan.txt``, and what ``plan_page`` shows too.
+"""A human-readable plan: ``plan.txt``, and the content shared with ``plan_page``.
 
 The input is the prediction document, ``prediction.json``. Its ``world``, ``batch_size``, ``plans``
-and ``chosen`` are required; anything else that is missing or null is left out, or shown as "-".
+and ``chosen`` are required; anything else that is missing or null is omitted, or shown as "-".
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ EXPECTED: tuple[Column, ...] = (
     ("Distinct hot rows per rank and step", "hot_rows", show_count),
     ("Distinct hot rows of all ranks in a step", "union_rows", show_count),
     ("Distinct cold rows per rank and step", "cold_rows", show_count),
-    ("Of these, rows that some rank reads in the next step too", "urgent_rows", show_count),
+    ("Cold rows that some rank reads in the next step too", "urgent_rows", show_count),
     ("Samples whose lookups are all hot", "all_hot_frac", show_frac),
     ("Cold rows found in the device's cache", "cache_hit_frac", show_frac),
     ("Fetched into slots per rank and step", "fetched_bytes", show_bytes),
@@ -77,7 +77,7 @@ def describe_world(world: Document) -> str:
 
 
 class RecordedPrediction:
-    """A prediction document that was checked, and the order in which pages show its parts.
+    """A validated prediction document, and the order in which pages show its parts.
 
     Args:
         document: The content of ``prediction.json``.
@@ -145,7 +145,7 @@ class RecordedPrediction:
         """Bytes of each rank in one of ``TIERS``; empty if not known."""
         return [float(rank[tier]) for rank in self.plans[name].get("memory") or ()]
 
-    def most_memory(self, name: str) -> dict[str, float | None]:
+    def max_memory(self, name: str) -> dict[str, float | None]:
         """Bytes of the fullest rank by tier."""
         return {tier: max(self.memory(name, tier), default=None) for tier in TIERS}
 
@@ -216,7 +216,7 @@ def _plans_table(prediction: RecordedPrediction) -> Table:
     records = [
         {
             **plans[name],
-            **prediction.most_memory(name),
+            **prediction.max_memory(name),
             "name": prediction.label(name),
             "ratio": show_ratio(plans[name]["step_s"], base_s),
             "pipeline": prediction.pipeline(name),
@@ -249,14 +249,14 @@ def _show_interval(interval_s: Sequence[float]) -> str:
 def _stages(prediction: RecordedPrediction) -> list[Block]:
     plans, compared = prediction.plans, prediction.compared
     blocks: list[Block] = [
-        "Time: seconds of each stage that nothing hides; they add up to the step. Hidden: seconds "
-        "of communication behind computation. Sent: bytes that a rank sends."
+        "Time: exposed seconds of each stage; they add up to the step. Hidden: seconds of "
+        "communication overlapped with computation. Sent: bytes that a rank sends."
     ]
     if any(plan.get("pipeline") == LOOK_AHEAD for plan in plans.values()):
         blocks.append(
-            "With look_ahead the exchanges that remain are communication that nothing hides. Row "
-            "lookups and updates run in the communication thread; here they count as computation, "
-            "because they share the cores."
+            "With look_ahead the remaining exchanges are exposed communication. Row lookups and "
+            "updates run in the communication thread; here they count as computation, because "
+            "they share the cores."
         )
     columns: list[Column] = [("stage", "stage", str)]
     records: dict[str, dict[str, Any]] = {
@@ -311,7 +311,7 @@ def _expected(document: Document) -> list[Block]:
     for dim, rate in sorted(break_even.items(), key=lambda pair: int(pair[0])):
         pays = "is never faster as a replica"
         if rate is not None:
-            pays = f"is faster as a replica from {rate:.3g} lookups per step of all ranks on"
+            pays = f"is faster as a replica above {rate:.3g} lookups per step of all ranks"
         blocks.append(f"With sparse_dist a row of D={dim} {pays}.")
     return blocks
 
@@ -342,7 +342,7 @@ def _sensitivity(prediction: RecordedPrediction) -> list[Block]:
     varied = prediction.placed or prediction.chosen
     base = prediction.plans[varied]
     blocks: list[Block] = [
-        f"Compared with {prediction.name(varied)} as predicted above: "
+        f"Compared with the prediction of {prediction.name(varied)} above: "
         f"{show_seconds(base['step_s'])}, {show_rate(base['samples_per_s'])}."
     ]
     blocks += [

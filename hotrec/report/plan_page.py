@@ -1,4 +1,4 @@
-"""A plan for people: ``plan.html``, with its figure."""
+"""A human-readable plan: ``plan.html``, with its figure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write_plan_page(document: Document, directory: Path) -> Path:
     figure = bar_figure(len(names), lambda axes: draw_stages(axes, prediction, names))
     picture = Picture(
         to_svg(figure, "Predicted time of a step"),
-        "Predicted time of a step. Hatched parts are communication that nothing hides.",
+        "Predicted time of a step. Hatched parts are exposed communication.",
     )
     sections["Where a step's time and bytes go"].insert(0, picture)
     title, subtitle = f"hotrec plan: {prediction.name(prediction.chosen)}", prediction.describe()
@@ -41,7 +41,7 @@ def write_plan_page(document: Document, directory: Path) -> Path:
 def draw_stages(axes: Axes, prediction: RecordedPrediction, names: Sequence[str]) -> None:
     """Draw a stacked bar of stages for each of the named plans, with its step and bytes."""
     plans, baseline = prediction.plans, prediction.baseline
-    # Without hot rows two plans may be one.
+    # Without hot rows two plans may be equal.
     names = list({prediction.name(name): name for name in names}.values())
     texts = []
     for name in names:

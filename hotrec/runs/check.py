@@ -1,7 +1,7 @@
-"""What can be said of a training run's settings before it is planned, and before it has data.
+"""Checks of a training run's settings that need no plan, and of those that need no data.
 
-``hotrec run`` asks before its first stage, and again when the dataset is there; a training run asks
-before it plans. What depends on the plan is refused later, by what makes it.
+``hotrec run`` runs them before its first stage, and again once the dataset exists; a training run
+before planning. Settings that depend on the plan are checked when it is made.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def check_settings(config: Config, *, device: str) -> None:
         device: "cpu" or "cuda".
 
     Raises:
-        ValueError: If a callback, checkpoint or run that is named cannot be had, or settings
-            contradict each other on this device.
+        ValueError: If a callback, checkpoint or run is not available, or settings conflict on this
+            device.
     """
     trainer, costs = config.trainer, config.planner.costs
     for path in trainer.callbacks:
@@ -47,8 +47,7 @@ def check_settings(config: Config, *, device: str) -> None:
     for key, given in (("resume", trainer.resume), ("warm_start", trainer.warm_start)):
         if given is not None and given not in ("latest", "none") and not Path(given).is_dir():
             raise ValueError(
-                f"trainer.{key}: expected the directory of a checkpoint, got {given!r}, which is "
-                "none. Correct the path."
+                f"trainer.{key}: expected a checkpoint directory, got {given!r}. Correct the path."
             )
     if costs not in ("auto", "measured", *BUILTIN):
         raise ValueError(
@@ -65,11 +64,11 @@ def check_with_data(config: Config, dataset: Dataset, *, world_size: int) -> int
     """Check what needs the dataset, but no plan.
 
     Returns:
-        The steps of the run; of order=all_hot at least so many.
+        The steps of the run; a lower bound for order=all_hot.
 
     Raises:
         ValueError: If the dataset lacks what the configuration names, or is too short for it.
-        ArtifactError: If its samples are not in the order that is asked for.
+        ArtifactError: If its samples are not in the requested order.
     """
     trainer, order = config.trainer, order_of(config)
     per_epoch = count_epoch_steps(order, dataset, None, world_size)
@@ -91,6 +90,6 @@ def check_splits(asked: Sequence[str], dataset: Dataset) -> None:
     missing = [split for split in asked if split not in present]
     if missing:
         raise ValueError(
-            f"trainer.eval_splits: expected splits with samples, of {present}, got {missing}. "
+            f"trainer.eval_splits: expected non-empty splits, some of {present}, got {missing}. "
             "Set 'trainer.eval_splits=[]', or prepare the data with these splits."
         )

@@ -1,4 +1,4 @@
-"""Compare the plans of several runs: they train in turns, from the same weights and batches."""
+"""Compare the plans of several runs: interleaved training from the same weights and batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.runtime.run_dir import CHECKPOINTS, ENVIRONMENT
 from hotrec.train.checkpoint import find_latest
 
-# Settings of the trainer with which a step of the same plan would be another one.
+# Settings of the trainer that change a step of the same plan.
 _TRAINER = ("batch_size", "seed", "precision", "compile", "grad_clip_norm")
 
 
@@ -65,8 +65,8 @@ class _RecordedRun:
             )
         if isinstance(config.order, AllHotOrder):
             raise ValueError(
-                f"{run_dir}: expected order=shuffled or order=time, got all_hot, whose batches "
-                "belong to one plan. Compare other runs."
+                f"{run_dir}: expected order=shuffled or order=time, got all_hot (its batches "
+                "depend on the plan). Compare other runs."
             )
         dataset = open_dataset(config.paths, find_latest(run_dir / CHECKPOINTS))
         paths = replace(config.paths, dataset=str(dataset.artifact.path))
@@ -80,7 +80,7 @@ class _RecordedRun:
     def candidate(
         self, machine: Machine, ranks: Ranks, places: dict[str, Destinations]
     ) -> Candidate:
-        """How to train its plan; ``places`` gets where its lookups go."""
+        """The candidate of its plan; stores the destinations of its lookups in ``places``."""
         made = make_candidate(self.job, self.plan, machine, ranks)
         profile, _ = read_profile(self.job.planned.folders["profile"])
 
@@ -101,12 +101,12 @@ class _RecordedRun:
 
 
 def compare_runs(runs: Mapping[Path, Config], ranks: Ranks, *, seconds: float) -> dict[str, Any]:
-    """Train the plans that runs recorded in turns, on their data and batches; collective.
+    """Train the recorded plans of runs in interleaved blocks, on their data; collective.
 
     Args:
         runs: Configurations by run directory, as recorded.
-        ranks: The process group, of as many ranks as the runs had.
-        seconds: Seconds of training in turns.
+        ranks: The process group, with the runs' number of ranks.
+        seconds: Seconds of interleaved training.
 
     Returns:
         The content of ``compare.json``, equal on every rank.
@@ -115,7 +115,7 @@ def compare_runs(runs: Mapping[Path, Config], ranks: Ranks, *, seconds: float) -
         ArtifactError: If the dataset, the profile or a recorded plan is missing or altered.
         ValueError: If the runs differ in more than their plans.
     """
-    # Collective, so not where one rank may fail alone.
+    # Collective, so not inside code that can fail on a single rank.
     workers = [num_workers(config.trainer.num_workers, ranks) for config in runs.values()]
     configs = [
         replace(config, trainer=replace(config.trainer, num_workers=number))
@@ -143,27 +143,27 @@ def _check_alike(runs: list[_RecordedRun]) -> None:
             if value != expected[name]:
                 raise ValueError(
                     f"{run.run_dir} {name}: expected {expected[name]}, as in {runs[0].run_dir}, "
-                    f"got {value}. Compare runs that differ in their plans alone."
+                    f"got {value}. Compare runs that differ only in their plans."
                 )
 
 
 def _doubts(trial: Trial, chosen: SettledPlan, disturbed: str | None) -> list[str]:
-    """Why nothing follows from what was measured, in sentences."""
+    """Reasons why the measurement is inconclusive, in sentences."""
     doubts = []
     if not trial.took_turns:
-        doubts.append("The plans do not fit into memory together and did not take turns.")
+        doubts.append("The plans do not fit into memory together, so they were not interleaved.")
     if disturbed is not None:
         doubts.append(f"They were measured {disturbed}.")
     costs = (chosen.prediction or {}).get("costs") or {}
     if not costs.get("is_trusted", True):
-        doubts.append("The costs that the plan rests on are not to be trusted: calibrate again.")
+        doubts.append("The plan is based on untrusted costs: calibrate again.")
     return doubts
 
 
 def _document(
     trial: Trial, places: Mapping[str, Destinations], doubts: list[str]
 ) -> dict[str, Any]:
-    """What was measured, and why nothing follows from it, if so."""
+    """The measurements, and the reasons why they are inconclusive, if any."""
     return {
         "seconds": trial.seconds,
         "doubts": doubts,

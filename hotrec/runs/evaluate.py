@@ -38,9 +38,9 @@ class EvaluatedRun:
         checkpoint: Name of the checkpoint.
         step: Number of updates before the checkpoint.
         quality: Quality over all ranks.
-        is_best: Whether the checkpoint is the one that the run keeps as the best.
-        unknown: Ids of the split without a row, as ``prepare`` counted them; None if it did not.
-        suspicious: Of ``suspicious_columns``, on rank 0.
+        is_best: Whether this is the run's best checkpoint.
+        unknown: Unknown ids of the split, counted by ``prepare``; None if it did not.
+        suspicious: The result of ``suspicious_columns``, on rank 0.
     """
 
     plan: Plan
@@ -121,12 +121,12 @@ def evaluate_run(
 
 
 def find_checkpoint(trained_dir: Path, name: str, *, keeps_best: bool) -> Path:
-    """The checkpoint of a run that is meant: the one place that says which that is.
+    """Resolve the checkpoint of a run by name; the only place that does.
 
     Args:
         trained_dir: Directory of the run.
-        name: AUTO, the best where the run keeps it and else the newest; or one of these or another
-            by name.
+        name: AUTO for the best if the run keeps it, otherwise the newest; or BEST, LATEST, or a
+            directory's name.
         keeps_best: Whether the run keeps the best one.
 
     Raises:
@@ -140,13 +140,12 @@ def find_checkpoint(trained_dir: Path, name: str, *, keeps_best: bool) -> Path:
     names = sorted(found.name for found in directory.glob("step-*"))
     if name == AUTO and keeps_best:
         raise ValueError(
-            f"checkpoint: expected the best one of {trained_dir}, which keeps it "
-            f"(trainer.keep_best), got none before its first evaluation. Set checkpoint=latest, or "
-            f"one of {names}."
+            f"checkpoint: expected a best checkpoint in {trained_dir} (trainer.keep_best), got "
+            f"none before its first evaluation. Set checkpoint=latest, or one of {names}."
         )
     raise ValueError(f"checkpoint: expected auto, latest, best or one of {names}, got {name!r}.")
 
 
 def is_best(checkpoint: Path) -> bool:
-    """Whether a checkpoint is the one that its run keeps as the best."""
+    """Whether a checkpoint is its run's best one."""
     return find_latest(checkpoint.parent, BEST) == checkpoint

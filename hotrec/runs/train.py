@@ -137,7 +137,7 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
 def _with_suspicion(
     result: TrainResult, dataset: Dataset, run_dir: Path, ranks: Ranks
 ) -> TrainResult:
-    """Add the columns to look at to the summary of a run that predicts too well; collective."""
+    """Add the columns to check to the summary of a run with an implausible AUC; collective."""
     summary = result.summary
 
     def find() -> dict[str, Any]:
@@ -154,7 +154,7 @@ def _with_suspicion(
 
 
 def open_dataset(paths: PathsConfig, resume_from: Path | None) -> Dataset:
-    """The dataset, of which a resumed run goes on with the generation that it began with."""
+    """The dataset; a resumed run keeps its generation."""
     if resume_from is None:
         return Dataset.open(paths.dataset, paths.verify)
     resumed_on = read_facts(resume_from, None)["facts"].get("dataset")
@@ -221,7 +221,7 @@ def _train(job: Job, start: _Start, ranks: Ranks) -> TrainResult:
     saved = _skip_seen(job, warm)
     if saved is not None:
         steps = _count_steps(job, ranks, saved=saved)
-    # A new run in a directory with checkpoints must leave them of use.
+    # A new run in a directory with checkpoints must keep them usable.
     kept = resume_from or same_verdict(lambda: find_latest(run_dir / CHECKPOINTS))
     if kept is not None:
         found = same_verdict(lambda: _read_kept(kept, facts))
@@ -297,17 +297,17 @@ def _is_stopped_early(job: Job, saved: Mapping[str, Any]) -> bool:
 
 
 def _read_kept(path: Path, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """As ``read_facts``, of a run that has a loader of samples."""
+    """As ``read_facts``, for a run with a loader of samples."""
     content = read_facts(path, facts)
     loader = content["loader"]
-    # With order=all_hot there is one of each kind of samples, beside what alternates them.
+    # With order=all_hot there is one for each kind of samples, besides the alternation.
     loaders = [loader[kind] for kind in KINDS.values() if kind in loader] or [loader]
     for position in loaders:
         found = position.get("num_samples") if isinstance(position, dict) else position
         if type(found) is not int or found < 0:
             raise ArtifactError(
-                f"{path}: expected the samples that the loader has returned, got {found!r}. Use "
-                "another checkpoint."
+                f"{path}: expected the number of samples that the loader has returned, got "
+                f"{found!r}. Use another checkpoint."
             )
     return content
 
@@ -320,7 +320,7 @@ def _checkpoints(job: Job, facts: Mapping[str, Any], resume_from: Path | None) -
 
 
 def _is_planned_so(asked: Mapping[str, Any], run_dir: Path, ranks: Ranks) -> bool:
-    """Whether the run recorded a plan for these ranks and this placement, to go on with.
+    """Whether the run recorded a plan for these ranks and this placement, to continue with.
 
     Args:
         asked: The settings of the placement.
@@ -338,8 +338,8 @@ def _is_planned_so(asked: Mapping[str, Any], run_dir: Path, ranks: Ranks) -> boo
         world_size = json.loads((run_dir / ENVIRONMENT).read_text())["world_size"]
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
         raise ValueError(
-            f"{recorded}: expected the configuration that the run recorded, and {ENVIRONMENT} "
-            f"beside it, got {error!r}. Start a new run."
+            f"{recorded}: expected the run's recorded configuration and {ENVIRONMENT}, got "
+            f"{error!r}. Start a new run."
         ) from error
     differences = [
         f"placement.{name} {asked.get(name)!r} instead of {placement.get(name)!r}"
@@ -349,12 +349,12 @@ def _is_planned_so(asked: Mapping[str, Any], run_dir: Path, ranks: Ranks) -> boo
     if world_size != ranks.world_size:
         differences.append(f"{ranks.world_size} ranks instead of {world_size}")
     if differences:
-        logger.info("the resumed run gets a new plan: %s", ", ".join(differences))
+        logger.info("replanning the resumed run: %s", ", ".join(differences))
     return not differences
 
 
 def make_run_machine(config: Config, ranks: Ranks) -> Machine:
-    """The machine of these ranks as seen by rank 0, so that all of them plan the same."""
+    """The machine as detected by rank 0, so that all ranks get the same plan."""
     machine = make_machine(
         world_size=ranks.world_size,
         ranks_per_host=ranks.local_world_size,
@@ -395,7 +395,7 @@ def _read_plan(job: Job, run_dir: Path, machine: Machine, ranks: Ranks) -> Settl
 
 
 def _choose_plan(job: Job, machine: Machine, staged: Path, ranks: Ranks) -> SettledPlan:
-    """Predict the candidates on rank 0, try those in doubt on all ranks, settle; collective."""
+    """Predict the candidates on rank 0, try undecided ones on all ranks, choose; collective."""
     proposal = same_verdict(
         lambda: make_proposal(job.planned, job.dataset, machine) if ranks.is_first else None
     )
@@ -412,7 +412,7 @@ def _choose_plan(job: Job, machine: Machine, staged: Path, ranks: Ranks) -> Sett
 def _try_candidates(
     job: Job, machine: Machine, proposal: Proposal | None, ranks: Ranks
 ) -> Trial | None:
-    """A trial of the candidates, if predictions leave a choice and it can pay; collective.
+    """A trial of the candidates, if predictions are undecided and it can pay; collective.
 
     Args:
         job: The run.
@@ -431,7 +431,7 @@ def _try_candidates(
         run_s, longest_s = proposal.predicted_s(_count_steps(job, ranks))
         return proposal.candidates, proposal.recorded_trial, run_s, longest_s
 
-    # Whatever fails on rank 0 alone must reach the others before a collective.
+    # An error on rank 0 must reach the others before a collective.
     plans, recorded, run_s, longest_s = broadcast_object(same_verdict(describe))
     if len(plans) < 2 or recorded is not None:
         return recorded
@@ -441,23 +441,23 @@ def _try_candidates(
     limit_s, least_s = trial_seconds(job.trial_s, run_s, candidates.values())
     if job.trial_s is None and longest_s < max(limit_s, least_s):
         logger.info(
-            "no trial of %d plans that predictions cannot tell apart: the run is predicted to take "
-            "%.3g s, at most %.3g s, a trial %.3g s",
+            "skipping the trial of %d plans with overlapping predictions: the run is predicted "
+            "to take %.3g s, at most %.3g s, a trial %.3g s",
             *(len(plans), run_s, longest_s, max(limit_s, least_s)),
         )
         return None
     takes = f"about {limit_s:.0f} s"
     if least_s > OVERRUN * limit_s:
-        takes = f"about {least_s:.0f} s instead of {limit_s:.0f}, for three rounds of two of them"
+        takes = f"about {least_s:.0f} s (budget {limit_s:.0f} s), for three rounds of two plans"
     titles = "; ".join(candidate.title for candidate in candidates.values())
-    logger.info("trial of plans that predictions cannot tell apart, %s: %s", takes, titles)
+    logger.info("trial of plans with overlapping predictions, %s: %s", takes, titles)
     found = run_trial(candidates, ranks, limit_s=limit_s)
     same_verdict(lambda: None if proposal is None else write_trial(found, proposal.trial_file))
     return found
 
 
 def make_candidate(job: Job, settled: SettledPlan, machine: Machine, ranks: Ranks) -> Candidate:
-    """How to train a plan in turns with others, from the first weights and batches of its run."""
+    """The trial candidate of a plan, with the initial weights and batches of its run."""
 
     def build() -> tuple[Trainable, Iterable[Batch]]:
         trainable = build_plan(job.spec, settled, machine, ranks)
@@ -467,7 +467,7 @@ def make_candidate(job: Job, settled: SettledPlan, machine: Machine, ranks: Rank
     plan = settled.plan
     held = 2 * num_workers(job.order.num_workers, ranks) + plan.pipeline.depth
     if isinstance(plan.tables, SplitTables) and plan.tables.has_slots:
-        held += plan.pipeline.window  # a window of batches is held for slots alone
+        held += plan.pipeline.window  # a window of batches is kept only for slots
     return Candidate(build, settled.max_bytes, held, settled.step_s, plan.title)
 
 
@@ -477,12 +477,12 @@ def _count_steps(
     all_hot: AllHotSamples | None = None,
     saved: Mapping[str, Any] | None = None,
 ) -> int:
-    """Updates of the whole run; ``saved`` is the content of the checkpoint that it goes on from."""
+    """Updates of the whole run; ``saved`` is the content of the checkpoint to resume from."""
     epochs, max_steps = job.order.num_epochs, job.max_steps
     if saved is None:
         per_epoch = count_epoch_steps(job.order, job.dataset, all_hot, ranks.world_size)
         return count_steps(per_epoch, epochs=epochs, max_steps=max_steps)
-    # Other ranks or another batch take another number of steps for the samples that remain.
+    # With other ranks or another batch size the remaining samples need another number of steps.
     remaining = _remaining_steps(job, ranks, saved)
     steps = int(saved["step"]) + remaining.count_steps(epochs)
     return steps if max_steps is None else min(steps, max_steps)
@@ -505,7 +505,7 @@ def _days_ahead(
     run_dir: Path,
     saved: Mapping[str, Any] | None,
 ) -> DaysAhead | None:
-    """The days still to be evaluated before they are trained on; None where none is; collective."""
+    """The days still to be evaluated before they are trained on, or None; collective."""
     if not job.order.by_day:
         return None
     start_step = 0 if saved is None else int(saved["step"])

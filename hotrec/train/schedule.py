@@ -1,4 +1,4 @@
-"""Which updates come when, and with which learning rate: pure functions of the step.
+"""The order of updates and their learning rates: pure functions of the step.
 
 A step is numbered by the update it makes, from 1; "after step s" means that s updates are done.
 """
@@ -38,8 +38,8 @@ def next_segment(
 ) -> Segment:
     """The segment after ``start_step`` of a run of ``num_steps``.
 
-    The pipeline holds batches ahead of the update, so weights and loader position agree only at
-    the end of a segment.
+    The pipeline prefetches batches, so weights and loader position only agree at the end of a
+    segment.
 
     Args:
         start_step: The steps made so far.
@@ -54,7 +54,7 @@ def next_segment(
 
 
 def count_steps(steps_per_epoch: int, *, epochs: int, max_steps: int | None = None) -> int:
-    """Updates of a run: whole epochs, cut at ``max_steps`` where that is less.
+    """Updates of a run: complete epochs, at most ``max_steps``.
 
     Raises:
         ValueError: if nothing would be trained.
@@ -65,7 +65,7 @@ def count_steps(steps_per_epoch: int, *, epochs: int, max_steps: int | None = No
     if num_steps < 1:
         raise ValueError(
             f"trainer: expected at least 1 step, got {steps_per_epoch} steps per epoch, "
-            f"epochs={epochs} and max_steps={max_steps}. Give more data or more epochs."
+            f"epochs={epochs} and max_steps={max_steps}. Use more data or more epochs."
         )
     return num_steps
 
@@ -114,11 +114,11 @@ class Schedule:
 def set_learning_rates(
     optimizer: torch.optim.Optimizer, lr_factor: Callable[[int], float], step: int
 ) -> float:
-    """Give every part of the optimizer the learning rate of update ``step``; the first is returned.
+    """Set the learning rate of every part for update ``step``; returns the first part's.
 
-    To be called before the pipeline makes the update: TorchRec's fused optimizer hands the value to
-    the kernel in ``zero_grad``, before forward. Each group's own rate is kept in ``initial_lr``, as
-    torch's schedulers do.
+    Call before the pipeline's update: TorchRec's fused optimizer passes the value to the kernel in
+    ``zero_grad``, before forward. Each group's own rate is kept in ``initial_lr``, as in torch's
+    schedulers.
     """
     factor = lr_factor(step)
     for group in optimizer.param_groups:

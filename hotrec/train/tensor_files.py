@@ -1,9 +1,8 @@
 """Canonical tensors in safetensors files: written by all ranks at once, read by any number.
 
-Every rank writes the rows that it owns, so no rank holds a table that is not its own, and at most
-``MAX_FILE_BYTES`` of copies, beside what a snapshot keeps. An index names the files that hold a
-tensor and the part of it that each has. A reader maps the files into memory and copies only the
-rows that it needs.
+Every rank writes the rows that it owns, so no rank needs memory for other tables, and at most
+``MAX_FILE_BYTES`` for copies, besides a snapshot's. An index lists the files of a tensor and the
+part of it in each. A reader maps the files into memory and copies only the rows that it needs.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ class Share:
 
     Args:
         part: The part.
-        begin: The first row, of those of the part.
+        begin: The first row, within the part.
         end: The row after the last one.
-        take: Reads rows of the part, by their range, as the whole tensor has them.
+        take: Reads rows of the part, by their range, in the layout of the whole tensor.
     """
 
     part: TensorPart
@@ -76,14 +75,14 @@ class Share:
 def own_shares(
     parts: TensorParts, rank: int, world_size: int, snapshot: Snapshot | None = None
 ) -> list[Share]:
-    """What this rank writes of the tensors of a model; not a collective.
+    """This rank's share of the tensors of a model, to write; not a collective.
 
     Args:
-        parts: What this rank holds.
+        parts: The parts on this rank.
         rank: This rank.
         world_size: Number of ranks, which all write.
-        snapshot: Where to read the tables that it watches from; all others are copied now, so that
-            training may go on. None to read all of them later, as they are then.
+        snapshot: The source of the tables that it watches; all others are copied now, so that
+            training may continue. None to read all of them later, with their values then.
     """
     hot = {part.name: part for part in parts.parts if part.rows is not None}
     shares = []
@@ -113,10 +112,10 @@ def write_tensors(
         directory: Directory of the checkpoint.
         folder: Folder in it, made if it is missing.
         rank: This rank, for the names of its files.
-        check: Called now and then; raises to end the writing.
+        check: Called regularly; raises to abort the writing.
 
     Returns:
-        What was written, for ``make_index``, and the files, for ``commit_artifact``.
+        The written boxes, for ``make_index``, and the files, for ``commit_artifact``.
     """
     (directory / folder).mkdir(exist_ok=True)
     pieces: list[FilePiece] = []
@@ -170,7 +169,7 @@ def _boxes(shares: Sequence[Share]) -> Iterator[tuple[TensorPart, tuple[int, ...
 def _taker(
     part: TensorPart, replica: TensorPart | None, begin: int, end: int, snapshot: Snapshot | None
 ) -> Callable[[int, int], torch.Tensor]:
-    """Reads rows of a share, by their range in the part; hot rows are those of the replica."""
+    """Reads rows of a share, by their range in the part; hot rows come from the replica."""
     if replica is None:
         read = _reader(part.value, begin, end, snapshot)
         return lambda low, high: _canonical(read(low, high))
@@ -219,7 +218,7 @@ def _reader(
 
 
 def _canonical(value: torch.Tensor) -> torch.Tensor:
-    """On the host, and in fp32 if it is a store of rows in half precision."""
+    """A copy on the host, in fp32 if the rows are stored in half precision."""
     is_half = value.dtype in (torch.float16, torch.bfloat16)
     return (value.float() if is_half else value).contiguous().cpu()
 
@@ -243,7 +242,7 @@ class TensorFiles:
         index: The document of ``make_index``.
 
     Raises:
-        ArtifactError: If the index is damaged, or a tensor is not whole.
+        ArtifactError: If the index is damaged, or a tensor is incomplete.
     """
 
     def __init__(self, artifact: Artifact, index: Mapping[str, Any]) -> None:
@@ -299,13 +298,13 @@ class TensorFiles:
             self._read(part)
 
     def read_rows(self, part: TensorPart, rows: torch.Tensor) -> None:
-        """Copy rows int64 (R,) of the saved tensor into a part; those of -1 keep their values."""
+        """Copy rows int64 (R,) of the saved tensor into a part; rows with -1 keep their values."""
         self._check_type(part)
         for piece in self._pieces[part.name]:
             self._copy_rows(piece, part, rows)
 
     def _check_type(self, part: TensorPart) -> None:
-        """Refuse numbers of another type than weights have; optimizers may count in either."""
+        """Refuse another type than that of weights; counts of optimizers may have either."""
         saved, expected = self._pieces[part.name][0].dtype, _canonical_type(part.value.dtype)
         is_state = "/" in part.name
         is_float = getattr(torch, saved).is_floating_point
@@ -316,7 +315,7 @@ class TensorFiles:
             )
 
     def _check_values(self, piece: FilePiece, values: torch.Tensor) -> None:
-        """Refuse values with which a run would be lost, of those that are read."""
+        """Refuse invalid values, such as NaN, among those that are read."""
         if values.numel() == 0 or values.dtype == torch.bool:
             return
         low, high = (float(bound) for bound in torch.aminmax(values))  # NaN if a value is
@@ -384,9 +383,9 @@ class TensorFiles:
 
 
 def _check_cover(path: Path, name: str, pieces: Sequence[FilePiece]) -> None:
-    """Raise an ArtifactError unless the pieces hold each value of a tensor once."""
+    """Raise an ArtifactError unless the pieces contain each value of a tensor exactly once."""
     found = sum(prod(piece.shape) for piece in pieces)
-    expected = f"{path}: expected tensor {name} whole"
+    expected = f"{path}: expected a complete tensor {name}"
     if not pieces or found != prod(pieces[0].of):
         raise ArtifactError(f"{expected}, got {found} of its values. Use another checkpoint.")
     open_pieces: list[FilePiece] = []
@@ -400,7 +399,7 @@ def _check_cover(path: Path, name: str, pieces: Sequence[FilePiece]) -> None:
                 f"{expected}, got a piece at {list(piece.first)} of shape {list(piece.shape)} in "
                 f"{list(piece.of)}. Use another checkpoint."
             )
-        # The others end before this one begins.
+        # The others end before this one starts.
         row = piece.first[0] if piece.first else 0
         open_pieces = [p for p in open_pieces if p.shape and p.first[0] + p.shape[0] > row]
         if any(_overlap(p.first, p.shape, piece.first, piece.shape) for p in open_pieces):
@@ -419,7 +418,7 @@ def _canonical_type(dtype: torch.dtype) -> str:
 def _overlap(
     first: Sequence[int], shape: Sequence[int], own_first: Sequence[int], own_shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What two boxes of a tensor share, as slices of each; None for nothing."""
+    """The intersection of two boxes of a tensor, as slices of each; None if empty."""
     source, target = [], []
     for at, size, own_at, own_size in zip(first, shape, own_first, own_shape, strict=True):
         low, high = max(at, own_at), min(at + size, own_at + own_size)

@@ -411,7 +411,7 @@ def one_rank_fails() -> str:
 def test_every_rank_hears_of_a_loader_without_batches() -> None:
     found = run_ranks(one_rank_fails, 2, timeout_s=60)
     assert [text.split(":")[0] for text in found] == ["RankError", "ValueError"]
-    assert all("expected a batch or more to count" in text for text in found)
+    assert all("expected at least one batch to count" in text for text in found)
 
 
 def resumed(hot: Any, kind: PipelineKind, folder: str) -> None:

@@ -342,7 +342,7 @@ def trains_in_the_pipeline(choice: Choice) -> None:
     with program.pipeline() as pipeline:
         losses = progress_all(pipeline, iter(batches()))
     program.check(losses, program.expect(whole()))
-    with refused("hotrec.Pipeline: expected it open"):
+    with refused("hotrec.Pipeline: expected an open"):
         pipeline.progress(iter(batches()))
 
 
@@ -516,7 +516,9 @@ def has_batches_of_other_sizes(choice: Choice) -> None:
     program.check(losses, program.expect(expected[:2]))
     if world_size > 1:
         program.model.module.forward = lambda batch: program.model.module.logits(batch)  # type: ignore[method-assign]
-        with refused("batches: expected as many samples on every rank, got 4 on rank 0 and 9 on"):
+        with refused(
+            "batches: expected the same number of samples on every rank, got 4 on rank 0 and 9 on"
+        ):
             program.model(found[1])
 
 
@@ -620,7 +622,7 @@ def computes_its_features(choice: Choice) -> None:
     """TorchRec's own pipeline reads those in line."""
     error = r'not pipelined.*pipeline="base"' if choice.is_traced else None
     if choice.is_ahead:
-        error = r'expected the features of the batch, got others.*pipeline="base"'
+        error = r'expected the traced features of the batch, got different ones.*pipeline="base"'
     trains_or_refuses(choice, Computing, None if choice.is_plain else error)
 
 
@@ -722,7 +724,10 @@ def reads_other_features_in_evaluation(choice: Choice) -> None:
         np.testing.assert_allclose(found, program.expect_evaluated(everything), rtol=1e-5)
         if choice.is_traced:
             program.model.eval()
-            with refused("expected the features of the batch, got others"), torch.no_grad():
+            with (
+                refused("expected the traced features of the batch, got different ones"),
+                torch.no_grad(),
+            ):
                 pipeline.progress(data)
             return
         losses += progress_all(pipeline, data)

@@ -319,7 +319,7 @@ CASES: dict[str, tuple[Callable[[], Model], Any, dict[str, str]]] = {
     "of samples": (
         OfSamples,
         make_batch,
-        dict.fromkeys(CHOICES, "model: expected a loss that is a number, got one of shape (2, 2)"),
+        dict.fromkeys(CHOICES, "model: expected a scalar loss, got one of shape (2, 2)"),
     ),
 }
 

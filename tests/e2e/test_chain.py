@@ -126,7 +126,7 @@ def compare_plans(workspace: Workspace) -> None:
     assert 'id="Plans"' in page
     for change, message in (
         ("launch.num_ranks=1", "launch.num_ranks: expected 2, as runs/hotcold had, got 1."),
-        ("runs=[runs/hotcold,runs/hotcold]", "runs: expected two runs or more, got"),
+        ("runs=[runs/hotcold,runs/hotcold]", "runs: expected at least two runs, got"),
     ):
         refused = hotrec(*words, change, cwd=folder)
         assert refused.exit_code == 1

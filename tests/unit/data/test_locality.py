@@ -101,7 +101,7 @@ def test_owners_are_those_of_the_shards_and_hot_rows_have_none() -> None:
 @pytest.mark.parametrize("first_rows", [[1], [0, 5, 5], [0, 6, 3]])
 def test_shards_that_leave_rows_out_are_refused(first_rows) -> None:
     shards = {"t_a": [ShardOwner(first_row, 0) for first_row in first_rows]}
-    with pytest.raises(ValueError, match=r"shards of table t_a: expected first rows that rise"):
+    with pytest.raises(ValueError, match=r"shards of table t_a: expected first rows increasing"):
         ByOwner(SCHEMA, shards, {})
 
 

@@ -59,7 +59,7 @@ def test_the_document(pipeline: PipelineSpec) -> None:
     assert sent == pytest.approx(plan["total_sent_bytes"] - dense_bytes, rel=1e-6)
     assert 0 < document["expected"]["urgent_rows"] < document["expected"]["cold_rows"]
     text = " ".join(plan_report_text(document).split())
-    assert ("communication that nothing hides. Row lookups" in text) == pipeline.is_look_ahead
+    assert ("exposed communication. Row lookups" in text) == pipeline.is_look_ahead
     shown = "look_ahead" if pipeline.is_look_ahead else "sparse_dist"
     assert shown in text[text.index("(chosen)") :].split("Where a step")[0]
 

@@ -53,7 +53,7 @@ def test_every_command_means_the_same() -> None:
 
 def test_a_best_checkpoint_that_is_not_there_is_said(run_dir: Path) -> None:
     (run_dir / "checkpoints" / "best").unlink()
-    with pytest.raises(ValueError, match=r"expected the best one of .*, got none.*=latest"):
+    with pytest.raises(ValueError, match=r"expected a best checkpoint in .*, got none.*=latest"):
         find_checkpoint(run_dir, AUTO, keeps_best=keeps_best(*KEEP))
     with pytest.raises(ValueError, match="expected auto, latest, best or one of .*, got 'best'"):
         find_checkpoint(run_dir, "best", keeps_best=keeps_best())
