@@ -225,7 +225,6 @@ class PlanJob:
         profile: Profile,
         histograms: Mapping[str, CountHistogram],
         costs: tuple[Costs, str | None],
-        loader: tuple[int | None, float | None],
     ) -> Situation:
         """What predictions are for.
 
@@ -234,12 +233,13 @@ class PlanJob:
             profile: The profile.
             histograms: Its histogram of every table.
             costs: The costs and a caveat about them, or None.
-            loader: Of ``loader_on``; a machine with other ranks is predicted with the same workers.
 
         Raises:
             ValueError: If the profile lacks a table, or counted no sample.
         """
-        spec, (workers, cores) = self.spec, loader
+        spec = self.spec
+        # A machine with other ranks has the workers that a run on it would have.
+        workers, cores = self.loader_on(machine, costs[0])
         work = work_of(spec.architecture)
         situation = build_situation(
             shapes_of(spec.schema, spec.architecture.embedding_dim, spec.row_bytes),

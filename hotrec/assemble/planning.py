@@ -283,11 +283,11 @@ def make_proposal(
     histograms = profile.build_histograms()
     without = proposal(request, counted=(profile, profile_artifact), histograms=histograms)
     costs = job.costs_on(machine)
-    loader = job.loader_on(machine, costs[0])
-    request = replace(request, num_workers=loader[0])
+    workers, _ = job.loader_on(machine, costs[0])
+    request = replace(request, num_workers=workers)
 
     def describe(machine: Machine) -> Situation:
-        return job.situation(machine, profile, histograms, costs, loader)
+        return job.situation(machine, profile, histograms, costs)
 
     def shardings(tables: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:
         # An optimizer that the device cannot train is an error, tables that do not fit are not.
