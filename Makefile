@@ -29,8 +29,12 @@ export OMP_NUM_THREADS ?= 1
 FAST_TESTS := $(wildcard tests/policy tests/unit tests/config tests/frozen)
 # Of what is around the program: benchmark scripts, launchers, the wheel. CI runs them as well.
 MORE_TESTS := $(wildcard tests/benchmarks tests/launch)
-OTHER_TESTS := $(filter-out $(FAST_TESTS) $(MORE_TESTS) tests/data tests/__pycache__,\
-    $(patsubst %/,%,$(wildcard tests/*/)))
+# Files with a table of which make test runs a sample, see tests/README.md.
+SAMPLED_TESTS := $(shell grep -rl --include=test_*.py helpers.samples tests)
+# Files that take a minute before the many short ones, so that no worker is left alone with one.
+LONG_TESTS := $(wildcard tests/distributed tests/faults tests/stand_in)
+OTHER_TESTS := $(LONG_TESTS) $(filter-out $(FAST_TESTS) $(LONG_TESTS) $(MORE_TESTS) tests/data \
+    tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 # Tests side by side, by file; 0 for one after the other.
 JOBS ?= 2
 # What make test runs, e.g. make test TESTS=tests/unit/planner.
@@ -72,14 +76,14 @@ quickstart: $(INSTALLED) ## Install, then train a DLRM on a real click log with 
 	@echo '`. $(BIN)/activate` puts hotrec on your path.'
 
 test: $(INSTALLED_DEV) ## Install what the tests need, then run the suite.
-	$(BIN)/python -m pytest $(TESTS) --numprocesses=$(JOBS) --dist=loadfile --durations=10 \
-	    --junitxml=build/tests.xml $(ARGS)
+	$(BIN)/python -m pytest $(TESTS) --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder \
+	    --durations=10 --junitxml=build/tests.xml $(ARGS)
 
 durations: ## Print how long each file of tests took in the last make test.
 	$(BIN)/python -m tests.durations build/tests.xml
 
-test-more: ## Run the tests of benchmark scripts, launchers and the wheel.
-	$(MAKE) test TESTS="$(MORE_TESTS)"
+test-more: ## Run the tests of benchmark scripts, launchers and the wheel, and whole tables.
+	HOTREC_TESTS_WHOLE=1 $(MAKE) test TESTS="$(MORE_TESTS) $(SAMPLED_TESTS)"
 
 faults: $(INSTALLED_DEV) ## Run every case of damaged files, bad data and signals.
 	$(BIN)/python -m tests.faults run $(ARGS)

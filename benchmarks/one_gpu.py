@@ -29,9 +29,10 @@ from typing import Any
 
 import torch
 
-from hotrec.assemble.job import place
-from hotrec.bench.benchmark import CaseChooser, measure
+from hotrec.assemble.policies import ColdRows
+from hotrec.bench.benchmark import measure
 from hotrec.bench.cases import Case, split_case
+from hotrec.bench.job import CaseChooser, make_benchmark
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import BenchConfig, BenchRootConfig
 from hotrec.planner.plan import Plan, TorchrecTables
@@ -115,7 +116,7 @@ def case_chooser(budget_bytes: float, dim: int) -> CaseChooser:
 
         def split(name: str, hot_bytes: float, tier: ColdTier) -> Case:
             hot = hottest_rows(counts, hot_bytes, dim)
-            placed = place(hot, device, tier=tier, cache_load_frac=cached_frac / 2)
+            placed = ColdRows(tier, cached_frac / 2).place(hot, device)
             return split_case(name, placed)
 
         return [
@@ -214,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = make_config(options)
     choose = case_chooser(options.budget_gib * GIB, config.model.embedding_dim)
     with process_group(device="cuda") as ranks:
-        document = measure(config, ranks, choose, baselines=(BASELINE,))
+        document = measure(make_benchmark(config, ranks, choose), ranks, (BASELINE,))
     print(markdown_table(COLUMNS, result_rows(document)), file=sys.stderr)
     if options.page is not None:
         options.page.parent.mkdir(parents=True, exist_ok=True)

@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.assemble.torchrec_plan import shardings_of
-from hotrec.bench.cases import Case, bench_situation, build_runner, split_case
+from hotrec.bench.cases import Case, build_runner, split_case
 from hotrec.bench.figures import gather_measured, summarize
+from hotrec.bench.job import make_subject, make_turns, subject_of
 from hotrec.bench.machine import machine_facts
-from hotrec.bench.measure import num_steps, run_cases
-from hotrec.bench.samples import ZipfTables
+from hotrec.bench.measure import run_cases
+from hotrec.bench.samples import ZipfTables, table_per_feature
 from hotrec.calibrate.measure import measure_costs
 from hotrec.calibrate.workload import CalibrationTarget
 from hotrec.cli.output import quiet_torch
@@ -93,16 +94,14 @@ def run_grid(arguments: argparse.Namespace) -> None:
     config = compose(arguments.rounds)
     with process_group(device="cpu", timeout_s=600) as ranks:
         start = time.perf_counter()
-        subject = CalibrationTarget(
-            table_rows=config.bench.table_rows,
-            model=config.model,
-            optimizer=config.optimizer,
-            num_dense=config.bench.num_dense,
+        subject = make_subject(
+            config.model,
+            config.optimizer,
+            table_per_feature(config.bench.table_rows, config.bench.num_dense),
             batch_size=max(arguments.batch_sizes),
-            cap_bytes=256 << 20,
             seed=1,
         )
-        costs = measure_costs(ranks, subject)
+        costs = measure_costs(ranks, CalibrationTarget(subject))
         calibrated_s = time.perf_counter() - start
         say(ranks, f"calibrated in {calibrated_s:.0f} s")
         cells = []
@@ -145,19 +144,23 @@ def run_cell(config: BenchRootConfig, pipeline: str, costs: Any, ranks: Ranks) -
     )
     counts = samples.count(PROFILE_SAMPLES)
     histograms = {table: build_histogram(c) for table, c in counts.items()}
-    situation = bench_situation(config, samples.schema, histograms, PROFILE_SAMPLES, costs, ranks)
+    subject, turns = subject_of(config, samples.schema), make_turns(bench)
+    situation = subject.situation(histograms, PROFILE_SAMPLES, costs, ranks)
     spec = PipelineSpec(PipelineKind[pipeline])
     cases = make_cases(spec, situation, counts, histograms)
     batches = samples.batches(
-        num_steps(bench), batch_size=bench.batch_size, rank=ranks.rank, world_size=ranks.world_size
+        turns.num_batches,
+        batch_size=bench.batch_size,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
     )
-    runners = [build_runner(config, case, samples.schema, batches, ranks) for case in cases]
+    runners = [build_runner(subject, case, batches, ranks) for case in cases]
     predicted = dict[str, Prediction]()
     for runner in runners:
         sharding = broadcast_object(runner.trainable.sharding)
         shardings = None if runner.case.plan.is_hotrec else shardings_of(sharding, counts)
         predicted[runner.case.name] = predict(runner.case.plan, situation, shardings)
-    run_cases(runners, bench, ranks)
+    run_cases(runners, turns, ranks)
     measured = summarize(
         gather_measured(runners, ranks),
         global_batch_size=bench.batch_size * ranks.world_size,

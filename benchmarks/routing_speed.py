@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.bench.cases import choose_hot_rows
+from hotrec.bench.job import choose_hot_rows
 from hotrec.bench.machine import machine_facts
 from hotrec.bench.samples import ZipfTables
 from hotrec.cli.store import build_config, compose_config

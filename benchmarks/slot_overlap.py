@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hotrec.assemble.job import model_spec, place
+from hotrec.assemble.job import model_spec
+from hotrec.assemble.policies import ColdRows
 from hotrec.assemble.trainable import assemble
 from hotrec.bench.machine import machine_facts
 from hotrec.bench.samples import ZipfTables
@@ -94,13 +95,8 @@ def measure(options: argparse.Namespace, bytes_per_s: float | None) -> dict[str,
         optimizer=RowwiseAdagradConfig(learning_rate=0.01),
     )
     with process_group(device="cpu") as ranks, link(bytes_per_s):
-        placed = place(
-            partition,
-            "cpu",
-            tier=ColdTier.cached,
-            cache_load_frac=options.load_frac,
-            popular=lambda _: popular,
-        )
+        cold = ColdRows(ColdTier.cached, options.load_frac)
+        placed = cold.place(partition, "cpu", lambda _: popular)
         request = PlanRequest(GivenTables(placed), is_routed_by_loader=True)
         plan = Plan(split_of(request, placed), PipelineSpec(PipelineKind.look_ahead))
         machine = Machine(1, 1, "cpu", 0, 64 << 30, options.batch)

@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from hotrec.cost_model.costs import Costs
-from hotrec.report.plan import Prediction
+from hotrec.report.plan import RecordedPrediction
 from hotrec.report.plan_page import draw_stages
 from hotrec.report.render import markdown_table
 from hotrec.report.style import report_style, write_png
@@ -63,7 +63,7 @@ def draw_settings(documents: Sequence[Mapping[str, Any]], path: Path) -> None:
             most_s = MAX_DRAWN * plans[BASELINE]["step_s"]
             left_out = [name for name, plan in plans.items() if plan["step_s"] > most_s]
             draw_stages(
-                axes, Prediction(document), [name for name in plans if name not in left_out]
+                axes, RecordedPrediction(document), [name for name in plans if name not in left_out]
             )
             title = setting_title(document)
             for name in left_out:

@@ -37,6 +37,7 @@ from benchmarks.terabyte_page import (
     setting_rows,
     setting_title,
 )
+from hotrec.assemble.job import architecture_of
 from hotrec.cli.store import build_config, compose_config
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Costs, World
@@ -51,11 +52,11 @@ from hotrec.cost_model.quantities import (
     torchrec_quantities,
 )
 from hotrec.cost_model.step import make_step_model
-from hotrec.models.flops import dense_flops
+from hotrec.models.flops import DenseWork, dense_flops
 from hotrec.planner.search import Limits, search_placement
 from hotrec.report.render import markdown_table
 from hotrec.report.units import show_count, show_frac
-from hotrec.types import TablePlacement, Tier
+from hotrec.types import Feature, Schema, Table, TablePlacement, Tier
 
 CONF = Path(__file__).parents[1] / "conf"
 OUTLINE = yaml.safe_load((CONF / "data/criteo_terabyte.yaml").read_text())["outline"]
@@ -224,20 +225,29 @@ def spread_tables(demands: Sequence[TableDemand], world: World, tier: Tier) -> d
     return shardings
 
 
+def dense_work() -> tuple[int, DenseWork]:
+    """The dimension of the tables, and the work of the dense layers."""
+    model = build_config(compose_config("config", ["experiment=criteo_terabyte"])).model
+    tables = [Table(f"t{number}", rows) for number, rows in enumerate(TABLE_ROWS)]
+    features = tuple(Feature(table.name, table.name) for table in tables)
+    dense = tuple(f"d{number}" for number in range(NUM_DENSE))
+    shape = architecture_of(model, Schema(dense, features, tuple(tables)))
+    return shape.embedding_dim, dense_flops(shape)
+
+
 def predict_setting(
     costs: Costs, exponents: Sequence[float], num_ranks: int, batch_size: int
 ) -> Setting:
     """Every plan for a number of ranks and a batch per rank."""
     world = World(num_ranks, RANKS_PER_HOST)
-    model_config = build_config(compose_config("config", ["experiment=criteo_terabyte"])).model
-    work = dense_flops(model_config, NUM_DENSE, len(TABLE_ROWS))
+    dim, work = dense_work()
     workload = Workload(
         batch_size=batch_size,
         dense_flops=work.flops,
         bottom_frac=work.bottom_frac,
         num_dense_values=work.num_dense_values,
     )
-    demands = build_demands(exponents, world, batch_size, model_config.embedding_dim)
+    demands = build_demands(exponents, world, batch_size, dim)
     keep = 1 - RESERVED_FRAC
     limits = Limits(
         device_bytes=keep * costs.device_bytes,
@@ -326,8 +336,7 @@ def describe_facts(
     options: argparse.Namespace, exponents: Sequence[float], costs: Costs, arguments: Sequence[str]
 ) -> dict[str, Any]:
     """What the assumptions name."""
-    model = build_config(compose_config("config", ["experiment=criteo_terabyte"])).model
-    work = dense_flops(model, NUM_DENSE, len(TABLE_ROWS))
+    dim, work = dense_work()
     if options.zipf is not None:
         zipf = f"one exponent of {options.zipf:g} for all"
     elif options.profile is not None:
@@ -343,8 +352,8 @@ def describe_facts(
         "overlap": show_frac(costs.overlap),
         "num_tables": len(TABLE_ROWS),
         "num_rows": show_count(sum(TABLE_ROWS)),
-        "dim": model.embedding_dim,
-        "row_bytes": 8 * model.embedding_dim,
+        "dim": dim,
+        "row_bytes": 8 * dim,
         "zipf": zipf,
         "exponents": ", ".join(f"{exponent:.2f}" for exponent in exponents),
         "flops": work.flops,

@@ -1,4 +1,4 @@
-"""``python -m hotrec``: the same program as ``hotrec``, and what a rank runs."""
+"""``python -m hotrec``: the same program as ``hotrec``, and the entry point of ranks."""
 
 import atexit
 import os
@@ -8,11 +8,11 @@ from hotrec.cli import main
 
 
 def _leave(exit_code: int) -> None:
-    """End a rank without unloading its libraries.
+    """Exit a rank without unloading its libraries.
 
     Seen twice at the exit of rank 0, when all work was done and written: a C++ thread that had not
     ended was destroyed ("terminate called without an active exception"), which aborts the process
-    and with it the run. What Python wants done at exit is done; what it reports is the exit code.
+    and with it the run. Python's exit handlers still run; the exit code is reported.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()

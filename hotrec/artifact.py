@@ -1,4 +1,4 @@
-"""Artifacts: directories that are either whole or absent.
+"""Artifacts: directories that are either complete or absent.
 
 A stage writes its files into a hidden sibling directory, the manifest last, and renames the
 directory into place. A run killed at any moment leaves the old artifact or the new one. The
@@ -40,7 +40,7 @@ from hotrec.lock import (
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
 # Version 1 had SHA-256 (0.6 GB/s where XXH3 reads 11 GB/s). Neither protects from forgery, because
-# whoever changes a file can change the manifest as well.
+# the manifest can be changed with the file.
 CHECKSUMS: Mapping[str, Callable[[], Any]] = {
     "xxh3_128": xxhash.xxh3_128,
     "sha256": hashlib.sha256,
@@ -50,19 +50,19 @@ CHECKSUM = "xxh3_128"
 _IS_APART = "is_apart"
 # Longer than the two renames of a replacement, after which a reader finds the new artifact.
 _REPLACEMENT_S = 10.0
-# Longer than most readings of a manifest; whoever holds the lock longer has opened the artifact.
+# Longer than most readings of a manifest; a longer lock means that the artifact is open.
 _SHORT_READ_S = 2.0
-# More than any record of a trial, of costs, of a plan or of a run's end takes.
+# Larger than any record of a trial, of costs, of a plan or of a run's end.
 RECORD_BYTES = 64 << 20
 
-# What reading content raises that has another form than was written.
+# Exceptions from content of an unexpected form.
 _FORM_ERRORS = (
     *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
     zipfile.BadZipFile,
 )
 
 Verify = StrEnum("Verify", "size full")
-# Size and checksum of a file, as a manifest has them.
+# Size and checksum of a file, in the form of a manifest.
 FileFacts = dict[str, int | str]
 
 
@@ -77,7 +77,7 @@ class Artifact:
     Args:
         path: The directory.
         kind: "dataset", "profile", "partition", ...
-        content: What the stage stored in the manifest.
+        content: The stage's content of the manifest.
         made_from: Content hashes of its inputs, by kind.
         content_hash: Hash over the content, the inputs and every file, without those that only go
             with them; see ``commit_artifact``.
@@ -97,7 +97,7 @@ class Artifact:
         """The path of one of its files.
 
         Raises:
-            ArtifactError: If the manifest does not list it, and so nothing has checked it.
+            ArtifactError: If the manifest does not list it, so that it is unchecked.
         """
         if name not in self.files:
             raise ArtifactError(
@@ -107,7 +107,7 @@ class Artifact:
         return self.path / name
 
     def check_opened(self) -> None:
-        """Check that the path still holds what was opened, after a file of it has been opened.
+        """Check that the path is still the opened artifact, after one of its files has been opened.
 
         Raises:
             ArtifactError: If another program replaced the directory.
@@ -140,9 +140,9 @@ class Artifact:
 
 
 class ReadLock:
-    """A shared lock on an artifact that stays opened; released when this object goes.
+    """A shared lock on an open artifact; released when this object is freed.
 
-    Processes forked meanwhile share it; a copy made by pickle takes its own.
+    Forked processes share it; a copy made by pickle takes its own.
     """
 
     def __init__(self, manifest: Path, kind: str) -> None:
@@ -158,8 +158,8 @@ class ReadLock:
         """Raise an ``ArtifactError`` if the artifact is not the one that was opened."""
         if not is_current(self._file.fileno(), self._manifest):
             raise ArtifactError(
-                f"{self._manifest.parent}: expected what was opened at the start, got another "
-                "directory or none in its place. Start the command again."
+                f"{self._manifest.parent}: expected the artifact opened at the start, got another "
+                "directory or none. Run the command again."
             )
 
 
@@ -174,14 +174,14 @@ def _open_locked(manifest: Path, kind: str) -> BinaryIO:
         file.close()
         if time.monotonic() > until_s:
             raise ArtifactError(
-                f"{manifest.parent}: expected to read it, got a lock held for more than "
+                f"{manifest.parent}: expected read access, got a lock held for more than "
                 f"{_REPLACEMENT_S:.0f} s by processes {other_lock_holders(manifest)}. Try again."
             )
         time.sleep(0.01)
 
 
 def _open_manifest(manifest: Path, kind: str) -> BinaryIO:
-    # Between the wait and the opening a replacement may begin; hardly so three times in a row.
+    # Between the wait and the opening a replacement may start; hardly so three times in a row.
     for _ in range(3):
         _wait_for_replacement(_resolve(manifest.parent))
         with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -197,12 +197,12 @@ def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def read_record(path: Path, most_bytes: int = RECORD_BYTES, errors: str = "strict") -> str:
+def read_record(path: Path, max_bytes: int = RECORD_BYTES, errors: str = "strict") -> str:
     """The text of a file that a command wrote for another; ``errors`` as for ``bytes.decode``.
 
     Raises:
         FileNotFoundError: If there is none.
-        ArtifactError: If it is a device or a pipe, which may have no end, too large, or no text.
+        ArtifactError: If it is a device or a pipe, which may have no end, too large, or not text.
     """
     try:
         with open(path, "rb", opener=_open_without_waiting) as file:
@@ -210,14 +210,14 @@ def read_record(path: Path, most_bytes: int = RECORD_BYTES, errors: str = "stric
             found = f"{facts.st_size} bytes"
             if not stat.S_ISREG(facts.st_mode):
                 found = "a pipe or a device"
-            elif facts.st_size <= most_bytes:
-                return file.read(most_bytes).decode(errors=errors)
+            elif facts.st_size <= max_bytes:
+                return file.read(max_bytes).decode(errors=errors)
     except IsADirectoryError:
         found = "a directory"
     except UnicodeDecodeError:
         found = "no text"
     raise ArtifactError(
-        f"{path}: expected a text file of at most {most_bytes} bytes, got {found}. Remove it."
+        f"{path}: expected a text file of at most {max_bytes} bytes, got {found}. Remove it."
     )
 
 
@@ -248,7 +248,7 @@ def scratch_directory(target: Path, *, kind: str) -> Iterator[Path]:
     """A hidden sibling of ``target`` to write an artifact into; removed at the end.
 
     Raises:
-        ArtifactError: If ``target`` holds something that may not be replaced by this kind.
+        ArtifactError: If ``target`` is something that may not be replaced by this kind.
         LockedError: If another process writes or reads an artifact there.
     """
     check_replaceable(target, kind)
@@ -269,7 +269,7 @@ def scratch_directory(target: Path, *, kind: str) -> Iterator[Path]:
 
 
 def remove_abandoned(directory: Path) -> None:
-    """Remove scratch directories and locks that killed writers left in a directory."""
+    """Remove scratch directories and locks of killed writers in a directory."""
     for lock in directory.glob(".?*.lock"):
         with suppress(LockedError, OSError):
             if is_of_lock(lock):
@@ -280,13 +280,13 @@ def remove_abandoned(directory: Path) -> None:
 
 
 def _remove_scratch(target: Path) -> None:
-    """Remove those of a target; this process holds its lock, so their writer is gone."""
+    """Remove those of a target; this process holds its lock, so their writer has exited."""
     for left in _siblings(target, "tmp"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def _resolve(path: Path) -> Path:
-    """The directory that a link leads to, since renaming replaces the link; loops stay."""
+    """The target directory of a link, since renaming would replace the link; loops are kept."""
     return Path(os.path.realpath(path))
 
 
@@ -300,7 +300,7 @@ def _siblings(target: Path, suffix: str) -> list[Path]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let errors of the system that name no file, as those of writing, name this path."""
+    """Add this path to errors of the system without a file name, such as those of writing."""
     try:
         yield
     except OSError as error:
@@ -319,7 +319,7 @@ def check_replaceable(target: Path, kind: str) -> None:
     """
     if target.is_symlink() and not target.exists():
         raise ArtifactError(
-            f"{target}: expected a link to a directory, got one to nothing. Correct the link."
+            f"{target}: expected a link to a directory, got a dangling one. Correct the link."
         )
     if not target.exists():
         return
@@ -352,7 +352,7 @@ def _locked_for_replacement(manifest: Path) -> Iterator[None]:
     with manifest.open("r+b") as file:
         until_s = time.monotonic() + _SHORT_READ_S
         if not try_flock(file.fileno(), manifest):
-            gc.collect()  # a reader of this process may be left in a cycle, as that of a past run
+            gc.collect()  # a reader of this process, such as that of a past run, may be in a cycle
         while not try_flock(file.fileno(), manifest):
             if time.monotonic() < until_s:
                 time.sleep(0.01)
@@ -360,8 +360,8 @@ def _locked_for_replacement(manifest: Path) -> Iterator[None]:
             readers = other_lock_holders(manifest)
             by = f"processes {readers} of this host" if readers else "a process of another host"
             raise LockedError(
-                f"{manifest.parent}: expected to replace it, got {by} reading it. Wait for the end "
-                "of the run that uses it, or choose another directory."
+                f"{manifest.parent}: expected no readers, got {by} reading it. Wait for the end of "
+                "the run that uses it, or choose another directory."
             )
         yield
 
@@ -373,7 +373,7 @@ def write_through(path: Path) -> FileFacts:
 
 
 def link_file(source: Path, target: Path) -> None:
-    """A second name of a file that nobody writes to; a copy where there are no links."""
+    """A hard link to a file that is never written; a copy if links are not supported."""
     try:
         os.link(source, target)
     except OSError:
@@ -390,12 +390,12 @@ def commit_artifact(
     written: Mapping[str, FileFacts] | None = None,
     apart: Collection[str] = (),
 ) -> Artifact:
-    """Write the manifest of the files in ``scratch`` and move the whole into place.
+    """Write the manifest of the files in ``scratch`` and move the directory into place.
 
-    To be called within ``scratch_directory``. An artifact of the same kind is replaced. Files that
-    are ``written`` through already, by their paths in it, are taken as described. Those ``apart``
-    go with it, such as the code that reads it: they have a checksum, but are no part of what it is,
-    its content hash.
+    Call within ``scratch_directory``. An artifact of the same kind is replaced. Files in
+    ``written``, by their paths in it, are on the disk already and described there. Files in
+    ``apart`` only accompany it, such as the code that reads it: they have a checksum, but do not
+    contribute to the content hash.
 
     Raises:
         ArtifactError, LockedError: As ``scratch_directory``, if that has changed meanwhile.
@@ -416,7 +416,7 @@ def commit_artifact(
         "made_from": dict(made_from or {}),
         "files": files,
     }
-    # As it will be read: JSON makes every key a string.
+    # In the form that will be read: JSON turns every key into a string.
     document = json.loads(json.dumps(document))
     document["content_hash"] = _hash_document(document)
     manifest = scratch / MANIFEST
@@ -428,7 +428,7 @@ def commit_artifact(
 
 
 def move_artifact(scratch: Path, target: Path, kind: str) -> None:
-    """Move an artifact into place, where it may replace one of its kind.
+    """Move an artifact into place; it may replace one of its kind.
 
     Raises:
         ArtifactError, LockedError: As ``scratch_directory``.
@@ -436,8 +436,8 @@ def move_artifact(scratch: Path, target: Path, kind: str) -> None:
     target = _resolve(target)
     check_replaceable(target, kind)
     if (target / MANIFEST).exists():
-        # Two renames; if the process is killed between them, the next one that reads or writes the
-        # artifact puts the old one back.
+        # Two renames; if the process is killed between them, the next reader or writer of the
+        # artifact restores the old one.
         with _locked_for_replacement(target / MANIFEST):
             retired = _sibling(target, f"{uuid.uuid4().hex[:8]}.old")
             target.rename(retired)
@@ -449,7 +449,7 @@ def move_artifact(scratch: Path, target: Path, kind: str) -> None:
 
 
 def check_removable(target: Path, kind: str) -> None:
-    """Check that ``remove_artifact`` would remove nothing else, and that nobody reads it.
+    """Check that ``remove_artifact`` would remove nothing else, and that it has no readers.
 
     Raises:
         ArtifactError, LockedError: As ``check_replaceable``.
@@ -459,10 +459,10 @@ def check_removable(target: Path, kind: str) -> None:
 
 
 def remove_artifact(target: Path, kind: str) -> None:
-    """Remove an artifact that no process has opened; a kill leaves it whole or absent.
+    """Remove an artifact that no process has opened; a kill leaves it complete or absent.
 
     Raises:
-        ArtifactError: If the directory holds files of others, or nothing of this kind.
+        ArtifactError: If the directory has foreign files, or is not of this kind.
         LockedError: If another process has opened it.
     """
     target = _resolve(target)
@@ -478,7 +478,7 @@ def remove_artifact(target: Path, kind: str) -> None:
 
 
 def _restore_retired(target: Path) -> None:
-    """Put back what a process killed within a replacement left; the caller holds the lock."""
+    """Restore the artifact of an interrupted replacement; the caller holds the lock."""
     for retired in _siblings(target, "old"):
         if (retired / MANIFEST).exists() and not target.exists():
             retired.rename(target)
@@ -487,7 +487,7 @@ def _restore_retired(target: Path) -> None:
 
 
 def _wait_for_replacement(target: Path) -> None:
-    """Let a replacement end that is between its renames, or undo it if its process is gone."""
+    """Wait for a replacement that is between its renames, or undo it if its process has exited."""
     until_s = time.monotonic() + _REPLACEMENT_S
     while not target.exists() and _siblings(target, "old"):
         try:
@@ -599,7 +599,7 @@ def check_made_from(artifact: Artifact, source: Artifact) -> None:
     """Refuse an artifact that was made from another source.
 
     Raises:
-        ArtifactError: If ``artifact`` does not name ``source``'s content hash.
+        ArtifactError: If ``artifact`` does not have ``source``'s content hash.
     """
     claimed = artifact.made_from.get(source.kind)
     if claimed != source.content_hash:

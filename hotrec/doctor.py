@@ -1,7 +1,7 @@
 """Checks the installation: packages that fit together, shared memory, and the GPU.
 
 ``check_versions`` reads package metadata only (milliseconds, no torch) and runs at the start of
-every command; ``diagnose`` also imports torch and looks at the machine.
+every command; ``diagnose`` also imports torch and inspects the machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CUDA_FBGEMM = "fbgemm-gpu"
 READ = ("torch", "torchrec", CPU_FBGEMM, CUDA_FBGEMM, "torchmetrics")
 # The one library of the driver that fbgemm's CUDA build needs at import; torch needs none.
 DRIVER_LIBRARY = "libnvidia-ml.so.1"
-# With less a run may still work; loader workers are what uses it up.
+# With less a run may still work; it is used by loader workers.
 ENOUGH_SHM_BYTES = 1 << 30
 
 
@@ -41,7 +41,7 @@ class Pair:
         """The command that installs this pair with the fbgemm package of that name."""
         options = "--force-reinstall --no-deps " if force else ""
         torch = f"pip install {options}torch=={self.torch}"
-        # torchrec's metadata requires the CUDA fbgemm-gpu, which must not stand beside the CPU's.
+        # torchrec's metadata requires the CUDA fbgemm-gpu, which conflicts with the CPU's.
         others = f"torchrec=={self.torchrec} {fbgemm}=={self.fbgemm}"
         return f"{torch} {others}" if force else f"{torch} && pip install --no-deps {others}"
 
@@ -57,7 +57,7 @@ PAIRS = {
 OLDEST_MINOR, NEWEST_MINOR = min(PAIRS), max(PAIRS)
 # fbgemm 1.X and torchrec 1.X are built for torch 2.(X+5).
 MINOR_OFFSET = 5
-# What requirements/cpu.lock and cuda.lock hold, recommended where there is no usable torch.
+# The pair in requirements/cpu.lock and cuda.lock, recommended without a usable torch.
 PINNED_MINOR = 13
 PINNED = PAIRS[PINNED_MINOR]
 TESTED = ", ".join(f"2.{minor}" for minor, pair in PAIRS.items() if pair.is_tested)
@@ -93,7 +93,7 @@ class Packages:
 
     @property
     def pair(self) -> Pair:
-        """The newest pair for a newer torch, the pinned one where no usable torch is installed."""
+        """The newest pair for a newer torch, the pinned one if no usable torch is installed."""
         return PAIRS.get(min(self.torch_minor, NEWEST_MINOR), PINNED)
 
     def fbgemm(self, *, has_gpu: bool) -> str:
@@ -113,14 +113,14 @@ class Packages:
         return f"pip install --no-deps {name}=={version}"
 
     def replace_fbgemm(self, fbgemm: str) -> str:
-        """The command that leaves this fbgemm package alone in the folder that both share."""
+        """The command that leaves only this fbgemm package in the folder that both share."""
         # Removing one of the two takes the other's files with it.
         return f"pip uninstall -y {CUDA_FBGEMM} {CPU_FBGEMM} && {self.install(fbgemm, fbgemm)}"
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What the host offers."""
+class LocalMachine:
+    """The facts of the host."""
 
     shm_bytes: int | None  # size of /dev/shm
     has_gpu_device: bool  # attached and visible, whether torch can use it or not
@@ -163,7 +163,7 @@ def read_packages() -> Packages:
 
 
 def _read_torch_cuda() -> str | None:
-    # torch/version.py says `cuda: Optional[str] = '13.0'` or `= None` in every build. The version
+    # torch/version.py has `cuda: Optional[str] = '13.0'` or `= None` in every build. The version
     # string does not: the common index's CUDA build is plain 2.13.0.
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -174,14 +174,14 @@ def _read_torch_cuda() -> str | None:
 
 
 def has_gpu_device() -> bool:
-    """Whether an NVIDIA GPU is attached and not hidden; asks neither torch nor the driver."""
+    """Whether an NVIDIA GPU is attached and not hidden, without torch or the driver."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return False
     # /dev/dxg is the GPU of a Linux that runs inside Windows.
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 
-def read_machine() -> Machine:
+def read_machine() -> LocalMachine:
     """The facts of this host; imports torch, fbgemm and torchrec."""
     shm = Path("/dev/shm")
     shm_bytes = shutil.disk_usage(shm).total if shm.is_dir() else None
@@ -189,22 +189,22 @@ def read_machine() -> Machine:
         import torch
         import torchrec  # noqa: F401  (loads fbgemm's libraries)
     except (ImportError, OSError, RuntimeError) as error:
-        # torch says only which of fbgemm's libraries failed; the cause behind it says why.
+        # torch only names the failed library of fbgemm; the exception's cause has the reason.
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
         reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
-        return Machine(shm_bytes, has_gpu_device(), import_error=reason)
+        return LocalMachine(shm_bytes, has_gpu_device(), import_error=reason)
     gpus = []
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             free_bytes, total_bytes = torch.cuda.mem_get_info(index)
             gpus.append((torch.cuda.get_device_name(index), total_bytes, free_bytes))
-    return Machine(shm_bytes, has_gpu_device(), gpus=tuple(gpus))
+    return LocalMachine(shm_bytes, has_gpu_device(), gpus=tuple(gpus))
 
 
 def check_packages(packages: Packages, *, has_gpu: bool) -> list[Check]:
-    """Judge the installed packages."""
+    """Check the installed packages."""
     fbgemm = packages.fbgemm(has_gpu=has_gpu)
     pin, metrics = packages.torchmetrics_pin, "torchmetrics"
     wanted = pin or packages.versions.get(metrics) or "1.0.3"
@@ -219,7 +219,7 @@ def check_packages(packages: Packages, *, has_gpu: bool) -> list[Check]:
 
 
 def _verdict(name: str, is_ok: bool, found: str | None, expected: str, fix: str) -> Check:
-    """The check of something that must be as expected."""
+    """A check that fails unless something is as expected."""
     if is_ok:
         return Check(name, "ok", found or "nothing")
     return Check(name, "fail", found or "nothing", expected, fix)
@@ -244,10 +244,10 @@ def _check_torch(packages: Packages, fbgemm: str) -> Check:
 
 
 def _check_companion(name: str, packages: Packages, fbgemm: str) -> Check:
-    # Without a usable torch its companions are judged against the pinned set.
+    # Without a usable torch its companions are compared with the pinned set.
     torch_minor = packages.torch_minor if packages.torch_minor >= OLDEST_MINOR else PINNED_MINOR
     minor = torch_minor - MINOR_OFFSET
-    expected = f"1.{minor}.x, which goes with torch 2.{torch_minor}"
+    expected = f"1.{minor}.x, which matches torch 2.{torch_minor}"
     if torch_minor > NEWEST_MINOR:
         expected += ", if there is one"
     version = packages.versions.get(name)
@@ -271,8 +271,8 @@ def _check_fbgemm(needed: str, packages: Packages) -> Check:
     return Check("fbgemm", "fail", found, expected, packages.replace_fbgemm(needed))
 
 
-def check_machine(machine: Machine, packages: Packages) -> Iterator[Check]:
-    """Judge the host."""
+def check_machine(machine: LocalMachine, packages: Packages) -> Iterator[Check]:
+    """Check the host."""
     yield _check_import(machine, packages)
     size = None if machine.shm_bytes is None else f"{machine.shm_bytes / (1 << 30):.2f} GiB"
     if (machine.shm_bytes or 0) >= ENOUGH_SHM_BYTES:
@@ -285,11 +285,11 @@ def check_machine(machine: Machine, packages: Packages) -> Iterator[Check]:
         yield from _check_gpus(machine, packages)
 
 
-def _check_import(machine: Machine, packages: Packages) -> Check:
+def _check_import(machine: LocalMachine, packages: Packages) -> Check:
     error, has_gpu = machine.import_error, machine.has_gpu_device
     if DRIVER_LIBRARY in error:
         expected = f"NVIDIA's driver, which fbgemm's CUDA build loads ({DRIVER_LIBRARY})"
-        fix = "nvidia-smi (and install the driver, or let the container see it)"
+        fix = "nvidia-smi (and install the driver, or expose it to the container)"
         fix = fix if has_gpu else packages.replace_fbgemm(CPU_FBGEMM)
     else:
         expected = "it to load"
@@ -297,7 +297,7 @@ def _check_import(machine: Machine, packages: Packages) -> Check:
     return _verdict("import torchrec", not error, error or "loads", expected, fix)
 
 
-def _check_gpus(machine: Machine, packages: Packages) -> Iterator[Check]:
+def _check_gpus(machine: LocalMachine, packages: Packages) -> Iterator[Check]:
     for index, (name, total_bytes, free_bytes) in enumerate(machine.gpus):
         memory = f"{free_bytes / (1 << 30):.1f} GiB free of {total_bytes / (1 << 30):.1f} GiB"
         yield Check(f"gpu {index}", "ok", f"{name}, {memory}")

@@ -1,7 +1,8 @@
-"""Locks on files that end with the process that holds them, also over the hosts of a shared disk.
+"""Locks on files that end with their process, also across the hosts of a shared disk.
 
-``flock`` locks belong to an open file, so the system releases them however a process ends; Linux
-passes them on to NFS servers. A lock file names its holder for the message of whoever is refused.
+``flock`` locks belong to an open file, so the system always releases them when a process ends;
+Linux passes them on to NFS servers. A lock file names its holder for the message of a refused
+process.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def try_flock(descriptor: int, path: Path, *, is_shared: bool = False) -> bool:
         if error.errno not in _UNSUPPORTED:
             raise
         logger.warning(
-            "%s: this file system has no locks (%s); nothing excludes a second writer here",
+            "%s: this file system has no locks (%s), so a second writer is not excluded",
             path,
             error.strerror,
         )

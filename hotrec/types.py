@@ -1,4 +1,4 @@
-"""Value objects that travel between the stages, and the legend of shapes and units.
+"""Value objects that are passed between the stages, and the legend of shapes and units.
 
 Only the standard library and numpy, so that every stage can import them in milliseconds.
 
@@ -26,10 +26,10 @@ Rows = npt.NDArray[np.int64]
 # Rows of a table, and the probability that a global batch reads each of them.
 POPULAR_ROW = np.dtype([("row", np.int64), ("prob", np.float32)])
 PopularRows = npt.NDArray[np.void]
-# Fraction of the rows that a device cache keeps where none is given: FBGEMM's default.
+# Default fraction of the rows in a device cache: FBGEMM's default.
 DEFAULT_LOAD_FRAC = 0.2
 
-# The parts of a step, in the order in which a step comes to them.
+# The parts of a step, in order.
 STAGES = (
     "route",  # ids -> hot slots and cold rows
     "ids_exchange",  # requesting rows from their owners, and waiting
@@ -41,7 +41,7 @@ STAGES = (
     "row_update",  # optimizer of cold rows
     "hot_exchange",  # gradients of replicated rows
     "optimizer",  # of hot rows and dense layers
-    "other",  # what every step pays, whatever it does; the dense layers' gradients are in it
+    "other",  # fixed costs of every step, and the dense layers' gradients
 )
 
 
@@ -64,13 +64,14 @@ class Feature:
 
 @dataclass(frozen=True)
 class Schema:
-    """What a sample holds.
+    """The content of a sample.
 
     Args:
         dense: Dense columns.
         features: Categorical features.
         tables: The tables that they index.
-        labels: Names of the labels; a single one is called "label", whatever the log's column is.
+        labels: Names of the labels; a single one is called "label", independent of the log's
+            column.
         has_weights: Whether each sample has a weight.
     """
 
@@ -113,7 +114,8 @@ class Schema:
             "dense": list(self.dense),
             "features": [vars(feature) for feature in self.features],
             "tables": [vars(table) for table in self.tables],
-            # As before there were several: the document of a dataset is part of its hash.
+            # The form from before there were several: the document of a dataset is part of its
+            # hash.
             **({"labels": list(self.labels)} if len(self.labels) > 1 else {}),
             **({"has_weights": True} if self.has_weights else {}),
         }
@@ -187,7 +189,7 @@ class Partition:
 
     @cached_property
     def digest(self) -> str:
-        """What tells the hot rows of two partitions apart."""
+        """A fingerprint of the hot rows of a partition."""
         found = hashlib.sha256()
         for table in sorted(self.hot_rows):
             found.update(table.encode())
@@ -200,7 +202,7 @@ class Partition:
 
 
 class Precision(Enum):
-    """How the dense layers multiply; rows, pooling, loss and optimizer are float32 always.
+    """The precision of the dense layers; rows, pooling, loss and optimizer are always float32.
 
     The names are those of the configuration.
     """
@@ -211,14 +213,14 @@ class Precision(Enum):
 
 
 class Exchange(Enum):
-    """How what a batch reads of a table travels: its distinct rows, or one pooled vector a bag."""
+    """What is sent for lookups in a table: distinct rows, or one pooled vector per bag."""
 
     ROWS = "rows"
     POOLED = "pooled"
 
 
 class Sharding(Enum):
-    """Where the sharded rows of a table live: all ranks in equal shares, or one rank."""
+    """The place of a table's sharded rows: all ranks in equal shares, or one rank."""
 
     ROW_WISE = "row_wise"
     TABLE_WISE = "table_wise"

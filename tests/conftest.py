@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 from collections.abc import Iterator
@@ -11,6 +12,12 @@ import pytest
 
 if TYPE_CHECKING:
     from hotrec.runtime.ranks import Ranks
+
+
+def pytest_collection_finish() -> None:
+    """Have no collection of garbage walk over what the imports of all tests have made."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +36,10 @@ def one_rank() -> Iterator[Ranks]:
     import torch
 
     from hotrec.runtime.ranks import process_group
+    from tests.helpers.quiet import log_little
 
     torch.set_num_threads(1)
+    log_little()
     with process_group(device="cpu") as ranks:
         yield ranks
 

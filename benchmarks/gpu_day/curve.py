@@ -17,6 +17,7 @@ import torch
 from benchmarks.gpu_day.record import OK, Parts, Summary, Table
 from benchmarks.gpu_day.stage import Day, bench_config, free_memory, main
 from hotrec.bench.cases import build_runner, split_case
+from hotrec.bench.job import subject_of
 from hotrec.bench.samples import ZipfTables
 from hotrec.planner.policies import choose_fraction
 from hotrec.runtime.ranks import process_group
@@ -43,8 +44,9 @@ def train(device: str, pipeline: PipelineKind, day: Day) -> dict[str, Any]:
     )
     placed = Placement.alike(choose_fraction(samples.count(10000), hot_frac=0.02))
     case = split_case(device, placed, PipelineSpec(pipeline), is_routed_by_loader=True)
+    subject = subject_of(config, samples.schema)
     with process_group(device=device) as ranks:
-        runner = build_runner(config, case, samples.schema, batches, ranks, samples)
+        runner = build_runner(subject, case, batches, ranks, samples)
         for _ in range(num_steps - 1):
             runner.step()
         runner.drain()

@@ -9,8 +9,9 @@ import torch
 
 from benchmarks.gpu_day.stage import bench_config, free_memory
 from benchmarks.gpu_day.tbe import DEVICE, LOCATIONS, MAPPED_SLOTS, SLOTS, UVM, UVM_CACHE, Tables
-from hotrec.assemble.job import place
+from hotrec.assemble.policies import ColdRows
 from hotrec.bench.cases import Case, build_runner, split_case
+from hotrec.bench.job import subject_of
 from hotrec.bench.samples import ZipfTables
 from hotrec.embedding.update_rules import sum_by_row, update_rows
 from hotrec.planner.plan import Plan, TorchrecTables
@@ -104,13 +105,9 @@ def make_case(name: str, tier: str, counts: Mapping[str, Any]) -> Case:
         is_ahead = name == "torchrec_prefetch"
         kind = PipelineKind.prefetch if is_ahead else PipelineKind.sparse_dist
         return Case(name, Plan(TorchrecTables(TorchrecPlan.table_wise, cold), PipelineSpec(kind)))
-    placed = place(
-        choose_fraction(counts, hot_frac=0.02),
-        "cuda",
-        tier=cold,
-        cache_load_frac=SLOTS_FRAC,
-        row_fetch=RowFetch.mapped if tier == MAPPED_SLOTS else RowFetch.staged,
-    )
+    row_fetch = RowFetch.mapped if tier == MAPPED_SLOTS else RowFetch.staged
+    cold_rows = ColdRows(cold, SLOTS_FRAC, row_fetch=row_fetch)
+    placed = cold_rows.place(choose_fraction(counts, hot_frac=0.02), "cuda")
     is_ahead = name == "look_ahead"
     kind = PipelineKind.look_ahead if is_ahead else PipelineKind.sparse_dist
     return split_case(name, placed, PipelineSpec(kind))
@@ -126,7 +123,8 @@ def check_step(
         num_steps + 4, batch_size=config.bench.batch_size, rank=0, world_size=1
     )
     case = make_case(name, tier, samples.count(10000))
-    runner = build_runner(config, case, samples.schema, batches, ranks, samples)
+    subject = subject_of(config, samples.schema)
+    runner = build_runner(subject, case, batches, ranks, samples)
     for _ in range(num_steps - 1):
         runner.step()
     runner.drain()

@@ -23,7 +23,8 @@ from benchmarks.gpu_day.stage import Day, bench_config, free_memory, main
 from hotrec.bench.cases import Case, build_runner, split_case
 from hotrec.bench.figures import gather_measured, losses_apart
 from hotrec.bench.figures import summarize as sum_up
-from hotrec.bench.measure import num_steps, run_cases
+from hotrec.bench.job import make_turns, subject_of
+from hotrec.bench.measure import run_cases
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.roots import BenchRootConfig
 from hotrec.data.batch import Batch
@@ -113,9 +114,10 @@ def measure(config: BenchRootConfig, samples: ZipfTables, ranks: Ranks) -> dict[
     free, _ = torch.cuda.mem_get_info(ranks.device)
     if needed > free:
         raise DoesNotFitError(f"needs {show_bytes(needed)} of {show_bytes(free)} free GPU memory")
-    batches = samples.batches(num_steps(bench), batch_size=bench.batch_size, rank=0, world_size=1)
-    runners = [build_runner(config, c, samples.schema, batches, ranks, samples) for c in cases]
-    run_cases(runners, bench, ranks)
+    subject, turns = subject_of(config, samples.schema), make_turns(bench)
+    batches = samples.batches(turns.num_batches, batch_size=bench.batch_size, rank=0, world_size=1)
+    runners = [build_runner(subject, c, batches, ranks, samples) for c in cases]
+    run_cases(runners, turns, ranks)
     figures = sum_up(
         gather_measured(runners, ranks), global_batch_size=bench.batch_size,
         dim=config.model.embedding_dim, baselines=(BASELINE,),

@@ -29,6 +29,7 @@ from benchmarks.gpu_day.stage import (
     show,
 )
 from hotrec.bench.cases import Case, Runner, build_runner, split_case
+from hotrec.bench.job import subject_of
 from hotrec.bench.samples import ZipfTables
 from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.planner.policies import choose_all_cold
@@ -66,7 +67,8 @@ def profile_case(name: str, day: Day, ranks: Ranks) -> dict[str, Any]:
         num_warm + num_timed + num_profiled + 10,
         batch_size=config.bench.batch_size, rank=0, world_size=1,
     )  # fmt: skip
-    runner = build_runner(config, make_case(name, samples), samples.schema, batches, ranks, samples)
+    subject = subject_of(config, samples.schema)
+    runner = build_runner(subject, make_case(name, samples), batches, ranks, samples)
     for _ in range(num_warm - 1):
         runner.step()
     runner.drain()

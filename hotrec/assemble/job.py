@@ -3,65 +3,210 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from hotrec.assemble.constraints import cold_tier_for
+from hotrec.artifact import Artifact
 from hotrec.assemble.model import ModelSpec
-from hotrec.assemble.policies import choose_partition
-from hotrec.assemble.replay import SlotReplay, TrainingOrder
+from hotrec.assemble.order import Adaptation, AllHotBlocks, TrainingOrder
+from hotrec.assemble.plan_job import PlanJob, PolicySplit, SavedSplit
+from hotrec.assemble.policies import ColdRows, Policy, PolicyInputs
 from hotrec.config.groups import (
+    AllColdPlacement,
+    AllHotOrder,
+    AllHotPlacement,
+    BreakEvenPlacement,
+    BudgetPlacement,
     CostPlacement,
+    CoveragePlacement,
+    DinConfig,
+    FaePlacement,
+    FractionPlacement,
+    FreqCachePlacement,
     HotColdConfig,
+    ModelConfig,
     OptimizerConfig,
+    OwnModelConfig,
     PlacementConfig,
+    PolicyConfig,
+    SavedPlacement,
     ScarsPlacement,
+    ScheduleConfig,
     TieredConfig,
     TimeOrder,
     TorchrecPlacement,
+    TraceProfiler,
 )
-from hotrec.config.roots import Config, Device, PlannerConfig, TrainerConfig
-from hotrec.cost_model.costs import Costs
-from hotrec.cost_model.forms import Workload
-from hotrec.cost_model.histogram import CountHistogram
-from hotrec.cost_model.profile import Profile
+from hotrec.config.roots import Config, Device, TrainerConfig
 from hotrec.data.chunks import Dataset
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.models.shape import architecture_of, work_of
-from hotrec.planner.counted import num_overridden
-from hotrec.planner.machine import Machine
+from hotrec.models.plain import Architecture
+from hotrec.models.shape import attention_places
+from hotrec.planner.counted import CountedTables, num_overridden
+from hotrec.planner.paper_policies import choose_fae, choose_freq_cache, choose_scars
 from hotrec.planner.plan import TorchrecTables
-from hotrec.planner.policies import choose_popular_rows
-from hotrec.planner.request import (
-    ByCost,
-    GivenTables,
-    PlanRequest,
-    SlotRequest,
-    check_pipeline,
+from hotrec.planner.policies import (
+    choose_all_cold,
+    choose_all_hot,
+    choose_budget,
+    choose_coverage,
+    choose_fraction,
+    choose_min_accesses,
 )
-from hotrec.planner.situation import Loader, Situation, TableShape, build_situation, choose_costs
-from hotrec.runtime.cores import choose_workers
-from hotrec.runtime.memory import GIB, MIB, read_fingerprint, read_memory
-from hotrec.types import (
-    DEFAULT_LOAD_FRAC,
-    TIER_OF_KERNEL,
-    ColdTier,
-    HotExchange,
-    OptimizerKind,
-    Partition,
-    PipelineSpec,
-    Placement,
-    PopularRows,
-    RowFetch,
-    Schema,
-    WireType,
-)
+from hotrec.planner.request import ByCost, check_pipeline
+from hotrec.runtime.memory import MIB
+from hotrec.runtime.run_dir import CHECKPOINTS, TRACES
+from hotrec.train.best import BestQuality
+from hotrec.train.checkpoint import Checkpoints
+from hotrec.train.evaluation import Evaluation
+from hotrec.train.metrics import Metrics, Record
+from hotrec.train.saver import Saver
+from hotrec.train.schedule import Schedule
+from hotrec.train.trace import TraceWindow
+from hotrec.train.watch import Watch
+from hotrec.types import ColdTier, OptimizerKind, Partition, PipelineSpec, Schema
 
-# Device memory that `hotrec plan` assumes without a GPU: an H100's.
-ASSUMED_DEVICE_GIB = 80.0
+# Keys of models that are fields of an architecture; the others are arguments of its layers.
+_SHARED = {"dense_layer_sizes", "over_layer_sizes", "cross_num_layers", "cross_low_rank_dim"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training run in values.
+
+    Its parts are made here but for what only the run itself has, such as the sharded model.
+
+    Args:
+        name: Name of the run.
+        dataset_name: Name of its dataset; None without one.
+        dataset: Its dataset.
+        planned: What it asks of the planner, with what is trained, and in which order.
+        placement: The settings of the placement, as the run records them.
+        model: The settings of the model, which a checkpoint must agree with.
+        eval_splits: Splits to evaluate.
+        eval_batch_size: Samples of a rank's batch in evaluations, of days ahead too.
+        max_steps: Upper bound on steps; None for none.
+        new_only: Whether samples that a warm start has seen are left out.
+        adaptation: How the hot rows follow the data; None if they do not.
+        trial_s: Seconds of a trial of plans; None for what pays, 0 for no trial.
+        schedule: The learning rate over so many steps.
+        best: Makes the tracker of the best quality; None if nothing asks for it.
+        checkpoints: Makes the directory of checkpoints.
+        record: Makes the records.
+        metrics: Makes the part that measures.
+        evaluation: Makes the part that evaluates.
+        saver: Makes the part that saves.
+        watch: Makes the part that checks.
+    """
+
+    name: str
+    dataset_name: str | None
+    dataset: Dataset
+    planned: PlanJob
+    placement: Mapping[str, Any]
+    model: Mapping[str, Any]
+    eval_splits: tuple[str, ...]
+    eval_batch_size: int
+    max_steps: int | None
+    new_only: bool
+    adaptation: Adaptation | None
+    trial_s: float | None
+    schedule: Callable[[int], Schedule]
+    best: Callable[[], BestQuality] | None
+    checkpoints: Callable[..., Checkpoints]
+    record: Callable[..., Record]
+    metrics: Callable[..., Metrics]
+    evaluation: Callable[..., Evaluation]
+    saver: Callable[..., Saver]
+    watch: Callable[..., Watch]
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.planned.spec
+
+    @property
+    def order(self) -> TrainingOrder:
+        return self.planned.order
+
+    def facts(self, partition: Artifact | None) -> dict[str, Any]:
+        """What must agree between the run that saves a checkpoint and the one that loads it."""
+        facts = {
+            "dataset": self.dataset.artifact.content_hash,
+            "model": dict(self.model),
+            "optimizer": self.spec.embedding.kind.name,
+        }
+        if self.order.blocks is not None:
+            assert partition is not None
+            # The order of samples depends on the hot rows.
+            facts |= {"order": self.order.kind.name, "partition": partition.content_hash}
+        return facts
+
+
+def make_job(config: Config, run_dir: Path, dataset: Dataset) -> Job:
+    """The values of a configuration, for a dataset.
+
+    Args:
+        config: A validated configuration.
+        run_dir: Directory of the run.
+        dataset: Its dataset.
+
+    Raises:
+        ValueError: If the configuration names what the dataset lacks.
+    """
+    trainer, order, profiler = config.trainer, config.order, config.profiler
+    trace = None
+    if isinstance(profiler, TraceProfiler):
+        trace = TraceWindow(
+            profiler.first_step, profiler.num_steps, run_dir / TRACES, profiler.warn_of_syncs
+        )
+    best = None
+    if trainer.early_stop_patience is not None or trainer.keeps_best:
+        best = partial(BestQuality, trainer.early_stop_patience, is_kept=trainer.keeps_best)
+    return Job(
+        name=config.run_name,
+        dataset_name=config.dataset_name,
+        dataset=dataset,
+        planned=plan_job(config, dataset.schema),
+        placement=_plain_values(asdict(config.placement)),
+        model=_plain_values(dict(sorted(vars(config.model).items()))),
+        eval_splits=tuple(trainer.eval_splits),
+        eval_batch_size=trainer.eval_batch_size,
+        max_steps=trainer.max_steps,
+        new_only=isinstance(order, TimeOrder) and order.new_only,
+        adaptation=adaptation_of(config.placement),
+        trial_s=config.plan.trial_s if config.plan.trial else 0.0,
+        schedule=partial(schedule_of, config.optimizer.schedule),
+        best=best,
+        checkpoints=partial(Checkpoints, run_dir / CHECKPOINTS, keep_last=trainer.keep_checkpoints),
+        record=partial(Record, run_dir=run_dir, callbacks=trainer.callbacks, trace=trace),
+        metrics=partial(
+            Metrics, log_every_steps=trainer.log_every_steps, warmup_steps=trainer.warmup_steps
+        ),
+        evaluation=partial(Evaluation, every_steps=trainer.eval_every_steps),
+        saver=partial(
+            Saver,
+            every_steps=trainer.save_every_steps,
+            every_s=trainer.save_every_s,
+            in_background=trainer.save_in_background,
+        ),
+        watch=partial(
+            Watch,
+            every_steps=trainer.check_every_steps,
+            check_replicas_every=trainer.check_replicas_every_steps,
+        ),
+    )
+
+
+def _plain_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in values that YAML and JSON have."""
+    return {
+        name: value.name if isinstance(value, Enum) else value for name, value in settings.items()
+    }
 
 
 def chosen_device(device: Device) -> str:
@@ -95,6 +240,57 @@ def model_spec(config: Config, schema: Schema) -> ModelSpec:
     )
 
 
+def architecture_of(model: ModelConfig, schema: Schema) -> Architecture:
+    """The shape of a model on the columns of a dataset.
+
+    Raises:
+        ValueError: If a column that it names is not in the dataset.
+    """
+    keys = {name: value for name, value in vars(model).items() if name not in vars(ModelConfig())}
+    shared = {name: keys.pop(name, [] if "sizes" in name else 0) for name in sorted(_SHARED)}
+    target = ""
+    if isinstance(model, OwnModelConfig):
+        target, keys = model._target_, model.args
+    if isinstance(model, DinConfig):
+        keys["attention"] = attention_places(model.attention, schema)
+    return Architecture(
+        kind=model.kind.name,
+        embedding_dim=model.embedding_dim,
+        pooling=model.pooling.name,
+        dense=list(schema.dense),
+        # As the collection of tables has them: by table.
+        features=[
+            [feature.name, table.name]
+            for table in schema.tables
+            for feature in schema.features_of(table.name)
+        ],
+        labels=list(schema.labels),
+        target=target,
+        args=keys,
+        **shared,
+    )
+
+
+def schedule_of(schedule: ScheduleConfig, num_steps: int) -> Schedule:
+    """The learning rate over a run of ``num_steps``.
+
+    Raises:
+        ValueError: If warm-up or decay do not fit the run.
+    """
+    for holds, message in schedule.rules_in(num_steps):
+        if not holds:
+            raise ValueError(f"optimizer.schedule.{message}")
+    first = schedule.first_decay_step
+    return Schedule(
+        schedule.decay,
+        schedule.warmup_steps,
+        first,
+        schedule.num_decay_steps or num_steps - first,
+        schedule.end_factor,
+        schedule.power,
+    )
+
+
 def optimizer_specs(optimizer: OptimizerConfig) -> tuple[OptimizerSpec, OptimizerSpec]:
     """The rules of the embedding rows and of the dense layers."""
     constants = {
@@ -109,13 +305,6 @@ def optimizer_specs(optimizer: OptimizerConfig) -> tuple[OptimizerSpec, Optimize
     rate = optimizer.dense_learning_rate
     dense = OptimizerSpec(kind, optimizer.learning_rate if rate is None else rate, **constants)
     return embedding, dense
-
-
-def row_bytes(schema: Schema, config: Config) -> dict[str, int]:
-    """Bytes of one row with its optimizer state, by table."""
-    embedding, _ = optimizer_specs(config.optimizer)
-    num_bytes = embedding.bytes_per_row(config.model.embedding_dim)
-    return {table.name: num_bytes for table in schema.tables}
 
 
 def label_weights_of(trainer: TrainerConfig, schema: Schema) -> dict[str, float] | None:
@@ -134,35 +323,209 @@ def label_weights_of(trainer: TrainerConfig, schema: Schema) -> dict[str, float]
     return {name: trainer.label_weights.get(name, 1.0) for name in several} or None
 
 
-# ------------------------------------------------------------------ the plan
+# ------------------------------------------------------------------ the order
 
 
-def make_machine(
-    planner: PlannerConfig, *, world_size: int, ranks_per_host: int, device: str, batch_size: int
-) -> Machine:
-    """The machine to plan for: as configured, else as detected."""
-    if planner.hbm_gib is None and device == "cuda" and torch.cuda.is_available():
-        device_bytes = free_device_bytes()
-    else:
-        device_bytes = int((planner.hbm_gib or ASSUMED_DEVICE_GIB) * GIB)
-    host_gib = planner.host_gib
-    return Machine(
-        world_size=world_size,
-        local_world_size=ranks_per_host,
-        device=device,
-        device_bytes=device_bytes,
-        host_bytes=read_memory()[0] if host_gib is None else int(host_gib * GIB),
-        batch_size=batch_size,
+def order_of(config: Config) -> TrainingOrder:
+    """The order of training samples."""
+    trainer, order = config.trainer, config.order
+    blocks = None
+    if isinstance(order, AllHotOrder):
+        blocks = AllHotBlocks(
+            order.start_rate,
+            order.least_rate,
+            order.patience,
+            has_evaluations=bool(trainer.eval_every_steps and trainer.eval_splits),
+        )
+    return TrainingOrder(
+        config.paths.dataset,
+        trainer.batch_size,
+        seed=trainer.seed,
+        num_epochs=trainer.num_epochs,
+        num_workers=trainer.num_workers,
+        kind=order.kind,
+        assign=order.assign,
+        by_day=isinstance(order, TimeOrder) and order.evaluate_ahead,
+        blocks=blocks,
     )
 
 
-def free_device_bytes() -> int:
-    """Free memory of this process's CUDA device, what torch holds in reserve included.
+def adaptation_of(placement: PlacementConfig) -> Adaptation | None:
+    """How the hot rows follow the data; None if they do not."""
+    if not isinstance(placement, HotColdConfig) or placement.adapt_every_steps == 0:
+        return None
+    return Adaptation(placement.adapt_every_steps, placement.adapt_decay, placement.adapt_max_rows)
 
-    Call it before the model is built. The CUDA context and other processes are accounted for.
+
+# ------------------------------------------------------------------ the plan
+
+
+def plan_job(config: Config, schema: Schema) -> PlanJob:
+    """What a configuration asks of the planner, on the columns of a dataset.
+
+    Raises:
+        ValueError: If it names a column or a table that the dataset lacks.
     """
-    free_bytes, _ = torch.cuda.mem_get_info()
-    return int(free_bytes + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+    placement, trainer, paths = config.placement, config.trainer, config.paths
+    return PlanJob(
+        placement.kind.name,
+        model_spec(config, schema),
+        _tables_of(placement, schema),
+        pipeline_spec(config),
+        order_of(config),
+        eval_batch_size=trainer.eval_batch_size if trainer.eval_splits else 0,
+        routes_in_loader=isinstance(placement, HotColdConfig) and placement.routes_in_loader,
+        costs=config.planner.costs,
+        folders={
+            "costs": Path(paths.costs),
+            "profile": Path(paths.profile),
+            "trials": Path(paths.trials),
+        },
+        replayed=(config.cache.num_batches, config.cache.skip_frac),
+        parameters=_policy_parameters(placement),
+        trial_facts=_trial_facts(config),
+        predicts_sensitivity=config.plan.sensitivity is not False,
+    )
+
+
+def _tables_of(
+    placement: PlacementConfig, schema: Schema
+) -> ByCost | PolicySplit | SavedSplit | TorchrecTables:
+    torchrec = torchrec_tables_of(placement)
+    if torchrec is not None:
+        return torchrec
+    if isinstance(placement, CostPlacement):
+        budget = placement.hot_budget_mib
+        num_rows = {table.name: table.num_rows for table in schema.tables}
+        return ByCost(
+            hot_budget_bytes=None if budget is None else budget * MIB,
+            may_pool=placement.may_pool,
+            may_decline=placement.may_decline,
+            fixed_hot=num_overridden(placement.overrides, num_rows),
+        )
+    if isinstance(placement, SavedPlacement):
+        return SavedSplit(Path(placement.partition_dir))
+    assert isinstance(placement, TieredConfig), placement
+    return PolicySplit(policy_of(placement), cold_rows_of(placement))
+
+
+def torchrec_tables_of(placement: PlacementConfig) -> TorchrecTables | None:
+    """The configured plan of TorchRec; None for hot and cold rows."""
+    if not isinstance(placement, TorchrecPlacement):
+        return None
+    return TorchrecTables(placement.plan, placement.tier, placement.cache_load_frac)
+
+
+def cold_rows_of(placement: TieredConfig) -> ColdRows:
+    """Where the cold rows are."""
+    return ColdRows(
+        placement.cold_tier,
+        placement.cache_load_frac,
+        placement.hot_exchange,
+        placement.cold_rows,
+        placement.row_fetch,
+    )
+
+
+def policy_of(placement: TieredConfig) -> Policy:
+    """Which rows are hot."""
+    given: dict[str, Any] = {}
+    if isinstance(placement, PolicyConfig):
+        given = {"overrides": placement.overrides, "small_table_rows": placement.small_table_rows}
+    match placement:
+        case FractionPlacement(hot_frac=hot_frac, per_table=per_table):
+            return Policy(
+                lambda tables, _: choose_fraction(tables, hot_frac=hot_frac, per_table=per_table),
+                **given,
+            )
+        case CoveragePlacement(coverage_frac=coverage, per_table=per_table):
+            return Policy(
+                lambda tables, _: choose_coverage(tables, coverage=coverage, per_table=per_table),
+                **given,
+            )
+        case BudgetPlacement(hot_budget_mib=budget):
+            return Policy(partial(_choose_budget, int(budget * MIB)), **given)
+        case BreakEvenPlacement(min_accesses_per_step=accesses):
+            return Policy(
+                lambda tables, on: choose_min_accesses(
+                    tables,
+                    min_accesses_per_step=accesses,
+                    global_batch_size=on.global_batch_size,
+                    num_samples=on.profile.num_samples,
+                ),
+                **given,
+            )
+        case FaePlacement(hot_budget_mib=budget, small_table_mib=small):
+            return Policy(
+                lambda tables, on: choose_fae(
+                    tables,
+                    budget_bytes=int(budget * MIB),
+                    row_bytes=on.row_bytes,
+                    small_table_bytes=int(small * MIB),
+                ),
+                **given,
+            )
+        case FreqCachePlacement(cached_frac=frac):
+            return Policy(
+                lambda tables, on: choose_freq_cache(
+                    tables, dims=dict.fromkeys(on.profile.counts, on.dim), cached_frac=frac
+                ),
+                **given,
+            )
+        case ScarsPlacement(hot_budget_mib=limit):
+            memory_bytes = None if limit is None else int(limit * MIB)
+            return Policy(partial(_choose_scars, memory_bytes), **given, needs_costs=True)
+        case AllHotPlacement():
+            return Policy(lambda _, on: choose_all_hot(on.profile.counts))
+        case AllColdPlacement():
+            return Policy(lambda _, on: choose_all_cold(on.profile.counts))
+    raise AssertionError(placement)
+
+
+def _choose_budget(budget_bytes: int, tables: CountedTables, on: PolicyInputs) -> Partition:
+    if budget_bytes > on.machine.replica_bytes:
+        raise ValueError(
+            f"budget_bytes: expected at most the {on.machine.replica_bytes} bytes of device "
+            f"memory, got {budget_bytes}. Lower the hot budget."
+        )
+    return choose_budget(tables, budget_bytes=budget_bytes, row_bytes=on.row_bytes)
+
+
+def _choose_scars(memory_bytes: int | None, tables: CountedTables, on: PolicyInputs) -> Partition:
+    cold_row_s, hot_row_s = on.row_seconds
+    return choose_scars(
+        tables,
+        memory_bytes=on.machine.replica_bytes if memory_bytes is None else memory_bytes,
+        row_bytes=on.row_bytes,
+        num_samples=on.profile.num_samples,
+        global_batch_size=on.global_batch_size,
+        cold_row_s=cold_row_s,
+        hot_row_s=hot_row_s,
+    )
+
+
+def _policy_parameters(placement: PlacementConfig) -> dict[str, object]:
+    """The configuration keys of a policy alone, which reports show with its name."""
+    if not isinstance(placement, HotColdConfig):
+        return {}
+    shared = {item for item in TieredConfig.__dataclass_fields__ if item != "kind"}
+    return {
+        name: getattr(value, "name", value)
+        for name, value in vars(placement).items()
+        if name not in shared
+    }
+
+
+def _trial_facts(config: Config) -> dict[str, Any]:
+    trainer, optimizer = config.trainer, config.optimizer
+    return {
+        "settings": [config.model, config.pipeline, config.placement],
+        "optimizer": [optimizer.kind, optimizer.dense_kind],  # a step takes as long at any rate
+        "trainer": [
+            *(trainer.batch_size, trainer.precision, trainer.compile, trainer.num_workers),
+            trainer.grad_clip_norm,
+        ],
+    }
 
 
 def pipeline_spec(config: Config) -> PipelineSpec:
@@ -184,302 +547,3 @@ def check_placement(config: Config, device: str) -> None:
         torchrec=torchrec_tables_of(placement),
         name=placement.kind.name,
     )
-
-
-def torchrec_tables_of(placement: PlacementConfig) -> TorchrecTables | None:
-    """The configured plan of TorchRec; None for hot and cold rows."""
-    if not isinstance(placement, TorchrecPlacement):
-        return None
-    return TorchrecTables(placement.plan, placement.tier, placement.cache_load_frac)
-
-
-def costs_of(config: Config, machine: Machine) -> tuple[Costs, str | None]:
-    """The configured costs, and a caveat about them or None; see ``choose_costs``."""
-    path, fingerprint = Path(config.paths.costs), read_fingerprint(machine.device)
-    return choose_costs(config.planner.costs, path, machine, fingerprint)
-
-
-def plan_request(
-    config: Config,
-    dataset: Dataset,
-    machine: Machine,
-    profile: Profile | None,
-    saved: Placement | None = None,
-) -> PlanRequest:
-    """What a configuration asks of the planner.
-
-    Args:
-        config: The configuration.
-        dataset: Its dataset.
-        machine: The ranks to plan for.
-        profile: The profile; None is enough for a saved partition and for TorchRec's plans.
-        saved: The saved partition of placement=saved.
-
-    Raises:
-        ValueError: If the policy cannot be satisfied, or an override names no table.
-    """
-    placement = config.placement
-    tables: ByCost | GivenTables | TorchrecTables | None = torchrec_tables_of(placement)
-    if isinstance(placement, CostPlacement):
-        budget = placement.hot_budget_mib
-        num_rows = {table.name: table.num_rows for table in dataset.schema.tables}
-        tables = ByCost(
-            hot_budget_bytes=None if budget is None else budget * MIB,
-            may_pool=placement.may_pool,
-            may_decline=placement.may_decline,
-            fixed_hot=num_overridden(placement.overrides, num_rows),
-        )
-    elif tables is None:
-        tables = _given_tables(config, dataset, machine, profile, saved)
-    return request_for(config, tables)
-
-
-def request_for(config: Config, tables: ByCost | GivenTables | TorchrecTables) -> PlanRequest:
-    """What a configuration asks of the planner for these tables."""
-    placement = config.placement
-    exchange = placement.hot_exchange if isinstance(placement, TieredConfig) else HotExchange.auto
-    return PlanRequest(
-        tables,
-        pipeline_spec(config),
-        num_workers=config.trainer.num_workers,
-        name=placement.kind.name,
-        hot_exchange=exchange,
-        is_routed_by_loader=isinstance(placement, HotColdConfig) and placement.routes_in_loader,
-    )
-
-
-def _given_tables(
-    config: Config,
-    dataset: Dataset,
-    machine: Machine,
-    profile: Profile | None,
-    saved: Placement | None,
-) -> GivenTables:
-    """The split of the configured policy or saved partition, and how its slots are chosen."""
-    kind, placed = config.placement, saved
-    assert isinstance(kind, HotColdConfig)
-    if placed is None:
-        assert profile is not None, kind.kind
-        if isinstance(kind, ScarsPlacement):
-            machine = replace(machine, costs=costs_of(config, machine)[0])
-        partition = choose_partition(
-            kind,
-            profile,
-            machine,
-            row_bytes=row_bytes(dataset.schema, config),
-            dim=config.model.embedding_dim,
-        )
-        placed = _place(kind, partition, config, machine, profile)
-    given = GivenTables(placed)
-    if not given.has_slots or profile is None:
-        return given
-    place = None
-    if isinstance(kind, TieredConfig) and kind.cache_load_frac is None:
-
-        def place(load_frac: float) -> Placement:
-            with_slots = replace(kind, cache_load_frac=load_frac)
-            return _place(with_slots, placed.partition, config, machine, profile)
-
-    read = partial(
-        SlotReplay.read,
-        training_order(config, machine.world_size),
-        dataset,
-        profile,
-        placed.partition,
-        pipeline_spec(config),
-        num_batches=config.cache.num_batches,
-        skip_frac=config.cache.skip_frac,
-    )
-    return replace(
-        given,
-        slots=SlotRequest(
-            samples_in_flight(config, machine.world_size),
-            lambda min_load_frac: read(min_load_frac=min_load_frac),
-            place,
-            is_fetch_open=isinstance(kind, TieredConfig) and kind.row_fetch is RowFetch.auto,
-        ),
-    )
-
-
-def training_order(config: Config, world_size: int) -> TrainingOrder:
-    """How training reads global batches."""
-    trainer = config.trainer
-    return TrainingOrder(
-        config.paths.dataset,
-        trainer.batch_size * world_size,
-        trainer.seed,
-        trainer.num_epochs,
-        is_shuffled=not isinstance(config.order, TimeOrder),
-    )
-
-
-def _place(
-    kind: HotColdConfig, partition: Partition, config: Config, machine: Machine, profile: Profile
-) -> Placement:
-    def popular(load_frac: float) -> dict[str, PopularRows]:
-        return choose_popular_rows(
-            partition,
-            profile,
-            load_frac=load_frac,
-            global_batch_size=config.trainer.batch_size * machine.world_size,
-            world_size=machine.world_size,
-        )
-
-    return as_placement(kind, partition, machine.device, popular)
-
-
-def as_placement(
-    placement: HotColdConfig,
-    partition: Partition,
-    device: str,
-    popular: Callable[[float], Mapping[str, PopularRows]] | None = None,
-) -> Placement:
-    """The placement of a partition with the configured exchange and tier.
-
-    Args:
-        placement: The configured placement.
-        partition: The hot rows.
-        device: "cpu" or "cuda".
-        popular: Chooses the rows with which slots begin, by the fraction of rows that have one;
-            None for none.
-
-    Raises:
-        ValueError: If the device has no such memory tier, or reads no mapped memory.
-    """
-    assert isinstance(placement, TieredConfig), placement
-    return place(
-        partition,
-        device,
-        tier=placement.cold_tier,
-        cache_load_frac=placement.cache_load_frac,
-        hot_exchange=placement.hot_exchange,
-        row_type=placement.cold_rows,
-        row_fetch=placement.row_fetch,
-        popular=popular,
-    )
-
-
-def place(
-    partition: Partition,
-    device: str,
-    *,
-    tier: ColdTier = ColdTier.auto,
-    cache_load_frac: float | None = None,
-    hot_exchange: HotExchange = HotExchange.auto,
-    row_type: WireType = WireType.fp32,
-    row_fetch: RowFetch = RowFetch.auto,
-    popular: Callable[[float], Mapping[str, PopularRows]] | None = None,
-) -> Placement:
-    """The placement of a partition with all cold rows in one tier.
-
-    Args:
-        partition: The hot rows.
-        device: "cpu" or "cuda".
-        tier: Memory of the cold rows.
-        cache_load_frac: Cached fraction of the rows; None for the default.
-        hot_exchange: How gradients of hot rows are reduced.
-        row_type: Type of the rows behind slots.
-        row_fetch: How these rows come to the device.
-        popular: Chooses the rows with which slots begin, by the fraction of rows that have one;
-            None for none.
-
-    Raises:
-        ValueError: If the device has no such memory tier, or reads no mapped memory.
-    """
-    if row_fetch is RowFetch.mapped and device == "cpu":
-        raise ValueError(
-            "placement.row_fetch: expected staged or auto on CPU, where slots are host memory too, "
-            "got mapped. Leave it out, or train on CUDA."
-        )
-    tier = cold_tier_for(device, tier, on_cuda=ColdTier.fused_uvm_caching)
-    load_frac = DEFAULT_LOAD_FRAC if cache_load_frac is None else cache_load_frac
-    placed = Placement.alike(
-        partition,
-        TIER_OF_KERNEL[tier],
-        load_frac,
-        is_hot_dense=hot_exchange is HotExchange.dense,
-        row_type=row_type,
-        row_fetch=RowFetch.mapped if row_fetch is RowFetch.mapped else RowFetch.staged,
-    )
-    if tier is not ColdTier.cached or popular is None:
-        return placed
-    return replace(placed, popular_rows=popular(load_frac))
-
-
-def samples_in_flight(config: Config, world_size: int) -> int:
-    """Most samples of all ranks whose rows look-ahead holds at once, in training and evaluation."""
-    trainer = config.trainer
-    of_rank = max(trainer.batch_size, trainer.eval_batch_size if trainer.eval_splits else 0)
-    return of_rank * world_size * pipeline_spec(config).batches_in_slots
-
-
-def describe_situation(
-    config: Config,
-    schema: Schema,
-    histograms: Mapping[str, CountHistogram],
-    profile: Profile,
-    machine: Machine,
-    costs: tuple[Costs, str | None],
-    workers_and_cores: tuple[int | None, float | None],
-) -> Situation:
-    """What a configuration is predicted for.
-
-    Args:
-        config: The configuration.
-        schema: Features and tables of its dataset.
-        histograms: The profile's histogram of every table.
-        profile: The profile.
-        machine: The ranks.
-        costs: The costs and a caveat about them, or None.
-        workers_and_cores: The loader workers of a rank and the cores of a host, of ``loader_of``.
-            A machine with other ranks is predicted with the same workers.
-
-    Raises:
-        ValueError: If the profile lacks a table, or counted no sample.
-    """
-    dense, placement = work_of(config.model, schema), config.placement
-    bytes_of_row = row_bytes(schema, config)
-    workers, cores = workers_and_cores
-    situation = build_situation(
-        shapes_of(schema, config.model.embedding_dim, bytes_of_row),
-        Workload(
-            batch_size=machine.batch_size,
-            dense_flops=dense.flops,
-            bottom_frac=dense.bottom_frac,
-            num_dense_values=dense.num_dense_values,
-            is_routed_by_loader=isinstance(placement, HotColdConfig)
-            and placement.routes_in_loader
-            and workers != 0,
-        ),
-        histograms,
-        profile.num_samples,
-        machine,
-        costs,
-        profile.locality,
-    )
-    loader = Loader(workers, cores) if cores and workers is not None else None
-    return replace(situation, loader=loader)
-
-
-def shapes_of(
-    schema: Schema, embedding_dim: int, bytes_of_row: Mapping[str, int]
-) -> list[TableShape]:
-    """The shapes of a dataset's tables, in the schema's order."""
-    return [
-        TableShape(
-            name=table.name,
-            dim=embedding_dim,
-            row_bytes=bytes_of_row[table.name],
-            num_columns=len(schema.features_of(table.name)),
-        )
-        for table in schema.tables
-    ]
-
-
-def loader_of(config: Config, machine: Machine, costs: Costs) -> tuple[int | None, float | None]:
-    """The loader workers of a rank, and the cores of a host, where the costs know them."""
-    cores = costs.facts.get("cores_per_host") or costs.host.get("num_cores")
-    workers = config.trainer.num_workers
-    if workers is None and cores:
-        workers = choose_workers(machine.device, cores, machine.local_world_size)
-    return workers, cores

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ from torchrec.distributed.types import (
     ShardingPlan,
 )
 
-from hotrec.assemble.planning import SettledPlan
-from hotrec.config.groups import AllHotOrder, HotColdConfig, OrderAssign, TimeOrder
-from hotrec.config.roots import Config
+from hotrec.artifact import Artifact
+from hotrec.config.groups import OrderAssign, OrderKind
 from hotrec.data.all_hot import (
     AllHotSamples,
     SampleSubset,
@@ -26,15 +26,82 @@ from hotrec.data.all_hot import (
 from hotrec.data.chunks import Dataset
 from hotrec.data.days import check_time_order, days_of
 from hotrec.data.loader import make_loader, num_steps, step_sequence
-from hotrec.data.locality import Assign, ByOwner, Shard
+from hotrec.data.locality import Assign, ByOwner, ShardOwner
 from hotrec.runtime.cores import num_workers
 from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.train.alternate import AlternatingLoader, Alternation
-from hotrec.types import Exchange, Placement, Schema, Sharding
+from hotrec.types import Exchange, Partition, Placement, Schema, Sharding
 
 logger = logging.getLogger(__name__)
 
 SPLIT, ALL_HOT = "train", "all_hot"
+
+
+@dataclass(frozen=True)
+class AllHotBlocks:
+    """The lengths of blocks of all-hot and of mixed batches; see ``Alternation``.
+
+    Args:
+        start_rate: Length of the first blocks, as a share of an epoch's batches of their kind.
+        least_rate: Least length of blocks, as the same share.
+        patience: Consecutive evaluations with a lower loss before blocks are doubled.
+        has_evaluations: Whether there are evaluations, without which no length changes.
+    """
+
+    start_rate: float
+    least_rate: float
+    patience: int
+    has_evaluations: bool
+
+
+@dataclass(frozen=True)
+class TrainingOrder:
+    """Which samples training reads, in which order, and which rank computes them.
+
+    Args:
+        dataset: Directory of the dataset.
+        batch_size: Samples of a rank's batch.
+        seed: Seed of the order.
+        num_epochs: Passes over the training split.
+        num_workers: Loader workers of a rank; None for what the cores suffice for.
+        kind: Shuffled, in the order of the log, or all-hot samples apart.
+        assign: Which rank computes a sample.
+        by_day: Whether each day is evaluated before it is trained on, so that steps end with days.
+        blocks: The blocks of all-hot and mixed batches; None for other orders.
+    """
+
+    dataset: str
+    batch_size: int
+    seed: int = 0
+    num_epochs: int = 1
+    num_workers: int | None = 0
+    kind: OrderKind = OrderKind.shuffled
+    assign: OrderAssign = OrderAssign.as_read
+    by_day: bool = False
+    blocks: AllHotBlocks | None = None
+
+    @property
+    def is_shuffled(self) -> bool:
+        return self.kind is not OrderKind.time
+
+    def on_one_rank(self, world_size: int) -> TrainingOrder:
+        """The order of the global batches of so many ranks, as if one rank read them."""
+        return replace(self, batch_size=self.batch_size * world_size)
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """How the hot rows follow the data.
+
+    Args:
+        every_steps: Steps between decisions.
+        decay: Factor applied to lookup counts at each decision.
+        max_rows: Most rows that a decision makes hot.
+    """
+
+    every_steps: int
+    decay: float
+    max_rows: int
 
 
 def owned_tables(placement: Placement) -> list[str]:
@@ -51,17 +118,17 @@ def owned_tables(placement: Placement) -> list[str]:
     ]
 
 
-def check_assign(config: Config, placement: Placement | None) -> None:
+def check_assign(order: TrainingOrder, placement: Placement | None) -> None:
     """Refuse order.assign=by_owner where no row has an owner.
 
     Args:
-        config: Configuration of the run.
+        order: Order of the run.
         placement: Planned placement; None for TorchRec's plans.
 
     Raises:
         ValueError: If no table has cold rows that are exchanged as rows.
     """
-    if config.order.assign is not OrderAssign.by_owner:
+    if order.assign is not OrderAssign.by_owner:
         return
     if placement is not None and owned_tables(placement):
         return
@@ -75,17 +142,22 @@ def check_assign(config: Config, placement: Placement | None) -> None:
     )
 
 
-def adapts(config: Config, placement: Placement | None) -> HotColdConfig | None:
+def adapts(
+    asked: Adaptation | None, order: TrainingOrder, placement: Placement | None
+) -> Adaptation | None:
     """How the hot rows follow the data; None if they do not, or if the plan has none that can.
+
+    Args:
+        asked: How they are to follow it; None if they are not.
+        order: Order of the run.
+        placement: Planned placement; None for TorchRec's plans.
 
     Raises:
         ValueError: If batches are packed or assigned by the hot rows of the plan.
     """
-    placed, order = config.placement, config.order
-    if not isinstance(placed, HotColdConfig) or placed.adapt_every_steps == 0:
+    if asked is None:
         return None
-    by_hot_rows = isinstance(order, AllHotOrder) or order.assign is OrderAssign.by_owner
-    if by_hot_rows:
+    if order.blocks is not None or order.assign is OrderAssign.by_owner:
         found = f"order={order.kind.name} order.assign={order.assign.name}"
         raise ValueError(
             f"order: expected shuffled or time and samples as read where hot rows follow the data, "
@@ -95,26 +167,26 @@ def adapts(config: Config, placement: Placement | None) -> HotColdConfig | None:
     if partition is not None and any(
         0 < partition.num_hot(table) < rows for table, rows in partition.num_rows.items()
     ):
-        return placed
+        return asked
     logger.warning(
         "placement.adapt_every_steps=%d has no effect: no table of the plan has hot and cold rows",
-        placed.adapt_every_steps,
+        asked.every_steps,
     )
     return None
 
 
 def choose_assign(
-    config: Config, schema: Schema, placement: Placement | None, plan: ShardingPlan
+    order: TrainingOrder, schema: Schema, placement: Placement | None, plan: ShardingPlan
 ) -> ByOwner | None:
     """The assignment of training samples to ranks; None if they stay as read.
 
     Args:
-        config: Configuration of the run.
+        order: Order of the run.
         schema: Features and tables of the dataset.
         placement: Placement that passed ``check_assign``.
         plan: Sharding plan of the tables.
     """
-    if config.order.assign is not OrderAssign.by_owner:
+    if order.assign is not OrderAssign.by_owner:
         return None
     assert placement is not None
     logger.info(
@@ -135,7 +207,7 @@ def by_owner(schema: Schema, placement: Placement, plan: ShardingPlan) -> ByOwne
     return ByOwner(schema, shards, hot_rows)
 
 
-def _shards(table: str, plan: ShardingPlan) -> list[Shard]:
+def _shards(table: str, plan: ShardingPlan) -> list[ShardOwner]:
     """The non-empty shards of a table, ordered by row."""
     found = [
         (shard, sharding.sharding_type)
@@ -155,14 +227,14 @@ def _shards(table: str, plan: ShardingPlan) -> list[Shard]:
     for found_shard, _ in found:
         assert found_shard.placement is not None, table
         if found_shard.shard_sizes[0]:
-            shards.append(Shard(found_shard.shard_offsets[0], found_shard.placement.rank()))
+            shards.append(ShardOwner(found_shard.shard_offsets[0], found_shard.placement.rank()))
     return sorted(shards, key=lambda shard: shard.first_row)
 
 
 def find_all_hot(
-    config: Config,
+    order: TrainingOrder,
     dataset: Dataset,
-    settled: SettledPlan,
+    planned: tuple[Partition | None, Artifact | None],
     run_dir: Path,
     staged: Path,
     *,
@@ -171,9 +243,9 @@ def find_all_hot(
     """The all-hot samples for order=all_hot, None for another order; collective.
 
     Args:
-        config: Configuration of the run.
+        order: Order of the run.
         dataset: Dataset of the run.
-        settled: Plan of the run.
+        planned: The hot rows and their artifact; None and None for TorchRec's plans.
         run_dir: Directory of the run, with the samples that it saved before.
         staged: Directory to save the samples in.
         is_resumed: Whether the run resumes its own checkpoint and must use its saved samples.
@@ -182,9 +254,9 @@ def find_all_hot(
         ValueError: If the placement has no hot rows.
         ArtifactError: If the saved samples belong to another dataset or partition.
     """
-    if not isinstance(config.order, AllHotOrder):
+    if order.blocks is None:
         return None
-    partition, artifact = settled.partition, settled.artifact
+    partition, artifact = planned
     if partition is None or artifact is None or partition.total_hot == 0:
         found = "TorchRec's own plan" if partition is None else f"{partition.policy}: 0 hot rows"
         raise ValueError(
@@ -200,18 +272,18 @@ def find_all_hot(
     )
 
 
-def check_order(config: Config, dataset: Dataset) -> None:
-    """Check that the dataset has the order that the configuration asks for.
+def check_order(order: TrainingOrder, dataset: Dataset) -> None:
+    """Check that the dataset has the order that a run asks for.
 
     Raises:
         ArtifactError: If its samples are not in order of time, or its days are needed and unknown.
         ValueError: If there is no day to evaluate ahead.
     """
-    if not isinstance(config.order, TimeOrder):
+    if order.is_shuffled:
         return
     if not check_time_order(dataset):
         logger.warning("order=time: the dataset has no times; samples are in the order of the log")
-    if config.order.evaluate_ahead and len(days := days_of(dataset, SPLIT)) < 2:
+    if order.by_day and len(days := days_of(dataset, SPLIT)) < 2:
         raise ValueError(
             "order.evaluate_ahead: expected two days or more in the training split of "
             f"{dataset.artifact.path}, got {[day.name for day in days]}. Prepare it with a split "
@@ -219,17 +291,12 @@ def check_order(config: Config, dataset: Dataset) -> None:
         )
 
 
-def evaluates_ahead(config: Config) -> bool:
-    """Whether each day is evaluated before it is trained on, so that steps end with days."""
-    return isinstance(config.order, TimeOrder) and config.order.evaluate_ahead
-
-
 def count_epoch_steps(
-    config: Config, dataset: Dataset, samples: AllHotSamples | None, world_size: int
+    order: TrainingOrder, dataset: Dataset, samples: AllHotSamples | None, world_size: int
 ) -> int:
     """Steps of an epoch, the same on every rank."""
-    batch_size = config.trainer.batch_size
-    if evaluates_ahead(config):
+    batch_size = order.batch_size
+    if order.by_day:
         return step_sequence(dataset, SPLIT, batch_size * world_size, by_day=True).count_steps(1)
     if samples is None:
         return num_steps(dataset, SPLIT, batch_size, world_size)
@@ -237,14 +304,14 @@ def count_epoch_steps(
 
 
 def make_alternation(
-    config: Config, samples: AllHotSamples | None, world_size: int
+    order: TrainingOrder, samples: AllHotSamples | None, world_size: int
 ) -> Alternation | None:
     """The alternation of all-hot and mixed batches, None without all-hot samples."""
-    order, trainer = config.order, config.trainer
-    if samples is None or not isinstance(order, AllHotOrder):
+    blocks = order.blocks
+    if samples is None or blocks is None:
         return None
     all_hot, mixed = count_steps_of_kinds(
-        samples, batch_size=trainer.batch_size, world_size=world_size
+        samples, batch_size=order.batch_size, world_size=world_size
     )
     logger.info(
         "order=all_hot: training samples are reordered: %d of %d (%.1f%%) are all-hot and come in "
@@ -255,22 +322,22 @@ def make_alternation(
         100 * samples.frac,
         all_hot,
         mixed,
-        order.start_rate,
-        "" if trainer.eval_every_steps and trainer.eval_splits else "; no evaluation changes that",
+        blocks.start_rate,
+        "" if blocks.has_evaluations else "; no evaluation changes that",
     )
     if all_hot == 0:
         logger.warning("order=all_hot: no sample is all-hot, so no step saves the cold exchange")
     return Alternation(
         all_hot,
         mixed,
-        start_rate=order.start_rate,
-        least_rate=order.least_rate,
-        patience=order.patience,
+        start_rate=blocks.start_rate,
+        least_rate=blocks.least_rate,
+        patience=blocks.patience,
     )
 
 
 def make_train_loader(
-    config: Config,
+    order: TrainingOrder,
     ranks: Ranks,
     transform: Callable[[Any], Any] | None,
     samples: AllHotSamples | None,
@@ -280,27 +347,26 @@ def make_train_loader(
     """The loader of all training steps; collective.
 
     Args:
-        config: Configuration of the run.
+        order: Order of the run.
         ranks: Ranks of the process group.
         transform: Router that the workers apply; None to route on the device.
         samples: Result of ``find_all_hot``.
         alternation: Result of ``make_alternation``.
         assign: Result of ``choose_assign``.
     """
-    trainer = config.trainer
-    workers = num_workers(trainer.num_workers, ranks)
+    workers = num_workers(order.num_workers, ranks)
 
     def make(subset: SampleSubset | None) -> Any:
         return make_loader(
-            config.paths.dataset,
+            order.dataset,
             SPLIT,
-            batch_size=trainer.batch_size,
+            batch_size=order.batch_size,
             rank=ranks.rank,
             world_size=ranks.world_size,
-            seed=trainer.seed,
-            epochs=trainer.num_epochs,
-            shuffle=not isinstance(config.order, TimeOrder),
-            by_day=evaluates_ahead(config),
+            seed=order.seed,
+            epochs=order.num_epochs,
+            shuffle=order.is_shuffled,
+            by_day=order.by_day,
             num_workers=workers,
             transform=transform,
             pin_memory=ranks.device.type == "cuda",

@@ -1,6 +1,6 @@
-"""Plans of runs: what a configuration is planned as, and the plan that a run recorded.
+"""Plans of runs: what a job is planned as, and the plan that a run recorded.
 
-``hotrec plan`` and ``hotrec train`` make it from the configuration; a resumed run and
+``hotrec plan`` and ``hotrec train`` make it from the job; a resumed run and
 ``hotrec evaluate`` read the one that the run recorded.
 """
 
@@ -19,25 +19,9 @@ from torchrec.distributed.types import CacheStatistics
 
 from hotrec.artifact import Artifact, ArtifactError, check_made_from, read_record
 from hotrec.assemble.constraints import cache_statistics
-from hotrec.assemble.job import (
-    costs_of,
-    describe_situation,
-    loader_of,
-    model_spec,
-    plan_request,
-    request_for,
-    torchrec_tables_of,
-)
-from hotrec.assemble.model import ModelSpec, build_unsharded
-from hotrec.assemble.policies import policy_parameters
+from hotrec.assemble.model import build_unsharded
+from hotrec.assemble.plan_job import PlanJob, SavedSplit
 from hotrec.assemble.torchrec_plan import shardings_of
-from hotrec.config.groups import (
-    CostPlacement,
-    HotColdConfig,
-    SavedPlacement,
-    TorchrecPlacement,
-)
-from hotrec.config.roots import Config
 from hotrec.cost_model.costs import Costs, CostsError
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.profile import Profile, read_profile
@@ -124,13 +108,10 @@ class Proposal:
     """The candidates of a run with their predictions, on one process; see ``make_proposal``.
 
     Args:
-        request: What was asked of the planner.
-        spec: What is trained.
+        job: What the job asks of the planner.
+        request: What was asked of it, with the profile.
         dataset: The dataset.
         machine: The ranks.
-        parameters: The policy's configuration, which reports show with a new partition.
-        trials: Where trials are recorded.
-        trial_facts: What a step depends on besides the candidates and the machine.
         placement: The given placement; None to choose by cost, or for TorchRec's plans.
         artifact: The saved partition that was configured.
         counted: The profile and its artifact; None without one.
@@ -140,13 +121,10 @@ class Proposal:
         sensitivity: Predictions with other budgets, batches and ranks.
     """
 
+    job: PlanJob
     request: PlanRequest
-    spec: ModelSpec
     dataset: Dataset
     machine: Machine
-    parameters: Mapping[str, object]
-    trials: Path
-    trial_facts: Mapping[str, Any]
     placement: Placement | None
     artifact: Artifact | None
     counted: tuple[Profile, Artifact] | None = None
@@ -202,7 +180,7 @@ class Proposal:
         """Where a trial of these candidates, with this model, data and machine, is recorded."""
         assert self.situation is not None
         facts = {
-            **self.trial_facts,
+            **self.job.trial_facts,
             "versions": read_fingerprint(self.situation.machine.device),
             # New costs are a new machine, or the same one in another state.
             "costs": self.situation.costs.to_json(),
@@ -210,7 +188,7 @@ class Proposal:
             "machine": replace(self.situation.machine, costs=None, host_bytes=0, device_bytes=0),
             "candidates": sorted(self.candidates),
         }
-        return trial_file(self.trials, facts)
+        return trial_file(self.job.folders["trials"], facts)
 
     def _words(self, name: str) -> dict[str, str]:
         """The label or the title of every plan, by digest."""
@@ -258,8 +236,8 @@ class Proposal:
         return write_partition(
             placement,
             output,
-            parameters=self.parameters,
-            summary=summarize_partition(placement.partition, profile, self.spec.row_bytes),
+            parameters=self.job.parameters,
+            summary=summarize_partition(placement.partition, profile, self.job.spec.row_bytes),
             dataset_hash=self.dataset.artifact.content_hash,
             profile_hash=profile_artifact.content_hash,
             planned_for=_planned_for(self.machine),
@@ -267,12 +245,12 @@ class Proposal:
 
 
 def make_proposal(
-    config: Config, dataset: Dataset, machine: Machine, *, is_plan: bool = False
+    job: PlanJob, dataset: Dataset, machine: Machine, *, is_plan: bool = False
 ) -> Proposal:
-    """Predicts the candidates of a configuration, on one process.
+    """Predicts the candidates of a job, on one process.
 
     Args:
-        config: The configuration.
+        job: What it asks of the planner.
         dataset: Its dataset.
         machine: The ranks to plan for.
         is_plan: Whether to also predict TorchRec's plans and the sensitivity, for ``hotrec plan``.
@@ -282,50 +260,38 @@ def make_proposal(
         ValueError: If the policy cannot be satisfied, the rows do not fit the memory, or the costs
             that a cost-based choice needs are of another kind of machine.
     """
-    kind, placement, artifact = config.placement, None, None
-    if isinstance(kind, SavedPlacement):
-        placement, artifact = read_placement(Path(kind.partition_dir))
+    placement, artifact = None, None
+    if isinstance(job.tables, SavedSplit):
+        placement, artifact = read_placement(job.tables.directory)
         check_made_from(artifact, dataset.artifact)
         _warn_of_another_situation(artifact, machine)
-    spec = model_spec(config, dataset.schema)
 
     def proposal(request: PlanRequest, **of_profile: Any) -> Proposal:
-        return Proposal(
-            request,
-            spec,
-            dataset,
-            machine,
-            policy_parameters(kind) if isinstance(kind, HotColdConfig) else {},
-            Path(config.paths.trials),
-            _trial_facts(config),
-            getattr(request.tables, "placement", None),
-            artifact,
-            **of_profile,
-        )
+        placed = getattr(request.tables, "placement", None)
+        return Proposal(job, request, dataset, machine, placed, artifact, **of_profile)
 
     try:
-        profile, profile_artifact = read_profile(Path(config.paths.profile))
+        profile, profile_artifact = read_profile(job.folders["profile"])
         check_made_from(profile_artifact, dataset.artifact)
     except ArtifactError as error:
-        if not isinstance(kind, SavedPlacement | TorchrecPlacement):
+        if not isinstance(job.tables, SavedSplit | TorchrecTables):
             raise
         # The text: a handler that keeps records would keep the dataset open by the traceback.
         logger.info("no prediction: %s", str(error))
-        return proposal(plan_request(config, dataset, machine, None, placement))
-    request = plan_request(config, dataset, machine, profile, placement)
+        return proposal(job.request(dataset, machine, None, placement))
+    request = job.request(dataset, machine, profile, placement)
     histograms = profile.build_histograms()
     without = proposal(request, counted=(profile, profile_artifact), histograms=histograms)
-    costs = costs_of(config, machine)
-    loader = loader_of(config, machine, costs[0])
+    costs = job.costs_on(machine)
+    loader = job.loader_on(machine, costs[0])
     request = replace(request, num_workers=loader[0])
 
     def describe(machine: Machine) -> Situation:
-        schema = dataset.schema
-        return describe_situation(config, schema, histograms, profile, machine, costs, loader)
+        return job.situation(machine, profile, histograms, costs, loader)
 
     def shardings(tables: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:
         # An optimizer that the device cannot train is an error, tables that do not fit are not.
-        unsharded = build_unsharded(spec, Plan(tables, pipeline), None, machine)
+        unsharded = build_unsharded(job.spec, Plan(tables, pipeline), None, machine)
         try:
             sharding = unsharded.plan(machine)
         except ValueError as error:
@@ -341,11 +307,10 @@ def make_proposal(
     try:
         situation = describe(machine)
         decision = propose(request, situation, shardings, with_baselines=is_plan)
-        is_by_cost = isinstance(kind, CostPlacement)
-        if is_by_cost and is_plan and config.plan.sensitivity is not False:
+        if isinstance(job.tables, ByCost) and is_plan and job.predicts_sensitivity:
             sensitivity = predict_sensitivity(request, decision, situation, describe)
     except CostsError as error:
-        if isinstance(kind, CostPlacement):
+        if isinstance(job.tables, ByCost):
             raise
         logger.warning("no prediction: %s", error)
         if (slots := getattr(request.tables, "slots", None)) is not None and slots.place:
@@ -363,34 +328,22 @@ def make_proposal(
     )
 
 
-def _trial_facts(config: Config) -> dict[str, Any]:
-    trainer, optimizer = config.trainer, config.optimizer
-    return {
-        "settings": [config.model, config.pipeline, config.placement],
-        "optimizer": [optimizer.kind, optimizer.dense_kind],  # a step takes as long at any rate
-        "trainer": [
-            *(trainer.batch_size, trainer.precision, trainer.compile, trainer.num_workers),
-            trainer.grad_clip_norm,
-        ],
-    }
-
-
-def read_settled_plan(config: Config, run_dir: Path, machine: Machine) -> SettledPlan:
+def read_settled_plan(job: PlanJob, run_dir: Path, machine: Machine) -> SettledPlan:
     """Reads the plan that a run recorded when it started.
 
     Args:
-        config: The run's configuration.
+        job: What the run asked of the planner.
         run_dir: Its directory.
         machine: The ranks, where the run recorded no prediction and left the pipeline open.
 
     Raises:
         ArtifactError: If its partition is missing or altered.
     """
-    recorded = _read_recorded(config, run_dir)
-    placement, artifact = _partition_of(recorded, config, run_dir)
+    recorded = _read_recorded(job, run_dir)
+    placement, artifact = _partition_of(recorded, job, run_dir)
     tables = recorded.torchrec if placement is None else GivenTables(placement)
     assert tables is not None, run_dir
-    request = request_for(config, tables)
+    request = job.request_for(tables)
     if recorded.kind is not None:
         request = replace(request, pipeline=request.pipeline.with_kind(recorded.kind))
     plan = unpredicted(request, machine)
@@ -398,23 +351,23 @@ def read_settled_plan(config: Config, run_dir: Path, machine: Machine) -> Settle
 
 
 def recorded_partition(
-    config: Config, run_dir: Path
+    job: PlanJob, run_dir: Path
 ) -> tuple[Placement, Artifact] | tuple[None, None]:
     """The partition that a run trained, with its place; None and None for TorchRec's plans.
 
     Raises:
         ArtifactError: If it is missing or altered.
     """
-    return _partition_of(_read_recorded(config, run_dir), config, run_dir)
+    return _partition_of(_read_recorded(job, run_dir), job, run_dir)
 
 
 def _partition_of(
-    recorded: _Recorded, config: Config, run_dir: Path
+    recorded: _Recorded, job: PlanJob, run_dir: Path
 ) -> tuple[Placement, Artifact] | tuple[None, None]:
     if recorded.torchrec is not None:
         return None, None
-    kind = config.placement
-    saved = Path(kind.partition_dir) if isinstance(kind, SavedPlacement) else run_dir / PARTITION
+    asked = job.tables
+    saved = asked.directory if isinstance(asked, SavedSplit) else run_dir / PARTITION
     return read_placement(saved)
 
 
@@ -433,9 +386,9 @@ class _Recorded:
     torchrec: TorchrecTables | None
 
 
-def _read_recorded(config: Config, run_dir: Path) -> _Recorded:
-    path, is_by_cost = run_dir / PREDICTION, isinstance(config.placement, CostPlacement)
-    torchrec = torchrec_tables_of(config.placement)
+def _read_recorded(job: PlanJob, run_dir: Path) -> _Recorded:
+    path, is_by_cost = run_dir / PREDICTION, isinstance(job.tables, ByCost)
+    torchrec = job.tables if isinstance(job.tables, TorchrecTables) else None
     if not path.exists():
         if is_by_cost:
             raise ArtifactError(

@@ -1,145 +1,151 @@
-"""The configured policies: which rows are hot."""
+"""Splits of tables by a policy: which rows are hot, and where the cold ones are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
-from hotrec.config.groups import (
-    AllColdPlacement,
-    AllHotPlacement,
-    BreakEvenPlacement,
-    BudgetPlacement,
-    CoveragePlacement,
-    FaePlacement,
-    FractionPlacement,
-    FreqCachePlacement,
-    HotColdConfig,
-    PolicyConfig,
-    ScarsPlacement,
-    TieredConfig,
-)
+from hotrec.assemble.constraints import cold_tier_for
 from hotrec.cost_model.forms import BYTES_PER_FLOAT
 from hotrec.cost_model.memory import NUM_REPLICA_GRADIENTS
 from hotrec.cost_model.profile import Profile
 from hotrec.planner.counted import CountedTables
 from hotrec.planner.machine import Machine
-from hotrec.planner.paper_policies import choose_fae, choose_freq_cache, choose_scars
-from hotrec.planner.policies import (
-    choose_all_cold,
-    choose_all_hot,
-    choose_budget,
-    choose_coverage,
-    choose_fraction,
-    choose_min_accesses,
+from hotrec.types import (
+    DEFAULT_LOAD_FRAC,
+    TIER_OF_KERNEL,
+    ColdTier,
+    HotExchange,
+    Partition,
+    Placement,
+    PopularRows,
+    RowFetch,
+    WireType,
 )
-from hotrec.runtime.memory import MIB
-from hotrec.types import Partition
 
 
-def choose_partition(
-    placement: HotColdConfig,
-    profile: Profile,
-    machine: Machine,
-    *,
-    row_bytes: Mapping[str, int],
-    dim: int,
-) -> Partition:
-    """Applies a configured policy.
+@dataclass(frozen=True)
+class PolicyInputs:
+    """What a policy chooses by, besides the counts.
 
     Args:
-        machine: The ranks, with costs for SCARS.
+        profile: The profile.
+        machine: The ranks, with costs for a policy that needs them.
         row_bytes: Bytes of one row of each table, with its optimizer state.
-
-    Raises:
-        ValueError: If the policy cannot be satisfied, or its hot rows exceed the device's memory.
+        dim: Dimension D of the tables.
     """
-    partition = _apply(placement, profile, machine, row_bytes, dim)
-    # Users budget for rows and their optimizer state; the gradients must fit too.
-    grads = NUM_REPLICA_GRADIENTS * BYTES_PER_FLOAT * dim
-    hot_bytes = sum(partition.num_hot(t) * (size + grads) for t, size in row_bytes.items())
-    if hot_bytes > machine.replica_bytes:
-        raise ValueError(
-            f"partition ({partition.policy}): expected hot rows, with optimizer state and "
-            f"gradients, of at most {machine.replica_bytes} bytes, the device's memory, got "
-            f"{hot_bytes}. Choose fewer hot rows."
+
+    profile: Profile
+    machine: Machine
+    row_bytes: Mapping[str, int]
+    dim: int
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.machine.batch_size * self.machine.world_size
+
+    @property
+    def row_seconds(self) -> tuple[float, float]:
+        """Seconds to send a cold row and its gradient, and a hot row in a dense all-reduce."""
+        assert self.machine.costs is not None
+        costs, world = self.machine.costs, self.machine.world
+        num_bytes = 2 * (world.num_ranks - 1) / world.num_ranks * BYTES_PER_FLOAT * self.dim
+        to_all, reduce = (costs.collective(k, world) for k in ("all_to_all", "all_reduce"))
+        return num_bytes * to_all.per_byte_s, num_bytes * reduce.per_byte_s
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which rows are hot.
+
+    Args:
+        choose: Chooses them, of the counted tables.
+        overrides: Per table: hot, cold, a number of rows, or a fraction of its rows.
+        small_table_rows: Tables with at most this number of rows are all hot.
+        needs_costs: Whether it reads the costs of the machine.
+    """
+
+    choose: Callable[[CountedTables, PolicyInputs], Partition]
+    overrides: Mapping[str, str | int | float] = field(default_factory=dict)
+    small_table_rows: int = 0
+    needs_costs: bool = False
+
+    def partition(self, inputs: PolicyInputs) -> Partition:
+        """The hot rows that it chooses.
+
+        Raises:
+            ValueError: If it cannot be satisfied, or its hot rows exceed the device's memory.
+        """
+        tables = CountedTables.of(
+            inputs.profile.counts,
+            min_count=inputs.profile.sampling.min_count,
+            overrides=self.overrides,
+            small_table_rows=self.small_table_rows,
         )
-    return partition
-
-
-def _apply(
-    placement: HotColdConfig,
-    profile: Profile,
-    machine: Machine,
-    row_bytes: Mapping[str, int],
-    dim: int,
-) -> Partition:
-    given: dict[str, Any] = {}
-    if isinstance(placement, PolicyConfig):
-        given = {"overrides": placement.overrides, "small_table_rows": placement.small_table_rows}
-    tables = CountedTables.of(profile.counts, min_count=profile.sampling.min_count, **given)
-    match placement:
-        case FractionPlacement(hot_frac=hot_frac, per_table=per_table):
-            return choose_fraction(tables, hot_frac=hot_frac, per_table=per_table)
-        case CoveragePlacement(coverage_frac=coverage, per_table=per_table):
-            return choose_coverage(tables, coverage=coverage, per_table=per_table)
-        case BudgetPlacement(hot_budget_mib=budget):
-            budget_bytes = int(budget * MIB)
-            if budget_bytes > machine.replica_bytes:
-                raise ValueError(
-                    f"budget_bytes: expected at most the {machine.replica_bytes} bytes of device "
-                    f"memory, got {budget_bytes}. Lower the hot budget."
-                )
-            return choose_budget(tables, budget_bytes=budget_bytes, row_bytes=row_bytes)
-        case BreakEvenPlacement(min_accesses_per_step=accesses):
-            return choose_min_accesses(
-                tables,
-                min_accesses_per_step=accesses,
-                global_batch_size=machine.batch_size * machine.world_size,
-                num_samples=profile.num_samples,
+        partition = self.choose(tables, inputs)
+        # Users budget for rows and their optimizer state; the gradients must fit too.
+        grads = NUM_REPLICA_GRADIENTS * BYTES_PER_FLOAT * inputs.dim
+        sizes = inputs.row_bytes.items()
+        hot_bytes = sum(partition.num_hot(table) * (size + grads) for table, size in sizes)
+        if hot_bytes > inputs.machine.replica_bytes:
+            raise ValueError(
+                f"partition ({partition.policy}): expected hot rows, with optimizer state and "
+                f"gradients, of at most {inputs.machine.replica_bytes} bytes, the device's memory, "
+                f"got {hot_bytes}. Choose fewer hot rows."
             )
-        case FaePlacement(hot_budget_mib=budget, small_table_mib=small):
-            return choose_fae(
-                tables,
-                budget_bytes=int(budget * MIB),
-                row_bytes=row_bytes,
-                small_table_bytes=int(small * MIB),
+        return partition
+
+
+@dataclass(frozen=True)
+class ColdRows:
+    """Where the cold rows of a split are, all in one tier, and how hot ones are exchanged.
+
+    Args:
+        tier: Memory of the cold rows.
+        cache_load_frac: Cached fraction of the rows; None for the default.
+        hot_exchange: How gradients of hot rows are reduced.
+        row_type: Type of the rows behind slots.
+        row_fetch: How these rows come to the device.
+    """
+
+    tier: ColdTier = ColdTier.auto
+    cache_load_frac: float | None = None
+    hot_exchange: HotExchange = HotExchange.auto
+    row_type: WireType = WireType.fp32
+    row_fetch: RowFetch = RowFetch.auto
+
+    def place(
+        self,
+        partition: Partition,
+        device: str,
+        popular: Callable[[float], Mapping[str, PopularRows]] | None = None,
+    ) -> Placement:
+        """The placement of a partition.
+
+        Args:
+            partition: The hot rows.
+            device: "cpu" or "cuda".
+            popular: Chooses the rows with which slots begin, by the fraction of rows that have
+                one; None for none.
+
+        Raises:
+            ValueError: If the device has no such memory tier, or reads no mapped memory.
+        """
+        if self.row_fetch is RowFetch.mapped and device == "cpu":
+            raise ValueError(
+                "placement.row_fetch: expected staged or auto on CPU, where slots are host memory "
+                "too, got mapped. Leave it out, or train on CUDA."
             )
-        case FreqCachePlacement(cached_frac=frac):
-            dims = dict.fromkeys(profile.counts, dim)
-            return choose_freq_cache(tables, dims=dims, cached_frac=frac)
-        case ScarsPlacement(hot_budget_mib=budget):
-            cold_row_s, hot_row_s = _row_seconds(machine, dim)
-            return choose_scars(
-                tables,
-                memory_bytes=machine.replica_bytes if budget is None else int(budget * MIB),
-                row_bytes=row_bytes,
-                num_samples=profile.num_samples,
-                global_batch_size=machine.batch_size * machine.world_size,
-                cold_row_s=cold_row_s,
-                hot_row_s=hot_row_s,
-            )
-        case AllHotPlacement():
-            return choose_all_hot(profile.counts)
-        case AllColdPlacement():
-            return choose_all_cold(profile.counts)
-    raise AssertionError(placement)
-
-
-def _row_seconds(machine: Machine, dim: int) -> tuple[float, float]:
-    """Seconds to send a cold row and its gradient, and a hot row in a dense all-reduce."""
-    assert machine.costs is not None
-    world = machine.world
-    num_bytes = 2 * (world.num_ranks - 1) / world.num_ranks * BYTES_PER_FLOAT * dim
-    to_all, reduce = (machine.costs.collective(k, world) for k in ("all_to_all", "all_reduce"))
-    return num_bytes * to_all.per_byte_s, num_bytes * reduce.per_byte_s
-
-
-def policy_parameters(placement: HotColdConfig) -> dict[str, object]:
-    """Returns the configuration keys of this policy alone, which reports show with its name."""
-    shared = {item for item in TieredConfig.__dataclass_fields__ if item != "kind"}
-    return {
-        name: getattr(value, "name", value)
-        for name, value in vars(placement).items()
-        if name not in shared
-    }
+        tier = cold_tier_for(device, self.tier, on_cuda=ColdTier.fused_uvm_caching)
+        load_frac = DEFAULT_LOAD_FRAC if self.cache_load_frac is None else self.cache_load_frac
+        placed = Placement.alike(
+            partition,
+            TIER_OF_KERNEL[tier],
+            load_frac,
+            is_hot_dense=self.hot_exchange is HotExchange.dense,
+            row_type=self.row_type,
+            row_fetch=RowFetch.mapped if self.row_fetch is RowFetch.mapped else RowFetch.staged,
+        )
+        if tier is not ColdTier.cached or popular is None:
+            return placed
+        return replace(placed, popular_rows=popular(load_frac))

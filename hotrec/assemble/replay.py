@@ -26,6 +26,7 @@ from itertools import islice
 import numpy as np
 import torch
 
+from hotrec.assemble.order import TrainingOrder
 from hotrec.cost_model.profile import Profile
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
@@ -116,25 +117,6 @@ def number_popular(
     return of_all[of_all["row"] >= 0]
 
 
-@dataclass(frozen=True)
-class TrainingOrder:
-    """How training reads global batches.
-
-    Args:
-        dataset: Directory of the dataset.
-        batch_size: Samples of a global batch.
-        seed: Seed of the order.
-        num_epochs: Passes over the training split.
-        is_shuffled: Whether samples are shuffled; else they come in the log's order.
-    """
-
-    dataset: str
-    batch_size: int
-    seed: int
-    num_epochs: int
-    is_shuffled: bool
-
-
 def read_stream(
     order: TrainingOrder,
     dataset: Dataset,
@@ -147,7 +129,7 @@ def read_stream(
     """The first global batches of training, in its order.
 
     Args:
-        order: How training reads them.
+        order: Their order, as one rank reads it.
         dataset: Its dataset.
         counts: Lookups of the rows of each table in the profile.
         num_batches: The number of batches.
@@ -278,7 +260,7 @@ class SlotReplay:
         return replay(
             stream,
             LOOK_AHEAD,
-            max(num_slots, stream.every * _least_slots(stream, depth)),
+            max(num_slots, stream.every * _min_slots(stream, depth)),
             int(self.skip_frac * len(stream.rows)),
             depth=depth,
             window=self.pipeline.batches_foreseen,
@@ -286,7 +268,7 @@ class SlotReplay:
         )
 
 
-def _least_slots(stream: Stream, depth: int) -> int:
+def _min_slots(stream: Stream, depth: int) -> int:
     """Slots for the rows of the batches in flight, whose sample may be off."""
     held = [
         np.unique(np.concatenate(stream.rows[number : number + depth + 1])).size

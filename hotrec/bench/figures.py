@@ -10,7 +10,7 @@ import numpy as np
 from torchrec.distributed.types import ShardingPlan
 
 from hotrec.assemble.torchrec_plan import plan_document, rank_of_shard
-from hotrec.bench.cases import Block, Case, Runner, step_seconds
+from hotrec.bench.cases import Case, Runner
 from hotrec.runtime.ranks import Ranks, all_gather_object
 from hotrec.runtime.stages import exposed_s
 from hotrec.runtime.traffic import (
@@ -19,6 +19,7 @@ from hotrec.runtime.traffic import (
     lower_bound_bytes,
 )
 from hotrec.train.dense_sync import count_dense_values
+from hotrec.train.interleave import Block, step_seconds
 
 BASELINES = ("planner", "hand_tuned")
 

@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hotrec.bench.cases import Block, Runner
+from hotrec.bench.cases import Runner
 from hotrec.bench.machine import interface_sent_bytes
-from hotrec.config.roots import BenchConfig
 from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.traffic import count_sent_bytes
+from hotrec.train.interleave import in_turn, run_block
 
 # Extra batches for those that a pipeline holds beside the one it computes.
 NUM_AHEAD = 8
-MOST_OPERATORS = 12
+MAX_OPERATORS = 12
 
 
-def num_steps(bench: BenchConfig) -> int:
-    """The number of batches that ``run_cases`` needs, with those that pipelines hold ahead."""
-    timed = bench.warmup_rounds + bench.rounds * bench.block_steps + bench.counted_steps
-    return timed + (bench.profile_steps if bench.profile else 0) + NUM_AHEAD
+@dataclass(frozen=True)
+class Turns:
+    """How cases take turns.
+
+    Args:
+        rounds: Number of rounds of timed blocks.
+        block_steps: Steps of a block.
+        block_skip: First steps of a block that are not timed.
+        warmup_steps: Steps of each case before its first block.
+        counted_steps: Untimed steps after the blocks whose bytes are counted.
+        rounds_of: Number of blocks of single cases, if fewer than rounds, by name.
+        interface: Network interface whose sent bytes are also read; None for none.
+        profile_steps: Steps of each case to profile in the end; 0 for none.
+    """
+
+    rounds: int
+    block_steps: int
+    block_skip: int
+    warmup_steps: int
+    counted_steps: int
+    rounds_of: Mapping[str, int] = field(default_factory=dict)
+    interface: str | None = None
+    profile_steps: int = 0
+
+    @property
+    def num_batches(self) -> int:
+        """Batches that a case needs, with those that its pipeline holds ahead."""
+        timed = self.warmup_steps + self.rounds * self.block_steps + self.counted_steps
+        return timed + self.profile_steps + NUM_AHEAD
 
 
 def takes_part(round_number: int, num_rounds: int, own_rounds: int) -> bool:
@@ -35,72 +57,45 @@ def takes_part(round_number: int, num_rounds: int, own_rounds: int) -> bool:
     return (round_number + 1) * own_rounds // num_rounds > before
 
 
-def run_cases(
-    runners: Sequence[Runner], bench: BenchConfig, ranks: Ranks
-) -> dict[str, dict[str, float]]:
+def run_cases(runners: Sequence[Runner], turns: Turns, ranks: Ranks) -> dict[str, dict[str, float]]:
     """Warm up, time blocks of all cases in turn, count bytes, profile, close; collective.
 
     Returns:
         Seconds per step by operator by case, with the profiler's overhead; empty if not profiled.
     """
     for runner in runners:
-        for _ in range(bench.warmup_rounds - 1):  # the first step ran when the case was built
+        for _ in range(turns.warmup_steps - 1):  # the first step ran when the case was built
             runner.step()
         runner.drain()
-    _run_timed(runners, bench, ranks)
-    _run_counted(runners, bench.counted_steps, bench.interface, ranks)
+    _run_timed(runners, turns, ranks)
+    _run_counted(runners, turns.counted_steps, turns.interface, ranks)
     operators_s = {}
-    if bench.profile and ranks.device.type == "cpu":  # on CUDA host time does not say where it goes
-        operators_s = {r.case.name: _run_profiled(r, bench.profile_steps) for r in runners}
+    # On CUDA the host's time does not tell where time goes.
+    if turns.profile_steps and ranks.device.type == "cpu":
+        operators_s = {r.case.name: _run_profiled(r, turns.profile_steps) for r in runners}
     for runner in runners:
         runner.pipeline.close()
     return operators_s
 
 
-def _run_timed(runners: Sequence[Runner], bench: BenchConfig, ranks: Ranks) -> None:
-    """Time the blocks round by round; each case comes first equally often."""
-    turns = []
-    for number in range(bench.rounds):
-        shift = number % len(runners)
-        for runner in (*runners[shift:], *runners[:shift]):
-            own = min(bench.rounds_of.get(runner.case.name, bench.rounds), bench.rounds)
-            turns += [(number, runner)] if takes_part(number, bench.rounds, own) else []
+def _run_timed(runners: Sequence[Runner], turns: Turns, ranks: Ranks) -> None:
+    """Time the blocks round by round."""
+    blocks = [
+        (number, runner)
+        for number in range(turns.rounds)
+        for runner in in_turn(runners, number)
+        if takes_part(number, turns.rounds, turns.rounds_of.get(runner.case.name, turns.rounds))
+    ]
     gc.collect()
     gc.disable()  # not in a timed block
     try:
-        for number, runner in _progress(turns, "timed blocks", ranks):
-            block = run_block(runner, bench.block_steps, bench.block_skip, ranks)
-            runner.blocks[number] = block
+        for number, runner in _progress(blocks, "timed blocks", ranks):
+            runner.drain()  # so that the ranks begin together
+            runner.blocks[number] = run_block(
+                runner, turns.block_steps, turns.block_skip, ranks.device, clock=runner.clock
+            )
     finally:
         gc.enable()
-
-
-def run_block(runner: Runner, num_steps: int, num_skipped: int, ranks: Ranks) -> Block:
-    """Time consecutive steps of one case, with no communication in flight before and after."""
-    is_cuda = ranks.device.type == "cuda"
-
-    def now() -> Any:
-        # On CUDA an event, since synchronizing in each step would end the overlap.
-        if not is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    runner.drain()
-    cpu_s, main_cpu_s, start = time.process_time(), time.thread_time(), now()
-    times = []
-    for number in range(num_steps):
-        with nullcontext() if number < num_skipped else runner.clock.step():
-            runner.step()
-        times.append(now())
-    runner.drain()
-    times.append(now())
-    cpu_s, main_cpu_s = time.process_time() - cpu_s, time.thread_time() - main_cpu_s
-    if is_cuda:
-        torch.cuda.synchronize()
-    *returned_s, ended_s = (start.elapsed_time(t) / 1e3 if is_cuda else t - start for t in times)
-    return Block(returned_s, ended_s, num_skipped, cpu_s, main_cpu_s)
 
 
 def _run_counted(
@@ -141,4 +136,4 @@ def _run_profiled(runner: Runner, num_steps: int) -> dict[str, float]:
             runner.step()
         runner.drain()
     seconds = {e.key: e.self_cpu_time_total / 1e6 / num_steps for e in profiler.key_averages()}
-    return dict(sorted(seconds.items(), key=lambda item: -item[1])[:MOST_OPERATORS])
+    return dict(sorted(seconds.items(), key=lambda item: -item[1])[:MAX_OPERATORS])

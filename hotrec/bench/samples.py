@@ -18,12 +18,27 @@ from hotrec.types import Feature, Rows, Schema, Table
 _POPULARITY, _PROFILE, _SAMPLES = 1, 2, 3
 
 
+def table_per_feature(
+    table_rows: Sequence[int], num_dense: int, columns: Schema | None = None
+) -> Schema:
+    """Features with a table each, named ``C1`` and so on, or as the features of ``columns``."""
+    names: Sequence[str] = [f"C{number}" for number in range(1, len(table_rows) + 1)]
+    dense = tuple(f"I{number}" for number in range(1, num_dense + 1))
+    if columns is not None:
+        names, dense = columns.feature_names, columns.dense
+    return Schema(
+        dense=dense,
+        features=tuple(Feature(name, name) for name in names),
+        tables=tuple(map(Table, names, table_rows)),
+    )
+
+
 class ZipfTables:
     """Tables whose k-th most popular row is looked up with probability ~ k^-exponent, by table.
 
     Rows are numbered without regard to popularity (a seeded permutation), since row-wise shards are
-    contiguous. Features and tables are ``C1`` and so on, or those of ``columns``, with
-    ``table_rows`` rows. A bag of a feature has one of the feature's ``bag_lengths``, or one id.
+    contiguous. Features and tables are those of ``table_per_feature``. A bag of a feature has one
+    of the feature's ``bag_lengths``, or one id.
     """
 
     def __init__(
@@ -36,15 +51,8 @@ class ZipfTables:
         columns: Schema | None = None,
         bag_lengths: Sequence[Rows] | None = None,
     ) -> None:
-        names = [f"C{number}" for number in range(1, len(table_rows) + 1)]
-        dense = tuple(f"I{number}" for number in range(1, num_dense + 1))
-        if columns is not None:
-            names, dense = list(columns.feature_names), columns.dense
-        self.schema = Schema(
-            dense=dense,
-            features=tuple(Feature(name, name) for name in names),
-            tables=tuple(map(Table, names, table_rows)),
-        )
+        self.schema = table_per_feature(table_rows, num_dense, columns)
+        self.exponent = exponent
         self._seed = seed
         self._bag_lengths = bag_lengths
         rng = np.random.default_rng([seed, _POPULARITY])

@@ -29,7 +29,7 @@ GROWTH = 4
 MAX_CALL_S = 0.5
 # Shaped links let a burst through at full speed, which training has used up, since it never pauses.
 # So many bytes are sent before a size is timed, in at most so many calls.
-BURST_BYTES, MOST_WARM = 512e3, 32
+BURST_BYTES, MAX_WARM = 512e3, 32
 # Calls of a size in two rounds, warm-up included, times what the smaller sizes take beside it.
 CALLS_OF_LARGEST = 8
 MIN_SIZES = 3
@@ -136,7 +136,7 @@ def start_curve(
             num_warm: int, num_repeats: int, values: int = values, size: float = size
         ) -> list[list[float]]:
             call = make_call(kind, values, group, device)
-            num_burst = min(MOST_WARM, math.ceil(BURST_BYTES / size))
+            num_burst = min(MAX_WARM, math.ceil(BURST_BYTES / size))
             return time_on_all_ranks(call, device, max(num_warm, num_burst), num_repeats)
 
         one = Series(slowest_rank, measure=measure)
@@ -214,7 +214,7 @@ class Network:
         return (link, None) if self.world.num_hosts == 1 else (None, link)
 
 
-def start_network(ranks: Ranks, *, max_bytes: float, most_s: float) -> Network:
+def start_network(ranks: Ranks, *, max_bytes: float, max_s: float) -> Network:
     """Measure all ranks together and, with several on several hosts, each level once; collective.
 
     Inside a host its ranks form a group. Between hosts the ranks of equal local rank form a group,
@@ -223,7 +223,7 @@ def start_network(ranks: Ranks, *, max_bytes: float, most_s: float) -> Network:
     Args:
         ranks: Ranks of the process group.
         max_bytes: Largest number of bytes that a rank sends in one message.
-        most_s: Seconds that two rounds should take at most; on a slow network messages are smaller.
+        max_s: Seconds that two rounds should take at most; on a slow network messages are smaller.
     """
     world = World(ranks.world_size, ranks.local_world_size)
     if ranks.world_size == 1:
@@ -231,7 +231,7 @@ def start_network(ranks: Ranks, *, max_bytes: float, most_s: float) -> Network:
     local, hosts = ranks.local_world_size, range(ranks.num_hosts)
     has_levels = len(hosts) > 1 and local > 1
     num_curves = len(COLLECTIVES) + (2 * len(LINK_KINDS) if has_levels else 0)
-    max_call_s = min(MAX_CALL_S, most_s / num_curves / CALLS_OF_LARGEST)
+    max_call_s = min(MAX_CALL_S, max_s / num_curves / CALLS_OF_LARGEST)
 
     def start(
         kinds: Sequence[str], of: World, group: dist.ProcessGroup | None

@@ -104,7 +104,7 @@ def measure_costs(
         workload = CalibrationWorkload(target, ranks, alone)
         load, shown = LoadMeter(), BudgetProgress(bar, budget)
         shown("network")
-        network = start_network(ranks, max_bytes=max_bytes, most_s=NETWORK_FRAC * budget_s)
+        network = start_network(ranks, max_bytes=max_bytes, max_s=NETWORK_FRAC * budget_s)
         stack.callback(network.close)
         overlaps = [measure_overlap(ranks, max_bytes=max_bytes)]
 
@@ -154,7 +154,7 @@ def measure_costs(
                 "threads_per_rank": torch.get_num_threads(),
                 "batch_size": target.batch_size,
                 "embedding_dim": workload.dim,
-                "optimizer": target.optimizer.kind.name,
+                "optimizer": target.spec.embedding.kind.name,
                 "zipf_exponents": list(target.exponents),
                 "cores_per_host": cores_per_host(ranks),
                 "hosts_differ": any(other != host for other in fingerprints),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from types import SimpleNamespace
@@ -17,7 +17,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import nn
-from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -28,14 +27,14 @@ from hotrec.cost_model.look_ahead import FETCHES, MOVEMENTS
 from hotrec.data.batch import Batch
 from hotrec.embedding.cached_rows import RowMover, to_device
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
-from hotrec.embedding.flat import cut_bags
+from hotrec.embedding.flat import cut_bags, flat_rows, table_begins
 from hotrec.embedding.fused import fused_params, leave_out_of_forks
 from hotrec.embedding.hot_reduce import HotReducer
 from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.optimizers import HotOptimizer, make_dense, make_replicated_tables
+from hotrec.embedding.owned_rows import RowOwners, Shard
 from hotrec.embedding.pooling import pool_rows
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.models.shape import architecture_of, work_of
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture
 from hotrec.routing.features import RoutedGroup
@@ -62,7 +61,7 @@ def all_probes(workload: CalibrationWorkload) -> list[Probe]:
     dim = workload.dim
     at_dim = [(num_ids, of_dim) for num_ids, of_dim in sizes if of_dim == dim]
     samples = sorted({max(1, batch_size // part) for part in (8, 2)} | {batch_size, 2 * batch_size})
-    work = work_of(target.model, workload.samples.schema)
+    work = target.subject.work
     values = [max(1, work.num_dense_values // part) for part in (16, 4, 1)]
 
     def by_items(name: str, make: Callable[..., Work], numbers: Sequence[int]) -> Probe:
@@ -128,33 +127,29 @@ def _pool(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
 
 
 def _order_rows(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
-    """Put the distinct rows of a batch in order by owner, and those received in order by table."""
+    """Find the owners of the distinct rows of a batch, and put them in order by owner."""
     num_ranks, router = max(2, workload.ranks.world_size), workload.own_router
     routed = workload.routed(router, workload.own_samples, num_ids)
     samples = [of_batch.rows for of_batch in routed]
-    turns, num_keys = cycle(samples), len(samples[0].keys())
-    num_rows = torch.tensor([table.num_rows for table in workload.own_samples.schema.tables])
-    blocks = (-(-num_rows // num_ranks)).to(workload.device)
-    by_rank = torch.arange(num_ranks * num_keys, dtype=torch.int32, device=workload.device)
-    by_key = by_rank.view(num_ranks, num_keys).t().flatten()
-
-    def run(rows: KeyedJaggedTensor) -> None:
-        bucketized, _ = bucketize_kjt_before_all2all(
-            cut_bags(rows) if rows.values().is_cuda else rows,
-            num_buckets=num_ranks,
-            block_sizes=blocks,
-            output_permute=True,
-        )
-        torch.ops.fbgemm.permute_2D_sparse_data(
-            by_key,
-            bucketized.lengths().view(by_key.numel(), -1).sum(1, keepdim=True),
-            bucketized.values(),
-            None,
-            rows.values().numel(),
-        )
-
+    turns = cycle(samples)
+    num_rows = {table.name: table.num_rows for table in workload.own_samples.schema.tables}
+    owners = RowOwners(list(num_rows), num_rows, _in_blocks(num_rows, num_ranks), workload.device)
     mean_rows = sum(rows.values().numel() for rows in samples) / len(samples)
-    return Work(run, mean_rows, 0, lambda: next(turns))
+    return Work(lambda rows: owners.find(rows, 0), mean_rows, 0, lambda: next(turns))
+
+
+def _in_blocks(num_rows: Mapping[str, int], num_ranks: int) -> list[list[Shard]]:
+    """The shards of each rank under row-wise sharding."""
+    shards: list[list[Shard]] = []
+    for rank in range(num_ranks):
+        position, held = 0, []
+        for table, num in num_rows.items():
+            block = -(-num // num_ranks)
+            first = min(rank * block, num)
+            held.append(Shard(table, first, min(block, num - first), position))
+            position += held[-1].num_rows
+        shards.append(held)
+    return shards
 
 
 def _order_ids(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
@@ -175,22 +170,22 @@ def _copy(workload: CalibrationWorkload, num_rows: int, dim: int) -> Work:
 
 def build_dense_layers(workload: CalibrationWorkload) -> nn.Module:
     """The configured model with pooled columns as input instead of ids."""
-    model = workload.target.model
+    target = workload.target
     tables = [
         EmbeddingBagConfig(
-            name=name, num_embeddings=1, embedding_dim=model.embedding_dim, feature_names=[name]
+            name=name, num_embeddings=1, embedding_dim=workload.dim, feature_names=[name]
         )
         for name in workload.samples.schema.feature_names
     ]
     embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    shape = architecture_of(model, workload.samples.schema)
-    built: Any = build_architecture(shape, embeddings, workload.target.seed, workload.device)
+    shape = target.spec.architecture
+    built: Any = build_architecture(shape, embeddings, target.seed, workload.device)
     built.sparse_arch.embedding_bag_collection = nn.Identity()
     return ClickTask(built, workload.ranks.world_size)
 
 
 def _dense(workload: CalibrationWorkload, num_samples: int, dim: int) -> Work:
-    work = work_of(workload.target.model, workload.samples.schema)
+    work = workload.target.subject.work
     task = workload.once("task", 0, lambda: build_dense_layers(workload))
     turns = _pooled_batches(workload, num_samples)
 
@@ -204,11 +199,12 @@ def _dense(workload: CalibrationWorkload, num_samples: int, dim: int) -> Work:
 def _pooled_batches(workload: CalibrationWorkload, num_samples: int) -> Iterator[Batch]:
     names = list(workload.samples.schema.feature_names)
     dims = [workload.dim] * len(names)
+    num_dense = len(workload.target.schema.dense)
     while True:
         values = torch.randn(num_samples, sum(dims), device=workload.device, requires_grad=True)
         pooled: Any = KeyedTensor(names, dims, values)
         yield Batch(
-            dense=torch.randn(num_samples, workload.target.num_dense, device=workload.device),
+            dense=torch.randn(num_samples, num_dense, device=workload.device),
             sparse=pooled,
             labels=torch.ones(num_samples, device=workload.device),
             weights=torch.ones(num_samples, device=workload.device),
@@ -229,7 +225,7 @@ def _dense_update(workload: CalibrationWorkload, num_values: int, dim: int) -> W
     sizes = [parameter.numel() for parameter in task.parameters()]
     scale = num_values / sum(sizes)
     params = _with_grads([(max(1, round(n * scale)),) for n in sizes], workload.device)
-    optimizer = make_dense(workload.specs[1], params)
+    optimizer = make_dense(workload.target.spec.dense, params)
     return Work(lambda _: optimizer.step(), sum(p.numel() for p in params), 0)
 
 
@@ -348,7 +344,7 @@ def _update(hot: _Hot) -> Timed:
     """The optimizer's step after one backward pass."""
     turns, replicas = cycle(hot.samples), hot.replicas()
     names = [f"table{number}" for number in range(len(hot.num_rows_T))]
-    optimizer = HotOptimizer({"": replicas}, {"": names}, hot.workload.specs[0])
+    optimizer = HotOptimizer({"": replicas}, {"": names}, hot.workload.target.spec.embedding)
 
     def prepare() -> None:
         rows = replicas(next(turns))
@@ -436,7 +432,8 @@ def _lookup(
     leave_out_of_forks(module)
     if device.type == "cpu" and not is_pooled:
         rate = torch.optim.SGD([torch.zeros(1)], lr=spec.learning_rate)
-        return ColdRowsOnCpu(module, rate, spec), lambda: None
+        rows, begins = ColdRowsOnCpu(module, rate, spec), table_begins(table_rows)
+        return lambda ids: rows.look_up(flat_rows(ids, begins)), lambda: None
 
     def forget() -> None:
         module.flush()
@@ -455,8 +452,8 @@ def _look_up(module: Any, features: KeyedJaggedTensor) -> torch.Tensor:
 def _move_rows(workload: CalibrationWorkload, name: str, num_rows: int, dim: int) -> Work:
     """Move distinct rows with their state into slots or back, as look-ahead's threads do."""
     state_floats = row_spec(workload).state_bytes_per_row(dim) // 4
-    most_rows = max(workload.moved_rows(_slot_bytes(workload)))
-    num_all = max(most_rows, workload.target.cap_bytes // (4 * (dim + state_floats)))
+    max_rows = max(workload.moved_rows(_slot_bytes(workload)))
+    num_all = max(max_rows, workload.target.cap_bytes // (4 * (dim + state_floats)))
     generator = torch.Generator().manual_seed(workload.target.seed)
 
     def build() -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
@@ -467,7 +464,7 @@ def _move_rows(workload: CalibrationWorkload, name: str, num_rows: int, dim: int
 
     seen, order = workload.once("mover", dim, build)
     host, mapped = [here for here, _ in seen], [there for _, there in seen]
-    held = [torch.ones(most_rows, *part.shape[1:], device=workload.device) for part in host]
+    held = [torch.ones(max_rows, *part.shape[1:], device=workload.device) for part in host]
     is_mapped = name == FETCHES[RowFetch.mapped]
     mover = RowMover(host, held, workload.device, mapped if is_mapped else None)
     turns = cycle(order[: num_all // num_rows * num_rows].view(-1, num_rows))
@@ -507,7 +504,7 @@ def _slot_bytes(workload: CalibrationWorkload) -> int:
 
 def row_spec(workload: CalibrationWorkload) -> OptimizerSpec:
     """The optimizer of sharded rows: the configured one where the device supports it."""
-    spec, _ = workload.specs
+    spec = workload.target.spec.embedding
     if spec.kind is OptimizerKind.adam and workload.device.type == "cpu":
         # FBGEMM has no Adam on CPU, but plans that shard rows are still predicted.
         return OptimizerSpec(OptimizerKind.adagrad, spec.learning_rate, spec.eps)
@@ -542,14 +539,12 @@ def _merge(messages: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
 
 def replicated_probes(workload: CalibrationWorkload) -> list[Probe]:
     """TorchRec's data-parallel tables: those with fewer rows than a batch has samples."""
-    most_rows = workload.target.batch_size
-    least_rows = min(workload.target.table_rows)
-    target = workload.target.only(lambda rows: rows <= max(most_rows, least_rows))
-    table_rows = [min(most_rows, rows) for rows in target.table_rows]
-    target = replace(target, table_rows=table_rows)
+    max_rows = workload.target.batch_size
+    target = workload.target.small(max_rows)
+    table_rows = target.table_rows
     of_small = CalibrationWorkload(target, workload.ranks, workload.alone)
     # Enough rows that their cost stands out from that of the call.
-    total = max(sum(table_rows), 8 * most_rows, MIN_REPLICATED_ROWS)
+    total = max(sum(table_rows), 8 * max_rows, MIN_REPLICATED_ROWS)
     rows = [max(1, total // 16), max(2, total // 4), max(3, total)]
     dims = sorted({dim for _, dim in workload.sizes()})
     return [
@@ -595,7 +590,7 @@ def _replicated_read(workload: CalibrationWorkload, num_ids: int, dim: int) -> W
 def _replicated_update(
     workload: CalibrationWorkload, num_tables: int, num_rows: int, dim: int
 ) -> Work:
-    spec, _ = workload.specs
+    spec = workload.target.spec.embedding
     per_table = cut_tables([num_rows] * num_tables, num_rows)
     params = _with_grads([(rows, dim) for rows in per_table], workload.device)
     make_optimizer = make_dense if spec.kind is OptimizerKind.adam else make_replicated_tables

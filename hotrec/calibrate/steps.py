@@ -19,22 +19,11 @@ from torchrec.distributed.types import ShardingPlan
 
 from hotrec.assemble.model import build_unsharded
 from hotrec.assemble.torchrec_plan import shardings_of
-from hotrec.bench.cases import (
-    Case,
-    Runner,
-    bench_model,
-    bench_situation,
-    build_runner,
-    machine_of,
-    split_case,
-    step_seconds,
-)
-from hotrec.bench.measure import run_block
+from hotrec.bench.cases import Case, Runner, Subject, build_runner, split_case
 from hotrec.bench.samples import ZipfTables
 from hotrec.calibrate.probes import row_spec
 from hotrec.calibrate.timing import Budget, Point, Repeats, fit_line, slowest_rank
 from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
-from hotrec.config.roots import BenchConfig, BenchRootConfig, LaunchConfig, PlannerConfig
 from hotrec.cost_model.costs import (
     TORCHREC_STAGE,
     Costs,
@@ -51,6 +40,7 @@ from hotrec.planner.policies import choose_all_cold, choose_all_hot, choose_cove
 from hotrec.planner.predict import Prediction, Shardings, predict
 from hotrec.runtime.ranks import Ranks, all_gather_object, broadcast_object
 from hotrec.runtime.stages import StageClock
+from hotrec.train.interleave import run_block, step_seconds
 from hotrec.types import (
     STAGES,
     Partition,
@@ -254,17 +244,17 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
             shown = f"waiting in {stage}"
             beyond += _beyond(anchors, "dense", [waiting[stage]], WAITING_FRACS, shown)
             continue
-        is_own = any((family, stage) in KERNELS_OF for family in (HOT_COLD, TORCHREC))
+        is_by_family = any((family, stage) in KERNELS_OF for family in (HOT_COLD, TORCHREC))
         # A large replica costs more per row, but a line has one slope. Fitting the large one errs
         # towards fewer replicas.
         chosen = [a for a in anchors if stage != "optimizer" or a.coverage in (None, 1.0)]
-        points = [_point(anchor, stage, is_own) for anchor in chosen]
+        points = [_point(anchor, stage, is_by_family) for anchor in chosen]
         used = [point for point in points if point.seconds > 0]
         if len(used) < 2:
             continue
-        overheads[stage], factors = _fit_compute(used, _least_s(anchors, stage))
+        overheads[stage], factors = _fit_compute(used, _min_s(anchors, stage))
         beyond += _beyond(anchors, stage, factors, COMPUTE_FACTORS)
-        if not is_own:
+        if not is_by_family:
             corrections[stage] = factors[0]
             continue
         for family, factor in zip((HOT_COLD, TORCHREC), factors, strict=True):
@@ -290,16 +280,16 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
     )
 
 
-def _least_s(anchors: Sequence[Anchor], stage: str) -> float:
+def _min_s(anchors: Sequence[Anchor], stage: str) -> float:
     """The least that the stage took where it was predicted, which bounds its overhead."""
     took = [a.measured_s[stage] for a in anchors if a.predicted_s[stage] > 0]
     return min((seconds for seconds in took if seconds > 0), default=math.inf)
 
 
-def _fit_compute(points: Sequence[Point], most_s: float) -> tuple[float, list[float]]:
+def _fit_compute(points: Sequence[Point], max_s: float) -> tuple[float, list[float]]:
     """Overhead, and the factors of items and of bytes; 1 where none was measured.
 
-    Least squares of relative errors, with the overhead up to ``most_s`` and factors in
+    Least squares of relative errors, with the overhead up to ``max_s`` and factors in
     COMPUTE_FACTORS.
     """
     seconds = np.array([point.seconds for point in points])
@@ -310,7 +300,7 @@ def _fit_compute(points: Sequence[Point], most_s: float) -> tuple[float, list[fl
         columns[:, used] / seconds[:, None],
         np.ones(seconds.size),
         [0.0 if at == 0 else low for at in used],
-        [most_s if at == 0 else high for at in used],
+        [max_s if at == 0 else high for at in used],
     )
     factors = dict(zip(used, found.tolist(), strict=True))
     return factors[0], [factors.get(1, 1.0), factors.get(2, 1.0)]
@@ -419,12 +409,12 @@ def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, dict
     return overhead, waiting, dict(zip(found, factors, strict=True))
 
 
-def _point(anchor: Anchor, stage: str, is_own: bool) -> Point:
+def _point(anchor: Anchor, stage: str, is_by_family: bool) -> Point:
     """The prediction of HOT_COLD (or of both families) as items, that of TORCHREC as bytes."""
     predicted, measured = anchor.predicted_s[stage], anchor.measured_s[stage]
-    if is_own and (anchor.family, stage) not in KERNELS_OF:
+    if is_by_family and (anchor.family, stage) not in KERNELS_OF:
         return Point(0.0, 0.0, 0.0, 0.0)
-    if is_own and anchor.family == TORCHREC:
+    if is_by_family and anchor.family == TORCHREC:
         return Point(0.0, predicted, measured, 0.0)
     return Point(predicted, 0.0, measured, 0.0)
 
@@ -469,28 +459,16 @@ class StepTarget:
     def of(workload: CalibrationWorkload) -> StepTarget:
         """The target, whose tables take at most its cap on each rank."""
         target = workload.target
-        most_rows = workload.ranks.world_size * target.cap_bytes // (4 * workload.dim)
-        samples = ZipfTables(
-            cut_tables(target.table_rows, most_rows),
-            exponent=target.exponents,
-            num_dense=target.num_dense,
-            seed=target.seed,
-            columns=target.schema,
-            bag_lengths=target.bag_lengths,
-        )
+        max_rows = workload.ranks.world_size * target.cap_bytes // (4 * workload.dim)
+        samples = target.samples(cut_tables(target.table_rows, max_rows))
         counts = samples.count(PROFILE_SAMPLES)
         histograms = {table: build_histogram(rows) for table, rows in counts.items()}
         return StepTarget(workload, samples, counts, histograms)
 
-    def config(self, batch_size: int) -> BenchRootConfig:
-        target = self.workload.target
-        return BenchRootConfig(
-            bench=BenchConfig(name="calibrate", batch_size=batch_size, seed=target.seed),
-            model=target.model,
-            optimizer=target.optimizer,
-            planner=PlannerConfig(),
-            launch=LaunchConfig(),
-        )
+    def subject(self, batch_size: int) -> Subject:
+        """What the cases train, in batches of this size."""
+        subject = self.workload.target.subject.on(self.samples.schema)
+        return replace(subject, batch_size=batch_size)
 
     def case(self, family: str, coverage: float) -> Case:
         """The case in which a fraction of the lookups is hot."""
@@ -500,7 +478,8 @@ class StepTarget:
 
     def runs(self) -> list[_Run]:
         """The cases to measure."""
-        if row_spec(self.workload) != self.workload.specs[0]:  # Adam has no cold rows on CPU
+        # Adam has no cold rows on CPU.
+        if row_spec(self.workload) != self.workload.target.spec.embedding:
             return [_Run(self.case(HOT_COLD, 1.0), 1.0)]
         found = [
             _Run(case, shardings=self.shardings(case))
@@ -517,11 +496,11 @@ class StepTarget:
 
     def shardings(self, case: Case) -> Shardings:
         """How TorchRec's plan of the case shards the tables; collective."""
-        config = self.config(self.workload.target.batch_size)
+        subject = self.subject(self.workload.target.batch_size)
         # Free memory differs between ranks, but all must plan the same.
-        machine = broadcast_object(machine_of(config, self.workload.ranks))
-        spec = bench_model(config, self.samples.schema)
-        return self.shardings_of(build_unsharded(spec, case.plan, None, machine).plan(machine))
+        machine = broadcast_object(subject.machine(self.workload.ranks))
+        unsharded = build_unsharded(subject.spec, case.plan, None, machine)
+        return self.shardings_of(unsharded.plan(machine))
 
     def shardings_of(self, plan: ShardingPlan) -> Shardings:
         return shardings_of(plan, self.counts.keys())
@@ -530,8 +509,10 @@ class StepTarget:
         self, case: Case, batch_size: int, shardings: Shardings | None, costs: Costs
     ) -> Prediction:
         """The prediction of a case with hot rows, or of a plan of TorchRec."""
-        config, schema, ranks = self.config(batch_size), self.samples.schema, self.workload.ranks
-        situation = bench_situation(config, schema, self.histograms, PROFILE_SAMPLES, costs, ranks)
+        ranks = self.workload.ranks
+        situation = self.subject(batch_size).situation(
+            self.histograms, PROFILE_SAMPLES, costs, ranks
+        )
         return predict(case.plan, situation, shardings)
 
     def batches(self, batch_size: int, num_batches: int) -> list[Batch]:
@@ -615,9 +596,9 @@ def _measure(target: StepTarget, run: _Run) -> None:
     batches = target.batches(sizes[0], 1) + [
         batch for size in sizes for batch in target.batches(size, num_batches)
     ]
-    config = target.config(target.workload.target.batch_size)
+    subject = target.subject(target.workload.target.batch_size)
     start_s = time.perf_counter()
-    runner = build_runner(config, run.case, target.samples.schema, batches, ranks)
+    runner = build_runner(subject, run.case, batches, ranks)
     run.build_s = time.perf_counter() - start_s
     if not run.measured:
         # The plan that was made before, unless another amount of memory was free.
@@ -659,7 +640,8 @@ def _time_steps(runner: Runner, ranks: Ranks, num_warm: int, num_steps: int) -> 
     ranks sends first one way and then the other: it announces that it can receive only after what
     it sends itself.
     """
-    block = run_block(runner, num_warm + num_steps, num_warm, ranks)
+    runner.drain()  # so that the ranks begin together
+    block = run_block(runner, num_warm + num_steps, num_warm, ranks.device, clock=runner.clock)
     gathered = all_gather_object((runner.clock.seconds(), block))
     steps = step_seconds([block for _, block in gathered]).tolist()
     return typical_stages([seconds for seconds, _ in gathered]), [steps]

@@ -10,16 +10,15 @@ from typing import Any, TypeVar
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.assemble.job import optimizer_specs
+from hotrec.assemble.model import ModelSpec
+from hotrec.bench.cases import Subject
 from hotrec.bench.samples import ZipfTables
-from hotrec.config.groups import ModelConfig, OptimizerConfig
 from hotrec.cost_model.skew import DEFAULT_EXPONENT
-from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.policies import choose_all_cold, choose_fraction
 from hotrec.routing.features import Column, RoutedGroup
 from hotrec.routing.router import Router
 from hotrec.runtime.ranks import Group, Ranks
-from hotrec.types import Partition, Rows, Schema
+from hotrec.types import Partition, Rows, Schema, Table
 
 T = TypeVar("T")
 # Each call reads another batch, as each step does, or its rows would still be in the CPU cache.
@@ -41,30 +40,45 @@ class CalibrationTarget:
     """Model and batch that costs are measured for.
 
     Args:
-        table_rows: Rows of the table of each feature; a shared table counts once per feature.
-        model: Dense layers and embedding dimension.
-        optimizer: Optimizer of rows and dense layers.
-        num_dense: Number of dense columns.
-        batch_size: Batch size per rank.
+        subject: Model, optimizers and batch size, on a table of its own for each feature
+            (``table_per_feature``); a table that several share counts once for each.
         cap_bytes: Memory per rank for tables; the largest tables are cut to fit.
-        seed: Seed of the samples.
-        schema: Columns of the dataset, whose names the model may tell apart; None for others.
         zipf_exponents: Skew of the ids of each feature (``fit_zipf_exponent``), which decides how
             often a batch repeats a row; None for DEFAULT_EXPONENT.
         bag_lengths: Lengths of some of the data's bags, by feature, among which batches draw; None
             for one id each. What a bag costs is in the cost of its ids, so it depends on these.
     """
 
-    table_rows: Sequence[int]
-    model: ModelConfig
-    optimizer: OptimizerConfig
-    num_dense: int
-    batch_size: int
+    subject: Subject
     cap_bytes: int = 256 << 20
-    seed: int = 0
-    schema: Schema | None = None
     zipf_exponents: Sequence[float] | None = None
     bag_lengths: Sequence[Rows] | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.subject.spec
+
+    @property
+    def schema(self) -> Schema:
+        return self.spec.schema
+
+    @property
+    def table_rows(self) -> list[int]:
+        """By feature."""
+        return [table.num_rows for table in self.schema.tables]
+
+    @property
+    def batch_size(self) -> int:
+        return self.subject.batch_size
+
+    @property
+    def seed(self) -> int:
+        """Of the weights and of the samples."""
+        return self.spec.seed
+
+    @property
+    def dim(self) -> int:
+        return self.spec.architecture.embedding_dim
 
     @property
     def ids_per_sample(self) -> float:
@@ -80,25 +94,42 @@ class CalibrationTarget:
             return [DEFAULT_EXPONENT] * len(self.table_rows)
         return self.zipf_exponents
 
-    def only(self, is_kept: Callable[[int], bool]) -> CalibrationTarget:
-        """The target with those features alone whose tables have so many rows."""
-        kept = [at for at, rows in enumerate(self.table_rows) if is_kept(rows)]
+    def samples(self, table_rows: Sequence[int]) -> ZipfTables:
+        """Samples like the target's, on tables of these sizes."""
+        return ZipfTables(
+            table_rows,
+            exponent=self.exponents,
+            num_dense=len(self.schema.dense),
+            seed=self.seed,
+            columns=self.schema,
+            bag_lengths=self.bag_lengths,
+        )
+
+    def small(self, max_rows: int) -> CalibrationTarget:
+        """The target with the features alone whose tables are small, for probes without a model.
+
+        Tables with at most ``max_rows`` rows are, or else the smallest ones, which are cut to that.
+        """
+        bound = max(max_rows, min(self.table_rows))
+        kept = [at for at, rows in enumerate(self.table_rows) if rows <= bound]
+        features = tuple(self.schema.features[at] for at in kept)
+        rows = [min(max_rows, self.table_rows[at]) for at in kept]
+        tables = tuple(Table(feature.table, n) for feature, n in zip(features, rows, strict=True))
         lengths, exponents = self.bag_lengths, self.zipf_exponents
         return replace(
             self,
-            table_rows=[self.table_rows[at] for at in kept],
+            subject=self.subject.on(replace(self.schema, features=features, tables=tables)),
             zipf_exponents=None if exponents is None else [exponents[at] for at in kept],
             bag_lengths=None if lengths is None else [lengths[at] for at in kept],
-            schema=None,
         )
 
 
-def cut_tables(table_rows: Sequence[int], most_rows: int) -> list[int]:
-    """Cut the largest tables to a common size so that all have at most ``most_rows`` together.
+def cut_tables(table_rows: Sequence[int], max_rows: int) -> list[int]:
+    """Cut the largest tables to a common size so that all have at most ``max_rows`` together.
 
     Small tables keep their size, since it decides whether they stay in the CPU cache.
     """
-    left, height = most_rows, 0
+    left, height = max_rows, 0
     for number, rows in enumerate(sorted(table_rows)):
         height = max(1, left // (len(table_rows) - number))
         if rows > height:
@@ -127,7 +158,7 @@ class CalibrationWorkload:
 
     @property
     def dim(self) -> int:
-        return self.target.model.embedding_dim
+        return self.target.dim
 
     @property
     def num_columns(self) -> int:
@@ -138,44 +169,30 @@ class CalibrationWorkload:
         """Mean number of ids in a batch."""
         return round(self.target.batch_size * self.target.ids_per_sample)
 
-    @cached_property
-    def specs(self) -> tuple[OptimizerSpec, OptimizerSpec]:
-        return optimizer_specs(self.target.optimizer)
-
     def sizes(self) -> list[tuple[int, int]]:
         """(ids, dimension) to measure: a sixteenth to twice a batch, at D and a quarter of it."""
-        most = max(self.num_ids, MIN_IDS)
-        ids = [most // part for part in (16, 4, 1)]
+        max_ids = max(self.num_ids, MIN_IDS)
+        ids = [max_ids // part for part in (16, 4, 1)]
         other = self.dim // 16 * 4 if self.dim >= 16 else 2 * self.dim
         found = [(k, dim) for dim in (other, self.dim) for k in ids]
-        return [*found, (2 * most, self.dim)] if 2 * most <= MAX_IDS else found
+        return [*found, (2 * max_ids, self.dim)] if 2 * max_ids <= MAX_IDS else found
 
     def moved_rows(self, row_bytes: int) -> list[int]:
         """Numbers of rows to measure copies with: of the ids above, at most MAX_MOVED_BYTES."""
-        most = min(max(self.num_ids, MIN_IDS), MAX_MOVED_BYTES // row_bytes)
-        return [max(1, most // part) for part in (16, 4, 1)]
+        max_rows = min(max(self.num_ids, MIN_IDS), MAX_MOVED_BYTES // row_bytes)
+        return [max(1, max_rows // part) for part in (16, 4, 1)]
 
     @cached_property
     def samples(self) -> ZipfTables:
         """Batches that read the whole tables."""
-        most_rows = self.target.cap_bytes // SAMPLED_ROW_BYTES
-        return self._zipf(cut_tables(self.target.table_rows, most_rows))
+        max_rows = self.target.cap_bytes // SAMPLED_ROW_BYTES
+        return self.target.samples(cut_tables(self.target.table_rows, max_rows))
 
     @cached_property
     def own_samples(self) -> ZipfTables:
         """Batches that read this rank's shard of every table."""
         share = [-(-rows // self.ranks.world_size) for rows in self.target.table_rows]
-        return self._zipf(cut_tables(share, self.target.cap_bytes // (4 * self.dim)))
-
-    def _zipf(self, table_rows: Sequence[int]) -> ZipfTables:
-        return ZipfTables(
-            table_rows,
-            exponent=self.target.exponents,
-            num_dense=self.target.num_dense,
-            seed=self.target.seed,
-            columns=self.target.schema,
-            bag_lengths=self.target.bag_lengths,
-        )
+        return self.target.samples(cut_tables(share, self.target.cap_bytes // (4 * self.dim)))
 
     @cached_property
     def hot_partition(self) -> Partition:

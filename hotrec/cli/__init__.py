@@ -29,14 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
-    except BrokenPipeError:  # of the list of commands; the others say themselves what was broken
+    except BrokenPipeError:  # of the list of commands; the others report the error themselves
         return 128 + signal.SIGPIPE
     finally:
         _end_output()
 
 
 def _end_output() -> None:
-    """Flush standard output; without a complaint if its reader has gone, as ``head`` does."""
+    """Flush standard output; silent if its reader has exited, like ``head``."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -113,7 +113,7 @@ FLAGS_OF_QUESTIONS = (
 EXIT_CODE_OF_SIGTERM = 128 + signal.SIGTERM
 EXIT_CODE_OF_SIGINT = 128 + signal.SIGINT
 EXIT_CODE_OF_SIGPIPE = 128 + signal.SIGPIPE
-# The signals that end this process, in the order of their coming.
+# The signals that end this process, in the order of arrival.
 _came: list[int] = []
 
 Figures = dict[str, Any]
@@ -143,7 +143,7 @@ class Invocation:
 
     @property
     def is_question(self) -> bool:
-        """Whether Hydra answers from the configuration alone, and no job is run."""
+        """Whether Hydra only prints the configuration and runs no job."""
         return any(word.partition("=")[0] in FLAGS_OF_QUESTIONS for word in self.words)
 
     @property
@@ -177,13 +177,13 @@ def run_command(name: str, overrides: Sequence[str]) -> int:
 
 
 def _topics(words: Sequence[str]) -> list[str]:
-    """What help is asked for: the words after its flag that are no flags and no overrides."""
+    """The requested topics of help: the words after its flag that are not flags or overrides."""
     at = next(at for at, word in enumerate(words) if word in FLAGS_OF_HELP)
     return [word for word in _split_flags(words[at + 1 :])[1] if "=" not in word]
 
 
 def _own_conf_dirs(words: Sequence[str]) -> list[Path]:
-    """The user's directories of groups: those that flags name, or ``conf``."""
+    """The user's directories of groups: from flags, or ``conf``."""
     flags = _config_dir_flags(words)
     named = [flag.partition("=")[2] if flag.startswith("-") else flag for flag in flags]
     own = user_conf_dir()
@@ -197,8 +197,9 @@ def _complete(name: str, words: Sequence[str]) -> list[str]:
     paths = list(itertools.takewhile(lambda word: _is_path(name, word), overrides)) if first else []
     if len(paths) > 1 and "[" not in first:
         raise ValueError(
-            f"hotrec {name}: expected one path, got {len(paths)}: {', '.join(paths[:3])}"
-            f"{', ...' if len(paths) > 3 else ''}. Name a directory, or put a pattern into quotes."
+            f"hotrec {name}: expected one path, got {len(paths)}: "
+            f"{', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''}. Use a directory, or quote "
+            "the pattern."
         )
     if paths:
         overrides[: len(paths)] = [first.format(",".join(map(quoted, paths)))]
@@ -210,7 +211,7 @@ def _complete(name: str, words: Sequence[str]) -> list[str]:
 
 
 def _is_path(name: str, word: str) -> bool:
-    """Whether a word is a path, of which parts may look like ``key=value``, and no override."""
+    """Whether a word is a path, not an override; parts of a path may look like ``key=value``."""
     key, is_pair, _ = word.partition("=")
     if not is_pair or os.path.exists(word) or any(glob.iglob(word)):
         return True
@@ -230,13 +231,13 @@ def _check_processes(invocation: Invocation) -> None:
         )
     if invocation.is_multirun and is_under_torchrun():
         raise ValueError(
-            "--multirun: expected to start without torchrun, got RANK in the environment. Start "
-            "the sweep by itself and set launch.num_ranks, so that each job gets its ranks."
+            "--multirun: expected no torchrun, got RANK in the environment. Start the sweep "
+            "without torchrun and set launch.num_ranks for the ranks of each job."
         )
 
 
 def _asked_ranks(invocation: Invocation) -> int | None:
-    """The number of ranks that the words ask for; None if they do not, or in a sweep over it."""
+    """The requested number of ranks; None without one, or in a sweep over it."""
     asked = None
     for word in invocation.words:
         key, _, value = word.partition("=")
@@ -287,7 +288,7 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
 
 
 def _names_for_hydra(invocation: Invocation) -> list[str]:
-    """What the callback of a sweep, and a cluster's list of jobs, call the command."""
+    """The command's name for the callback of a sweep and a cluster's list of jobs."""
     if not invocation.is_multirun:
         return []
     name = invocation.name
@@ -317,7 +318,7 @@ def _check_flags(flags: Sequence[str]) -> None:
     if unknown:
         key = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
         raise ValueError(
-            f"{unknown[0]}: expected one of the flags of --help, got another. Settings have no "
+            f"{unknown[0]}: expected a flag listed by --help, got an unknown one. Keys have no "
             f"dashes: {key}=<value>."
         )
 
@@ -328,17 +329,17 @@ def _end_by(number: int, _frame: FrameType | None) -> None:
 
 
 def _ending(number: int) -> BaseException:
-    """What unwinds the program after a signal."""
+    """The exception that unwinds the program after a signal."""
     return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def _hang_up(number: int, _frame: FrameType | None) -> None:
-    """The terminal is gone: end as by SIGTERM, whatever handles that at the moment."""
+    """The terminal closed: end as for SIGTERM, with its current handler."""
     signal.raise_signal(signal.SIGTERM)
 
 
 def _run_and_say_what_ended_it(invocation: Invocation) -> int:
-    """Run Hydra; if a signal ends it, say so once, in the process that others wait for."""
+    """Run Hydra; print one line if a signal ends it, in the outermost process."""
     run_dir = os.environ[RUN_DIR]
     try:
         return _run_hydra(invocation)
@@ -346,7 +347,7 @@ def _run_and_say_what_ended_it(invocation: Invocation) -> int:
         code = ended.code if isinstance(ended, SystemExit) else EXIT_CODE_OF_SIGINT
         is_by_signal = isinstance(code, int) and code - 128 in set(signal.Signals)
         if is_by_signal and environment_rank() == 0 and TOLD not in invocation.environment:
-            # A second Ctrl-C must not end this in a trace.
+            # A second Ctrl-C must not print a trace.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             name = signal.Signals(int(code or 0) - 128).name
             said = f"{rank_prefix()}hotrec {invocation.name}: ended by {name}"
@@ -356,9 +357,9 @@ def _run_and_say_what_ended_it(invocation: Invocation) -> int:
 
 
 def _how_to_go_on(invocation: Invocation, run_dir: str) -> str:
-    """What is said of a command that a signal ended, besides that."""
+    """Details of the line printed after a signal."""
     if invocation.name == "run" and not invocation.is_multirun:
-        return "; start the same command again to go on"
+        return "; run the same command again to continue"
     if invocation.name != "train" or invocation.is_multirun:
         return ""
     step = latest_step(Path(run_dir))
@@ -366,9 +367,9 @@ def _how_to_go_on(invocation: Invocation, run_dir: str) -> str:
         return "; no step was saved"
     again = f"{RUN_DIR}={shlex.quote(run_dir)}"
     if is_under_torchrun():
-        return f"; saved step {step}; start the same command again with {again}"
+        return f"; saved step {step}; run the same command again with {again}"
     words = command_text("train", invocation.words)
-    return f"; saved step {step}; start again with `{again} {words}`"
+    return f"; saved step {step}; continue with `{again} {words}`"
 
 
 def _run_hydra(invocation: Invocation) -> int:
@@ -407,14 +408,14 @@ def _run_hydra(invocation: Invocation) -> int:
 
 
 def _run_job_elsewhere(invocation: Invocation, composed: DictConfig, run_dir: Path) -> int:
-    """Run a job in a process of a launcher, perhaps on another host, and leave its exit code."""
+    """Run a job in a process of a launcher, perhaps on another host, and record its exit code."""
     use_default_start_method()
-    # What a cluster sets for a job is in the environment here, not in that of the sweep.
+    # A cluster sets variables of a job here, not in the environment of the sweep.
     given = {k: v for k, v in os.environ.items() if k not in (RUN_DIR, FULL_TRACE)}
     trace = {k: v for k, v in invocation.environment.items() if k == FULL_TRACE}
     try:
         exit_code = _run_job(replace(invocation, environment=given | trace), composed, run_dir)
-    except SystemExit as ended:  # by a signal, which is for this job alone
+    except SystemExit as ended:  # by a signal, which only concerns this job
         exit_code = int(ended.code or 0)
     if this_host().number == 0:
         leave_exit_code(run_dir, exit_code)
@@ -422,7 +423,7 @@ def _run_job_elsewhere(invocation: Invocation, composed: DictConfig, run_dir: Pa
 
 
 def _objective(invocation: Invocation, run_dir: Path, exit_code: int) -> float | None:
-    """What a sweeper such as Optuna's maximizes: a training run's AUC on the validation split."""
+    """The objective of a sweeper such as Optuna's: a training run's AUC on the validation split."""
     if not invocation.is_multirun or invocation.name != "train" or exit_code != 0:
         return None
     from hotrec.report.sweep import choosing_quality
@@ -446,7 +447,7 @@ def _run_job(invocation: Invocation, composed: DictConfig, run_dir: Path) -> int
     except CommandFailed as failure:
         return failure.exit_code
     except Exception as error:
-        if _came:  # torch may turn what unwinds into an error of its own
+        if _came:  # torch may turn the exit into its own error
             raise _ending(_came[0]) from error
         if is_reader_gone(error):
             return EXIT_CODE_OF_SIGPIPE
@@ -486,7 +487,7 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
     num_ranks = config.launch.num_ranks if COMMANDS[name].is_parallel else 1
     if host.num_hosts > 1 and not COMMANDS[name].is_parallel:
         raise ValueError(
-            f"hydra.launcher.nodes: expected 1 for hotrec {name}, got {host.num_hosts}. Take one "
+            f"hydra.launcher.nodes: expected 1 for hotrec {name}, got {host.num_hosts}. Use one "
             "node for each job."
         )
     if num_ranks * host.num_hosts > 1 and not is_under_torchrun():
@@ -505,15 +506,15 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
     with naming(run_dir), lock_file(run_dir / LOCK_FILE, run_dir) if is_first else nullcontext():
         if is_first:
             _check_run_dir(run_dir)
-        # The table of a what-if sweep says what each job has found.
+        # The table of a what-if sweep has the result of each job.
         start_logging(run_dir, is_brief=invocation.is_multirun and name == "plan")
-        if is_first and name != "train":  # which records it once it is accepted
+        if is_first and name != "train":  # train records it once it is accepted
             _write_config(name, text, run_dir)
         command = importlib.import_module(f"hotrec.cli.{name}")
         quiet_torch()
         more = (words, invocation.environment) if name == "run" else ()
         digest = artifact_inputs(name, config)
-        # Standard output is for the line of figures alone, whatever libraries print.
+        # Standard output is only for the line of figures, even if libraries print to it.
         with redirect_stdout(sys.stderr):
             figures: Figures = command.run(config, run_dir, *more)
         record_artifact(name, config, digest, _plain(figures))
@@ -525,7 +526,7 @@ def _write_config(name: str, text: str, run_dir: Path) -> None:
     if (run_dir / CHECKPOINTS).exists():
         raise ValueError(
             f"{RUN_DIR}: expected a directory without a training run for hotrec {name}, got "
-            f"{run_dir}. Unset {RUN_DIR}, or name another directory."
+            f"{run_dir}. Unset {RUN_DIR}, or use another directory."
         )
     (run_dir / CONFIG_FILE).write_text(text)
 
@@ -536,8 +537,8 @@ def _check_run_dir(run_dir: Path) -> None:
     for name in (CONFIG_FILE, MANIFEST) if is_new else (MANIFEST,):
         if (run_dir / name).exists():
             raise ValueError(
-                f"{RUN_DIR}: expected an empty directory or that of an earlier run, got {run_dir} "
-                f"with a {name} of something else. Name another directory."
+                f"{RUN_DIR}: expected an empty directory or that of an earlier run, got {run_dir}, "
+                f"whose {name} is from another program. Use another directory."
             )
 
 
@@ -562,22 +563,22 @@ def _record_for_torchrun(action: Callable[[], Figures | None]) -> Callable[[], F
 
 
 def _print_figures(invocation: Invocation, figures: Figures) -> None:
-    """End a command: figures for a program unless that is a terminal, and lines for a reader."""
+    """Print the end of a command: JSON unless stdout is a terminal, and a summary."""
     if environment_rank() != 0:
         return
     if not sys.stdout.isatty():  # before the lines, which are the last that a reader sees
         print(json.dumps(_plain(figures), allow_nan=False), flush=True)
-    if invocation.name != "run":  # whose lines have figures of all its stages
+    if invocation.name != "run":  # run's lines have figures of all its stages
         print_closing(invocation.name, figures, _own_words(invocation))
 
 
 def _own_words(invocation: Invocation) -> list[str]:
-    """The words of a command as they were typed, without Hydra's own but for its directory."""
+    """The words of a command as typed, without Hydra's own except for its directory."""
     return [*_config_dir_flags(invocation.words), *HydraConfig.get().overrides.task]
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: NaN and infinity are null, paths are text."""
+    """A value in JSON form: NaN and infinity are null, paths are text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

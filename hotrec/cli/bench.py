@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.bench.benchmark import measure
-from hotrec.bench.cases import make_cases
 from hotrec.bench.figures import reference_case
+from hotrec.bench.job import make_benchmark
 from hotrec.bench.page import render_page, result_text
 from hotrec.cli.watched import watched_ranks
 from hotrec.config.roots import BenchRootConfig
@@ -33,7 +33,7 @@ def run(config: BenchRootConfig, run_dir: Path) -> dict[str, Any]:
     with watched_ranks(
         run_dir, device=config.bench.device.name, timeout_s=config.bench.timeout_s
     ) as ranks:
-        document = measure(config, ranks, make_cases)
+        document = measure(make_benchmark(config, ranks), ranks)
         if ranks.is_first:
             _write(config, document, run_dir)
     if document["losses_apart"]:

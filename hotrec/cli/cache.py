@@ -1,4 +1,4 @@
-"""``hotrec cache``: what caches of host rows would hit and move, by size and policy."""
+"""``hotrec cache``: hits and traffic of simulated caches of host rows, by size and policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from hotrec.artifact import check_made_from
-from hotrec.assemble.job import pipeline_spec, row_bytes, training_order
+from hotrec.assemble.job import optimizer_specs, order_of, pipeline_spec
 from hotrec.assemble.replay import (
     LOOK_AHEAD,
     POLICIES,
@@ -35,7 +35,7 @@ from hotrec.types import Partition, WireType
 
 logger = logging.getLogger(__name__)
 
-# Landmarks: the least slots with which this fraction of the lookups hits.
+# Landmarks: the minimum number of slots for this hit rate of lookups.
 HIT_FRACS = (0.9, 0.99)
 
 
@@ -47,7 +47,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     cache = config.cache
     pipeline = pipeline_spec(config)
     settings = {"depth": pipeline.batches_in_slots - 1, "window": pipeline.batches_foreseen}
-    order = training_order(config, config.plan.world_size)
+    order = order_of(config).on_one_rank(config.plan.world_size)
     stream = read_stream(order, dataset, profile.counts, num_batches=cache.num_batches)
     num_ids = sum(int(lookups.sum()) for lookups in stream.lookups)
     num_skipped = int(cache.skip_frac * len(stream.rows))
@@ -84,7 +84,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             f"cache.load_fracs: expected slots for the {max(map(len, stream.rows))} rows of a "
             f"batch, got {most}. Add a larger fraction."
         )
-    [bytes_of_row] = set(row_bytes(dataset.schema, config).values())
+    bytes_of_row = optimizer_specs(config.optimizer)[0].bytes_per_row(config.model.embedding_dim)
     if getattr(config.placement, "cold_rows", WireType.fp32) is not WireType.fp32:
         bytes_of_row -= 2 * config.model.embedding_dim
     document = {
@@ -95,7 +95,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         **settings,
         "replayed": [_entry(one, bytes_of_row) for one in found],
         "predicted": [_entry(one, bytes_of_row) for one in predicted],
-        "least_slots": _least_slots(found),
+        "least_slots": _min_slots(found),
     }
     (run_dir / "cache.json").write_text(json.dumps(document, indent=2) + "\n")
     picture = run_dir / "cache.png"
@@ -108,8 +108,8 @@ def _entry(one: Replayed, row_bytes: int) -> dict[str, Any]:
     return {**asdict(one), "read_bytes": read, "written_bytes": written}
 
 
-def _least_slots(found: list[Replayed]) -> dict[str, dict[str, int | None]]:
-    """By policy and landmark, of the sizes that were replayed; None if none suffices."""
+def _min_slots(found: list[Replayed]) -> dict[str, dict[str, int | None]]:
+    """By policy and landmark, among the replayed sizes; None if none suffices."""
     return {
         policy: {
             str(frac): min(

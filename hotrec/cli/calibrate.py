@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hotrec.assemble.job import chosen_device
+from hotrec.bench.job import make_subject
+from hotrec.bench.samples import table_per_feature
 from hotrec.calibrate.fit import fit_from_run
 from hotrec.calibrate.loader import SPLIT
 from hotrec.calibrate.measure import costs_table, measure_costs
@@ -31,7 +33,7 @@ logger = logging.getLogger(__name__)
 # Used without a dataset: the columns of the Criteo logs, tables larger than the cache.
 STAND_IN_TABLES, STAND_IN_ROWS, STAND_IN_DENSE = 26, 100_000, 13
 # First bags of each feature, which tell their lengths and how often ids repeat.
-NUM_BAGS, MOST_LOOKUPS = 16_384, 1 << 18
+NUM_BAGS, MAX_LOOKUPS = 16_384, 1 << 18
 
 
 def run(config: Config, run_dir: Path) -> dict[str, Any]:
@@ -52,21 +54,17 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         dataset = Path(config.paths.dataset)
         # All ranks alike, whatever a file system shows each of them.
         is_there = broadcast_object(dataset.exists())
-        subject = CalibrationTarget(
-            table_rows=table_rows,
-            model=config.model,
-            optimizer=config.optimizer,
-            num_dense=num_dense,
+        columns = schema if config.model.names_columns else None
+        subject = make_subject(
+            config.model,
+            config.optimizer,
+            table_per_feature(table_rows, num_dense, columns),
             batch_size=config.trainer.batch_size,
-            cap_bytes=settings.cap_mib << 20,
             seed=config.trainer.seed,
-            schema=schema if config.model.names_columns else None,
-            zipf_exponents=exponents,
-            bag_lengths=bag_lengths,
         )
         costs = measure_costs(
             ranks,
-            subject,
+            CalibrationTarget(subject, settings.cap_mib << 20, exponents, bag_lengths),
             name=settings.name,
             max_bytes=settings.max_bytes,
             repeats=settings.repeats,
@@ -118,7 +116,7 @@ def _read_sizes(config: Config) -> Sizes:
 def _zipf_exponent(ids: Integers | Jagged, num_rows: int) -> float:
     if isinstance(ids, Jagged):
         ids = ids.values[: ids.offsets[: NUM_BAGS + 1][-1]]
-    return fit_zipf_exponent(ids[:MOST_LOOKUPS].astype(np.int64), num_rows)
+    return fit_zipf_exponent(ids[:MAX_LOOKUPS].astype(np.int64), num_rows)
 
 
 def _bag_lengths(ids: Integers | Jagged) -> Rows:

@@ -17,7 +17,7 @@ from typing import Any
 from hotrec.cli.launch import PARENT
 from hotrec.cli.store import quoted
 
-# The words by which a command ends, whichever rank says them.
+# The last line of a failed command, from any rank.
 _ERROR = re.compile(r"^(?:\[rank \d+\] )?error: (.*)$", re.MULTILINE)
 _PLAIN = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 
@@ -29,7 +29,7 @@ def command(
     workdir: str | Path = ".",
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Run a command of the command line, in a process of its own that starts its ranks.
+    """Run a command of the command line, in a separate process that starts its ranks.
 
     ::
 
@@ -38,14 +38,14 @@ def command(
     Args:
         name: The command, such as ``"plan"``.
         settings: Values by key, as on the command line; a mapping holds keys below its own.
-        workdir: The directory that the command is started in.
-        quiet: Do not repeat on standard error what it says.
+        workdir: The working directory of the command.
+        quiet: Do not repeat its log on standard error.
 
     Returns:
         The figures that it prints as JSON.
 
     Raises:
-        ValueError: If the command refuses something; with its line.
+        ValueError: If the command refuses an input; with its line.
         RuntimeError: If it ends in another way, such as by a signal.
     """
     words = [sys.executable, "-m", "hotrec", name, *override_words(settings)]
@@ -60,7 +60,7 @@ def command(
 
     with (
         TemporaryFile("w+") as figures,
-        # A session of its own: Ctrl-C reaches it once, from here.
+        # In its own session: Ctrl-C reaches it once, from here.
         subprocess.Popen(
             words,
             cwd=workdir,

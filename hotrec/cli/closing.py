@@ -33,7 +33,7 @@ Figures = Mapping[str, Any]
 Lines = list[tuple[str, Any]]
 
 
-# Of the texts after their words, in a terminal's further lines.
+# Indent of further lines of a text on a terminal.
 _INDENT = 11
 # The share of the rows by which the profile of a dataset is described.
 HOT_FRAC = 0.01
@@ -48,8 +48,8 @@ def print_closing(command: str, figures: Figures, words: Sequence[str] = ()) -> 
 
     Args:
         command: Its name.
-        figures: What it returned.
-        words: Its own, for the command to go on with.
+        figures: Its result.
+        words: Its words, for the suggested next command.
     """
     if BRIEF in os.environ or (command in WITH_TABLE and _is_swept()):
         return
@@ -59,7 +59,7 @@ def print_closing(command: str, figures: Figures, words: Sequence[str] = ()) -> 
 def print_lines(lines: Lines) -> None:
     """Print lines of a word and a text; without a text there is no line.
 
-    A terminal gets sentences in lines of its width, and commands whole, to be pasted.
+    A terminal gets sentences wrapped to its width, and unwrapped commands, to be pasted.
     """
     columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else 0
     for what, text in lines:
@@ -91,7 +91,7 @@ def quality_lines(figures: Figures, split: str | None) -> Lines:
     aucs |= {name: of["auc"] for name, of in (figures.get("by_label") or {}).items()}
     text = show_known(show_quality, figures.get("auc"))
     if figures.get("auc") is None:
-        text = "not defined, of samples of one kind alone,"
+        text = "undefined (all samples have the same label)"
     if aucs:
         of_labels = ", ".join(f"{name} {show_known(show_quality, a)}" for name, a in aucs.items())
         text = f"{of_labels}; {text} is their mean"
@@ -100,7 +100,7 @@ def quality_lines(figures: Figures, split: str | None) -> Lines:
 
 
 def best_line(figures: Figures) -> Lines:
-    """Which checkpoint of a training run is meant, where a best one was looked for."""
+    """The reported checkpoint of a training run that tracked the best one."""
     best, last = figures.get("best_step"), figures.get("num_steps")
     if best is None or best < 0:
         return []
@@ -108,15 +108,15 @@ def best_line(figures: Figures) -> Lines:
         after = (figures.get("last_quality") or {}).get(figures.get("eval_split")) or {}
         auc = show_known(show_quality, after.get("auc"))
         text = (
-            f"step {best}, which is kept, reported and exported; after the last step, {last}, the "
-            f"AUC is {auc}"
+            f"step {best}, which is kept, reported and exported; the AUC after the last step, "
+            f"{last}, is {auc}"
         )
     elif best == last:
         text = f"step {best}, the last one"
     else:
         text = (
-            f"step {best}, which is not kept: step {last}, the last one, is reported and exported. "
-            "Set trainer.keep_best=true"
+            f"step {best}, which is not kept: the last step, {last}, is reported and exported. Set "
+            "trainer.keep_best=true"
         )
     return [("best", text)]
 
@@ -142,7 +142,7 @@ def shown(path: Path) -> Path:
 def _train(figures: Figures) -> Lines:
     run_dir, steps = shown(Path(figures["run_dir"])), show_count(figures["num_steps"])
     if not figures.get("finished"):
-        return [("stopped", f"{run_dir} after step {steps}, which is saved")]
+        return [("stopped", f"{run_dir} after step {steps}, saved")]
     what = f"{figures.get('model')} on {figures.get('dataset_name')}, {figures.get('placement')}"
     return [
         ("done", f"{run_dir}: {steps} steps, {what}"),
@@ -177,7 +177,7 @@ def _predict(figures: Figures) -> Lines:
     num_files, num_skipped = figures["num_files"], figures["num_skipped"]
     text = f"{shown(Path(figures['output']))}: {show_count(figures['num_samples'])} samples"
     text += f" of {num_files} file{'s' * (num_files != 1)}"
-    text += f", {show_count(num_skipped)} left out" if num_skipped else ""
+    text += f", {show_count(num_skipped)} skipped" if num_skipped else ""
     return [("scored", text), _checkpoint(figures), *quality_lines(figures, None)]
 
 
@@ -192,7 +192,7 @@ def _prepare(figures: Figures) -> Lines:
     text = f"{shown(Path(figures['dataset']))}: {show_count(sum(splits.values()))} samples"
     text += f" ({of_splits}), {show_count(sum(rows.values()))} rows in {len(rows)} tables"
     skipped = figures.get("num_skipped")
-    left_out = f"{show_count(skipped)} lines that cannot be read" if skipped else None
+    left_out = f"{show_count(skipped)} unreadable lines" if skipped else None
     return [("dataset", text), ("left out", left_out)]
 
 
@@ -202,15 +202,15 @@ def _profile(figures: Figures) -> Lines:
     hot = next((of for of in figures["landmarks"] if of["rows_frac"] == HOT_FRAC), None)
     served = None
     if hot is not None:
-        served = f"the {HOT_FRAC:.0%} of the rows that are read most serve "
+        served = f"the most-read {HOT_FRAC:.0%} of the rows serve "
         served += f"{show_frac(hot['train'])} of the lookups"
         if hot["heldout"] is not None:
-            served += f", and {show_frac(hot['heldout'])} of those held out"
+            served += f", and {show_frac(hot['heldout'])} of the held-out ones"
     return [("profile", text), ("hot rows", served), ("picture", shown(Path(figures["picture"])))]
 
 
 def _calibrate(figures: Figures) -> Lines:
-    # What makes them doubtful stands below their table, just above.
+    # Warnings about them are below their table, just above.
     where = f"{shown(Path(figures['costs']))}: {figures['origin']} on {figures['name']}"
     return [("costs", f"{where} in {show_seconds(figures['elapsed_s'])}")]
 
@@ -233,36 +233,36 @@ def _cache(figures: Figures) -> Lines:
     lines: Lines = []
     for policy, by_frac in figures["least_slots"].items():
         parts = [
-            f"{show_count(slots)} slots ({show_frac(slots / total)} of the rows) hit in "
+            f"{show_count(slots)} slots ({show_frac(slots / total)} of the rows) serve "
             f"{float(frac):.0%} of the lookups"
             for frac, slots in by_frac.items()
             if slots is not None
         ]
-        lines.append((policy, "; ".join(parts) or "none of these sizes hits in 90% of the lookups"))
+        lines.append((policy, "; ".join(parts) or "no size reaches a hit rate of 90%"))
     return [*lines, ("picture", shown(Path(figures["picture"])))]
 
 
 def _next_stage(command: str, figures: Figures, words: Sequence[str]) -> Lines:
-    """The command that goes on from a stage, with the words of this one."""
+    """The next command after a stage, with the words of this one."""
     stage = _NEXT.get(command)
     if stage is None:
         return []
     own = [word for word in words if not word.startswith(_OF_A_STAGE)]
     given = dict(word.partition("=")[::2] for word in own)
     if command == "calibrate" and not {"data", "experiment"} & given.keys():
-        return []  # it has a stand-in, a plan has not
+        return []  # it has a stand-in, a plan does not
     if command == "calibrate" and "plan.world_size" not in given:
         own.append(f"plan.world_size={given.get('launch.num_ranks', 1)}")
     if command == "plan":
         if given.get("plan.device", "auto") != "auto" or "planner.costs" in given:
-            return []  # for machines that are not at hand
+            return []  # for other machines
         own = [word for word in own if not word.startswith(("plan.", "launch.num_ranks="))]
         own.append(f"launch.num_ranks={figures['world_size']}")
     return [("next", command_text(stage, own))]
 
 
 def _shortened(why: str | None) -> str | None:
-    """Why a plan was chosen, without what a trial measured of the others; plan.txt has it all."""
+    """Why a plan was chosen, without the trial's measurements of the others; plan.txt has all."""
     return None if why is None else f"{why.partition('; ')[0].rstrip('.')}."
 
 
@@ -298,7 +298,7 @@ def _compare(figures: Figures) -> Lines:
 
 
 _LINES: Mapping[str, Callable[[Figures], Lines]] = {
-    "init": lambda _: [],  # have said it line by line, as have bench and doctor
+    "init": lambda _: [],  # has logged it line by line, like bench and doctor
     "run": _run,
     "prepare": _prepare,
     "profile": _profile,

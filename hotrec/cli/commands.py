@@ -1,4 +1,4 @@
-"""The commands: what each does, and which root configuration it reads."""
+"""The commands, their summaries and their root configurations."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ class Command:
         config_name: The root configuration in ``conf/``. Commands that share one accept the same
             overrides, so one ``experiment=`` describes a whole chain of them.
         is_parallel: Whether several ranks can share the work.
-        first: The override that the first word makes if it is a path, with {} for the path, or
-            for several.
-        sections: Those of the configuration that it reads, for its help; none for all.
+        first: The override for a first word that is a path, with {} for the path or paths.
+        sections: The sections of the configuration that it reads, for its help; none for all.
     """
 
     summary: str
@@ -27,7 +26,7 @@ class Command:
 
     @property
     def word(self) -> str:
-        """What the first words are, for its help."""
+        """The kind of the first words, for its help."""
         key, _, value = self.first.partition("=")
         several = " ..." if "[" in value else ""
         return f"<{key}>{several}" if key else ""

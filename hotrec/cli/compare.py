@@ -1,4 +1,4 @@
-"""``hotrec compare``: the plans of several runs train in turns, and which is faster."""
+"""``hotrec compare``: interleave training with the plans of several runs, and compare speed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def run(config: CompareConfig, run_dir: Path) -> dict[str, Any]:
             found = [find_run(path, holding=PLAN_JSON, key="runs") for path in config.runs]
             if len(set(found)) < 2:
                 raise ValueError(
-                    f"runs: expected two runs or more, got {[str(path) for path in found]}. Name "
-                    "another one."
+                    f"runs: expected at least two runs, got {[str(path) for path in found]}. Add "
+                    "another."
                 )
             return {path: read_config(path / CONFIG_FILE, Config) for path in found}
 

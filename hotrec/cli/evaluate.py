@@ -33,7 +33,7 @@ def run(config: EvaluateConfig, run_dir: Path) -> dict[str, Any]:
         "step": result.step,
         "is_best": result.is_best,
         "split": config.split,
-        "placement": placement_name(trained, result.plan),
+        "placement": placement_name(trained.placement.kind.name, result.plan),
         **result.quality.to_json(),
         "unknown_ids": None if result.unknown is None else result.unknown.to_json(),
         **({"suspicious": result.suspicious} if result.suspicious else {}),

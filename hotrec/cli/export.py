@@ -1,4 +1,4 @@
-"""``hotrec export``: a run's model out of the program, in files that PyTorch alone reads."""
+"""``hotrec export``: a run's model in files that need only PyTorch to read."""
 
 from __future__ import annotations
 

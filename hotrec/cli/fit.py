@@ -1,8 +1,8 @@
 """Train on a table in memory, and score the rows of one.
 
-A table becomes a Parquet file, its description a file of the user's configuration, as ``hotrec
-init`` writes it, and ``hotrec run`` does the rest in processes of its own. What is left are files
-that every command reads. Another table has another name, so none is replaced.
+A table becomes a Parquet file, its description a file of the user's configuration, as written by
+``hotrec init``, and ``hotrec run`` does the rest in separate processes. The results are files that
+every command reads. Another table gets another name, so none is replaced.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _FILE = "table.parquet"
 
 @dataclass(frozen=True)
 class Run:
-    """A run that ``fit`` trained; its files are those of `hotrec run`.
+    """A run trained by ``fit``; its files are those of `hotrec run`.
 
     Args:
-        directory: The run's directory, which every command takes as ``run_dir``.
-        workdir: The directory that paths in the run's files start from, where commands find them.
-        figures: What `hotrec run` says in its line of JSON.
+        directory: The run's directory, accepted by every command as ``run_dir``.
+        workdir: The directory that paths in the run's files are relative to.
+        figures: The content of the JSON line of `hotrec run`.
     """
 
     directory: Path
@@ -62,7 +62,7 @@ class Run:
 
     @property
     def auc(self) -> float | None:
-        """The AUC on the test split, or the validation split where there is no test split."""
+        """The AUC on the test split, or on the validation split if there is no test split."""
         return self.figures["auc"]
 
     @property
@@ -96,29 +96,28 @@ def fit(
 
     The table is written to ``data/<name>/table.parquet`` in the working directory and described in
     ``conf/data/<name>.yaml``, with the roles that `hotrec init` guesses. Then `hotrec run
-    data=<name>` trains on it. What is current is not made again, and no other table, description or
-    run is replaced.
+    data=<name>` trains on it. Current results are reused, and no other table, description or run is
+    replaced.
 
     Args:
         table: A DataFrame of pandas, polars or another library with the Arrow or the DataFrame
             protocol, an Arrow table or batch, or a dict of columns. NaN is a missing value; the
-            index of pandas is left out.
-        label: Column of 0 and 1 to train for, or several; None to find it.
-        time: Column of times to split by; None for the first there is, or else a split by chance.
+            index of pandas is dropped.
+        label: Label column of 0 and 1, or several; None to find it.
+        time: Column of times to split by; None for the first one, or a random split without any.
         columns: Corrections of guessed roles: keys of ``data.source.columns`` by entry, such as
-            ``{"zip": {"kind": "categorical"}}``; None leaves a column out.
+            ``{"zip": {"kind": "categorical"}}``; None skips a column.
         settings: Values by key of the configuration, as on the command line, such as
             ``{"model": "dcnv2", "trainer.batch_size": 512}``.
-        ranks: Number of processes that train; None for up to two.
-        name: Name of the dataset, which then stands for this table and description; None for one
-            that follows from them.
-        workdir: Working directory, which is made if need be.
-        quiet: Say nothing on standard error.
+        ranks: Number of training processes; None for up to two.
+        name: Name of the dataset, bound to this table and description; None to derive it from them.
+        workdir: Working directory, created if needed.
+        quiet: Print nothing on standard error.
 
     Raises:
         ValueError: If the table, an argument or a setting is refused, or another table or
             description has the name.
-        RuntimeError: If training ends in another way than the command line explains.
+        RuntimeError: If training ends without an error message.
     """
     home, arrow = Path(workdir), to_arrow(table)
     if not arrow.num_rows:
@@ -140,7 +139,7 @@ def fit(
         name = name or f"table_{digest_of(_hash(file), described)[:8]}"
         kept = Path("data", name, file.name)
         _keep(file, home / kept)
-    heading = [f"Made by hotrec.fit. `hotrec run data={name}` trains on it, too."]
+    heading = [f"Created by hotrec.fit. `hotrec run data={name}` also trains on it."]
     text = to_yaml(replace(sample, files=[kept.as_posix()]), found, heading)
     _keep_text(text, _description(home, name), name)
     if not quiet:
@@ -161,23 +160,23 @@ def predict(
     checkpoint: str = "auto",
     max_unknown_frac: float = 0.5,
 ) -> Scores | dict[str, Scores]:
-    """Score the rows of a table in memory, as `hotrec predict` scores a file of them.
+    """Score the rows of a table in memory, like `hotrec predict` for a file.
 
     Every call reads the model from the run's files. To score a few rows many times, export it
     (``load_encoder``, ``load_model``).
 
     Args:
-        run: A run of ``fit``, or the directory of one whose log was Parquet or Arrow; paths in that
-            start from the current directory.
-        table: The rows, as ``fit`` takes them, with the columns of the training log but for labels,
-            weight and the column of the split, which are not read.
+        run: A run of ``fit``, or the directory of one whose log was Parquet or Arrow, with paths
+            relative to the current directory.
+        table: The rows, in a form accepted by ``fit``, with the columns of the training log except
+            for labels, weight and the column of the split, which are not read.
         checkpoint: Which one to score with, see `hotrec predict`.
-        max_unknown_frac: Largest share of a column's ids that may be new, of those that would be
-            known at the share of the held-out samples; 1 for any.
+        max_unknown_frac: Maximum share of a column's ids that may be new, relative to the share of
+            known ids in the held-out samples; 1 for any.
 
     Returns:
-        The predicted rates of clicks, float32 (n,) in the order of the rows; of several labels by
-        name. NaN for rows that cannot be read, where the run's log has ``on_bad_line: skip``.
+        The predicted rates of clicks, float32 (n,) in the order of the rows; by name with several
+        labels. NaN for unreadable rows if the run's log has ``on_bad_line: skip``.
 
     Raises:
         ValueError: If the table lacks a column, a row cannot be read, too many ids are new, or the
@@ -194,9 +193,8 @@ def predict(
     if source is None or source.format in TEXT_FORMATS:
         what = "no log" if source is None else f"a log of format {source.format.name}"
         raise ValueError(
-            f"run {trained_dir}: expected one that was trained on a table, or on a log of Parquet "
-            f"or Arrow, got one of {what}. Write the rows as that log has them, and use "
-            "`hotrec predict`."
+            f"run {trained_dir}: expected a run trained on a table, Parquet or Arrow, got {what}. "
+            "Write the rows in the log's format and use `hotrec predict`."
         )
     # Columns of Parquet and Arrow are read alike.
     data = replace(trained.data, source=replace(source, format=SourceFormat.parquet))
@@ -225,7 +223,7 @@ def predict(
 
 @contextmanager
 def _saying_table(scratch: str) -> Iterator[None]:
-    """Around what reads a file in a directory: an error is of the table, and is one line."""
+    """Context for reading the file of a table: errors refer to the table, in one line."""
     try:
         yield
     except (ValueError, pa.ArrowException, OmegaConfBaseException) as error:
@@ -234,17 +232,18 @@ def _saying_table(scratch: str) -> Iterator[None]:
 
 
 def _keep(file: Path, target: Path) -> None:
-    """Put a table to its place, where it may be already.
+    """Write a table to its path, unless it is already there.
 
     Raises:
-        ValueError: If another one is there.
+        ValueError: If a different one is there.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     if not target.exists():
         file.rename(target)
     elif _hash(file) != _hash(target):
         raise ValueError(
-            f"{target}: expected this table or none, got another one. Give another name, or none."
+            f"{target}: expected the same table or none, got a different one. Use another name, or "
+            "omit it."
         )
 
 
@@ -256,8 +255,8 @@ def _keep_text(text: str, file: Path, name: str) -> None:
     except FileExistsError:
         if file.read_text(encoding="utf-8") != text:
             raise ValueError(
-                f"{file}: expected the description that these arguments make, got another one. "
-                f"Give another name, or none; `hotrec run data={name}` trains with it as it is."
+                f"{file}: expected the description of these arguments, got a different one. Use "
+                f"another name, or omit it; `hotrec run data={name}` trains with the existing one."
             ) from None
 
 

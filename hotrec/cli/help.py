@@ -38,7 +38,7 @@ def help_text(name: str, topics: Sequence[str] = (), own: Sequence[Path] = ()) -
 
     Args:
         name: The command.
-        topics: Sections, groups and keys to show alone; without any, all that the command reads.
+        topics: Sections, groups and keys to show; without any, all that the command reads.
         own: The user's directories of groups.
 
     Raises:
@@ -105,7 +105,7 @@ def _topic(
     groups: dict[str, str | None],
     own: Sequence[Path],
 ) -> str:
-    """A section, a group, or the keys that begin with a text."""
+    """A section, a group, or the keys that start with a text."""
     parts = []
     if topic in groups:
         options = options_of(topic, own).items()
@@ -140,7 +140,7 @@ def _shown_section(section: _Section) -> str:
 
 
 def _shown(key: Key) -> str:
-    """A key with its default and type, and its meaning in lines of its own."""
+    """A key with its default and type, and its meaning on separate lines."""
     default, values = key.default.replace("`", ""), key.values.replace("`", "")
     without = {"required": " (required)", "see meaning": ""}
     head = f"{key.name}{without.get(default, f'={default}')}  [{values}]"

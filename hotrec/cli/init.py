@@ -1,4 +1,4 @@
-"""``hotrec init``: look at a log, and describe it in a file of the user's configuration."""
+"""``hotrec init``: inspect a log, and describe it in a file of the user's configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hotrec.data.sample import Sample, read_sample
 
 logger = logging.getLogger(__name__)
 
-# Fewer steps than that learn little, so a short log is trained in smaller batches.
+# With fewer steps a model learns little, so a short log is trained in smaller batches.
 _LEAST_STEPS, _LEAST_BATCH, _MOST_RANKS = 300, 64, 2
 
 
@@ -35,7 +35,8 @@ def run(config: InitConfig, run_dir: Path) -> dict[str, Any]:
     file = Path(config.directory) / "data" / f"{name}.yaml"
     if file.exists():
         raise ValueError(
-            f"{file}: expected no such file, got one. Use or remove it, or add name=<another name>."
+            f"{file}: expected a new file, got an existing one. Use or remove it, or add "
+            "name=<another name>."
         )
     check_name(name)
     sample = read_sample(config.path)
@@ -44,7 +45,7 @@ def run(config: InitConfig, run_dir: Path) -> dict[str, Any]:
     words = [*_config_dir(config.directory), f"data={name}", *settings]
     command = shlex.join(["hotrec", "run", *words])
     heading = [
-        f"Made by `hotrec init {shlex.quote(config.path)}`. Correct it, then:",
+        f"Created by `hotrec init {shlex.quote(config.path)}`. Check it, then run:",
         f"  {command}",
     ]
     text = to_yaml(sample, found, heading)
@@ -57,7 +58,7 @@ def run(config: InitConfig, run_dir: Path) -> dict[str, Any]:
     for remark in remarks:
         logger.warning("%s", remark)
     logger.info("%s: %s", file, summary_of(found))
-    logger.info("look at it, then: %s", command)
+    logger.info("check it, then run: %s", command)
     return {
         "command": "init",
         "file": file,
@@ -74,13 +75,13 @@ def run(config: InitConfig, run_dir: Path) -> dict[str, Any]:
 
 
 def summary_of(found: Inferred) -> str:
-    """What was guessed of a log, in a line."""
+    """The guesses about a log, in one line."""
     kinds = [entry.spec["kind"] for entry in found.entries if entry.is_used]
     split = "time" if found.split["kind"] == "time" else "chance, at random"
     return (
         f"label {', '.join(label.column.name for label in found.labels)}, {kinds.count('dense')} "
         f"dense, {kinds.count('categorical')} categorical, {kinds.count('categorical_list')} "
-        f"lists; split by {split}; left out: {', '.join(_left_out(found)) or 'nothing'}"
+        f"lists; split by {split}; skipped: {', '.join(_left_out(found)) or 'nothing'}"
     )
 
 
@@ -100,7 +101,7 @@ def _labels(asked: Any) -> list[str] | None:
 
 
 def remarks_of(sample: Sample, found: Inferred) -> list[str]:
-    """What is to be said of a log, a line each."""
+    """Remarks about a log, one per line."""
     sources = {entry.spec.get("source", entry.name) for entry in found.entries if entry.is_used}
     remarks = [
         f"{name}: read from the names of the directories"
@@ -109,16 +110,16 @@ def remarks_of(sample: Sample, found: Inferred) -> list[str]:
     ]
     if sample.num_bad:
         lines = "1 line" if sample.num_bad == 1 else f"{sample.num_bad:,} lines"
-        whole = "" if sample.is_whole else f" of the {sample.table.num_rows:,} looked at"
+        whole = "" if sample.is_whole else f" of the {sample.table.num_rows:,} inspected"
         remarks.append(
-            f"{lines}{whole} cannot be read: {sample.fault}. `hotrec prepare` stops there: mend "
-            "the file, or set data.source.on_bad_line=skip, which leaves such lines out"
+            f"{lines}{whole} unreadable: {sample.fault}. `hotrec prepare` would stop there: fix "
+            "the file, or set data.source.on_bad_line=skip"
         )
     return [*remarks, *found.remarks]
 
 
 def _name_of(path: str) -> str:
-    """The first part of the name of the file or directory that can be part of a command."""
+    """The first usable part of the name of the file or directory."""
     stem = Path(path).name.split(".")[0] or Path(path).parent.name
     name = re.sub(r"\W+", "_", stem, flags=re.ASCII).strip("_").lower()
     if not name:
@@ -129,7 +130,7 @@ def _name_of(path: str) -> str:
 
 
 def check_name(name: str) -> None:
-    """Refuse what cannot name a dataset, or names one that comes with hotrec."""
+    """Refuse invalid names of a dataset, and those of hotrec's own datasets."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, flags=re.ASCII):
         raise ValueError(f"name: expected letters, digits and '_', got {name!r}.")
     if name in options_of("data"):
@@ -140,7 +141,7 @@ def check_name(name: str) -> None:
 
 
 def check_text(text: str) -> None:
-    """Read the specification as Hydra will, and the log with it as far as ``prepare`` checks it."""
+    """Read the specification like Hydra, and check the log with it like ``prepare``."""
     merged = OmegaConf.merge(OmegaConf.structured(DataSpec), OmegaConf.create(text))
     spec: Any = OmegaConf.to_object(merged)
     validate(spec, "data")
@@ -152,11 +153,11 @@ def _config_dir(directory: str) -> list[str]:
 
 
 def first_settings(sample: Sample, num_ranks: int | None = None) -> dict[str, int]:
-    """What a first run of this log needs on this host besides the defaults.
+    """The settings that a first run of this log needs on this host besides the defaults.
 
     Args:
         sample: Rows of the log.
-        num_ranks: Number of ranks; None for what this host suits.
+        num_ranks: Number of ranks; None to choose it for this host.
     """
     num_ranks = num_ranks or min(_MOST_RANKS, len(os.sched_getaffinity(0)))
     num_train = 0.8 * sample.num_rows

@@ -4,8 +4,8 @@ Hydra would name the run directory by the time at which each process starts, so 
 disagree, and two runs that start within a second would share one. Here ``HOTREC_RUN_DIR`` wins;
 without it a single process makes a new directory, and under torchrun rank 0 does, and the others
 read its choice from torchrun's own store at MASTER_ADDR:MASTER_PORT, before Hydra starts. With
-``launch.num_ranks=N`` the command runs again as N ranks in a child torchrun. Torch is imported only
-where several ranks have to agree.
+``launch.num_ranks=N`` the command runs again as N ranks in a child torchrun. Torch is only imported
+if several ranks have to agree.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 RUN_DIR = "HOTREC_RUN_DIR"
-# The process that a child of ours expects to be its parent.
+# The expected parent of a child process.
 PARENT = "HOTREC_PARENT"
-# Set for the stages of ``hotrec run``, which write their tables to files alone.
+# Set for the stages of ``hotrec run``, which write their tables only to files.
 BRIEF = "HOTREC_BRIEF"
 _STORE_KEY = "hotrec/run_dir"
-# Set for a process whose parent says which signal ended it.
+# Set for a process whose parent reports the signal that ended it.
 TOLD = "HOTREC_TOLD"
 # The runs of these commands are named by the experiment, all others by the command.
 _NAMED_BY_EXPERIMENT = ("train", "bench")
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
 # Set by torchrun for its ranks.
 _AGENT = "TORCHELASTIC_RUN_ID"
-# The number of tasks that a launcher started, and its name; of SLURM_PROCID the number of this one.
+# The number of tasks that a launcher started, and its name; SLURM_PROCID is this task's number.
 _TASKS = {
     "SLURM_STEP_NUM_TASKS": "srun",
     "SLURM_PROCID": "srun",
@@ -59,17 +59,17 @@ _SHUTDOWN_S = 150  # in which ranks save after a signal; as in launch/slurm.sbat
 # A socket's path has at most 107 bytes, of which multiprocessing adds about 40 to this.
 _MAX_TMP_PATH = 60
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-# Where this process is the host, torch's server lives only as long as this reference.
+# If this process is the host, torch's server lives only as long as this reference.
 _held_store: Store | None = None
-# Of the directories of this process's runs; a parent that was there is not ours to remove.
+# Created directories of this process's runs; existing parents are not removed.
 _made_parents: list[Path] = []
 
 
 def is_under_torchrun() -> bool:
     """Whether torchrun, or a launcher that sets the same variables, started this process.
 
-    A single rank that torchrun did not start is a process like any other: clusters and notebooks
-    leave RANK=0 and WORLD_SIZE=1 to all that runs in them.
+    A single rank that torchrun did not start is an ordinary process: clusters and notebooks set
+    RANK=0 and WORLD_SIZE=1 for all their processes.
     """
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     return is_rank and (environment_world_size() > 1 or _AGENT in os.environ)
@@ -86,25 +86,25 @@ def environment_world_size() -> int:
 
 
 def rank_prefix() -> str:
-    """``"[rank 1] "`` where there are several ranks, else nothing."""
+    """``"[rank 1] "`` if there are several ranks, otherwise empty."""
     rank, world_size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     return f"[rank {rank}] " if rank.isdecimal() and world_size != "1" else ""
 
 
 def this_process() -> str:
-    """A name of this process that no other one has, on this host or another."""
+    """A name of this process that is unique over all hosts."""
     return f"{platform.node()}:{os.getpid()}"
 
 
 @dataclass(frozen=True)
 class Host:
-    """This host's place among those that share a job of a sweep.
+    """This host among those that share a job of a sweep.
 
     Args:
-        number: From 0, which holds the rendezvous.
-        num_hosts: How many there are.
+        number: From 0, the host of the rendezvous.
+        num_hosts: Number of hosts.
         endpoint: Address and port of host 0.
-        job: What the cluster calls the job; no other one has it.
+        job: The cluster's unique id of the job.
     """
 
     number: int = 0
@@ -114,7 +114,7 @@ class Host:
 
 
 def this_host() -> Host:
-    """As submitit says it in a job's process; the only one elsewhere, and in the job's ranks."""
+    """From submitit in a job's process; a single host elsewhere, and in the job's ranks."""
     if "SUBMITIT_EXECUTOR" not in os.environ or is_under_torchrun():
         return Host()
     from submitit import JobEnvironment
@@ -122,7 +122,7 @@ def this_host() -> Host:
     job = JobEnvironment()
     if job.num_tasks != job.num_nodes:
         raise ValueError(
-            f"hydra.launcher.tasks_per_node: expected 1, which starts launch.num_ranks ranks, got "
+            "hydra.launcher.tasks_per_node: expected 1, which starts launch.num_ranks ranks, got "
             f"{job.num_tasks // job.num_nodes}. Leave it at 1."
         )
     if job.num_nodes == 1:
@@ -133,10 +133,10 @@ def this_host() -> Host:
 
 
 def check_environment(num_ranks: int | None = None, *, is_parallel: bool = True) -> None:
-    """Check what launchers set against each other and against the command line, before any wait.
+    """Check the launchers' variables against each other and the command line, before any wait.
 
     Args:
-        num_ranks: The ranks that this host is to have, if the configuration says so.
+        num_ranks: The configured number of ranks of this host, if any.
         is_parallel: Whether the command could have several ranks.
 
     Raises:
@@ -176,17 +176,17 @@ def _check_started_ranks(num_ranks: int | None) -> None:
     here, world_size = os.environ.get("LOCAL_WORLD_SIZE"), environment_world_size()
     if num_ranks is None or (here is not None and int(here) == num_ranks):
         return
-    if here is None and num_ranks == 1:  # another launcher, of one rank a host or of more
+    if here is None and num_ranks == 1:  # another launcher, with one rank per host or more
         return
     raise ValueError(
-        f"launch.num_ranks: expected {here or 'none'}, since RANK and WORLD_SIZE say that this is "
-        f"one of {world_size} ranks that were started, got {num_ranks}. Leave it out, or unset "
-        "RANK and WORLD_SIZE to start ranks here."
+        f"launch.num_ranks: expected {here or 'none'}, since RANK and WORLD_SIZE are set for "
+        f"{world_size} ranks, got {num_ranks}. Omit it, or unset RANK and WORLD_SIZE to start "
+        "ranks here."
     )
 
 
 def _check_pet(num_ranks: int | None) -> None:
-    """Refuse what the variables of Kubeflow, which are torchrun's defaults, contradict."""
+    """Refuse contradictions with the variables of Kubeflow, which are torchrun's defaults."""
     for name, got, asked in (
         ("PET_NNODES", 1, "hosts"),
         ("PET_NPROC_PER_NODE", num_ranks, "ranks on this host"),
@@ -194,15 +194,15 @@ def _check_pet(num_ranks: int | None) -> None:
         text = os.environ.get(name, "")
         if got is not None and text.isdecimal() and int(text) != got:
             raise ValueError(
-                f"environment {name}: expected {got}, as many {asked} as the command line starts, "
-                f"got {text}. Start with launch/torchrun.sh on every host, or unset {name}."
+                f"environment {name}: expected {got} (the command line's number of {asked}), got "
+                f"{text}. Start with launch/torchrun.sh on every host, or unset {name}."
             )
 
 
 def _check_tasks() -> None:
-    """Refuse to be one of several tasks of srun or mpirun that do not know of each other.
+    """Refuse to run as one of several independent tasks of srun or mpirun.
 
-    Each would be a run of its own, or each host where torchrun started the ranks of its host alone.
+    Each would be a separate run, or each host if torchrun only started the ranks of its host.
     """
     if "SUBMITIT_EXECUTOR" in os.environ:  # see ``this_host``
         return
@@ -214,9 +214,9 @@ def _check_tasks() -> None:
         num_known = _integer("GROUP_WORLD_SIZE", environment_world_size())
         if num_tasks > 1 and num_known == 1:
             raise ValueError(
-                f"environment {name}: expected the only task of {launcher}, got one of at least "
-                f"{num_tasks}, each of which would be a run of its own. Start launch/torchrun.sh "
-                f"in each, as launch/slurm.sbatch does, or unset {name} if that is intended."
+                f"environment {name}: expected a single task of {launcher}, got at least "
+                f"{num_tasks}, each of which would be a separate run. Start launch/torchrun.sh in "
+                f"each, as launch/slurm.sbatch does, or unset {name} if that is intended."
             )
 
 
@@ -230,20 +230,20 @@ def _integer(name: str, default: int) -> int:
 def decide_run_dir(
     command: str, overrides: Sequence[str], *, is_multirun: bool, is_made: bool = True
 ) -> str:
-    """The run's directory, the same on every rank; also put into the environment for Hydra.
+    """The run's directory, the same on every rank; also set in the environment for Hydra.
 
     Args:
         command: The command.
         overrides: Its words; the experiment names the directory of a run.
         is_multirun: Whether it is a sweep.
-        is_made: Whether to make the directory, unless the environment names one, so that no other
-            command that starts at the same time can take it.
+        is_made: Whether to create the directory, unless the environment has one, so that no
+            command that starts at the same time can use it.
     """
     _made_parents.clear()
     chosen = os.environ.get(RUN_DIR)
     if chosen and "://" in chosen:
         raise ValueError(
-            f"{RUN_DIR}: expected a directory of this host, got {chosen!r}. Name one, and copy it "
+            f"{RUN_DIR}: expected a directory of this host, got {chosen!r}. Use one, and copy it "
             "to the store afterwards."
         )
     if not chosen:
@@ -268,9 +268,9 @@ def _propose(command: str, overrides: Sequence[str], *, is_multirun: bool) -> Pa
 
 
 def _make_new(folder: Path) -> Path:
-    """Make the directory, or one with a number after its name if others had the same idea.
+    """Create the directory, or one with a number after its name if it was just created.
 
-    Where none can be made, all ranks get the same error from Hydra, which tries again.
+    If none can be created, all ranks get the same error from Hydra, which tries again.
     """
     candidate, number = folder, 0
     while True:
@@ -280,7 +280,7 @@ def _make_new(folder: Path) -> Path:
         except FileExistsError:
             number += 1
             candidate = folder.with_name(f"{folder.name}-{number}")
-        except FileNotFoundError:  # a command that has ended may have removed the empty parent
+        except FileNotFoundError:  # a finished command may have removed the empty parent
             _made_parents.extend(p.absolute() for p in folder.parents if not p.exists())
             with suppress(OSError):
                 candidate.parent.mkdir(parents=True, exist_ok=True)
@@ -291,7 +291,7 @@ def _make_new(folder: Path) -> Path:
 
 
 def remove_if_empty(run_dir: Path) -> None:
-    """Remove a run's directory in which nothing was written, and parents made for it alone."""
+    """Remove a run's empty directory, and parents that were only created for it."""
     with suppress(OSError):
         run_dir.rmdir()
         for parent in run_dir.absolute().parents:
@@ -300,10 +300,10 @@ def remove_if_empty(run_dir: Path) -> None:
 
 
 def _agree(decide: Callable[[], str]) -> str:
-    """What rank 0 decides, on every rank; after a restart by torchrun, what it decided before.
+    """Rank 0's decision, on every rank; after a restart by torchrun, the earlier decision.
 
-    Another host may have rank 0 then, so one rank of each host leaves a note in the directory that
-    torchrun's agent there keeps for all its attempts.
+    Rank 0 may be on another host then, so one rank of each host stores the decision in the
+    directory that torchrun's agent there keeps for all its attempts.
     """
     note: Path | None = None
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # <agent>/<attempt>/<rank>/...
@@ -333,20 +333,20 @@ def _tell_all(chosen: str) -> str:
 
 
 def check_network(*, is_standalone: bool) -> None:
-    """Check that ranks of this host can reach each other, before any of them waits for that.
+    """Check that ranks of this host can reach each other, before any of them waits.
 
     Args:
-        is_standalone: Whether all ranks are on this host, which then meet at its loopback address.
+        is_standalone: Whether all ranks are on this host, which then use its loopback address.
 
     Raises:
-        ValueError: If a variable names no interface, or nobody answers there.
+        ValueError: If a variable does not name an interface, or the address is unreachable.
     """
     present = [name for _, name in socket.if_nameindex()]
     for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
         if name and name not in present:
             raise ValueError(
-                f"environment GLOO_SOCKET_IFNAME: expected network interfaces of this host, of "
-                f"{present}, got {name!r}. Correct it, or unset it."
+                "environment GLOO_SOCKET_IFNAME: expected network interfaces of this host "
+                f"({present}), got {name!r}. Correct it, or unset it."
             )
     if not is_standalone:
         return
@@ -372,7 +372,7 @@ def run_under_torchrun(
     """Run the command as ``num_ranks`` processes on this host and wait for them.
 
     Args:
-        host: Of several, each of which calls this and starts as many.
+        host: This host among several, each of which calls this with the same number.
         overrides: The overrides of this job, without those of the sweep.
         environment: The environment of the child, which also gets HOTREC_RUN_DIR.
 
@@ -392,7 +392,7 @@ def run_under_torchrun(
         launcher += ["--nnodes", str(host.num_hosts), "--rdzv-backend", "c10d"]
         launcher += ["--rdzv-endpoint", host.endpoint, "--rdzv-id", host.job]
         launcher += ["--rdzv-conf", f"is_host={str(host.number == 0).lower()}"]
-    # The command line says all. Variables of Kubeflow would be torchrun's defaults.
+    # The command line is complete. Variables of Kubeflow would be torchrun's defaults.
     variables = {name: v for name, v in environment.items() if not name.startswith("PET_")}
     variables |= {RUN_DIR: run_dir, "TMPDIR": tempfile.gettempdir()}
     variables[PARENT] = str(os.getpid())
@@ -404,23 +404,23 @@ def run_under_torchrun(
 def wait_for_child(
     words: Sequence[str], environment: Mapping[str, str], stdout: IO[str] | None = None
 ) -> int:
-    """Run a program that gets the signals of this one, and wait for its end.
+    """Run a program, forward this process's signals to it, and wait for its end.
 
     Returns:
         The exit code; 128 + n after signal n.
 
     Raises:
-        SystemExit: If this process received a signal; never with 0, though the program may have
-            done its work before the signal reached it: what would follow must not start.
+        SystemExit: If this process received a signal; never with 0, even if the program finished
+            before the signal reached it: later steps must not start.
     """
-    # In a session of its own it gets the terminal's Ctrl-C once, forwarded by this process.
+    # In its own session it gets the terminal's Ctrl-C once, forwarded by this process.
     variables = {**environment, TOLD: "1"}
     child = subprocess.Popen(words, env=variables, stdout=stdout, start_new_session=True)
     with _forward_signals(child) as received:
         exit_code = child.wait()
     exit_code = exit_code if exit_code >= 0 else 128 - exit_code
     if received:
-        # A library whose own code a signal meets, such as while it is imported, may abort.
+        # A library that is interrupted by a signal, such as during import, may abort.
         is_of_program = exit_code not in (0, 128 + signal.SIGABRT)
         raise SystemExit(exit_code if is_of_program else 128 + received[0])
     return exit_code
@@ -429,11 +429,11 @@ def wait_for_child(
 def end_with_parent() -> None:
     """Get SIGTERM when the process that started this one ends, even by SIGKILL; Linux only.
 
-    Without it the ranks of a launcher that was killed train on.
+    Without it the ranks of a killed launcher would keep training.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        # It may have ended already, while the interpreter started.
+        # It may have exited already, while the interpreter started.
         if os.environ.get(PARENT, str(os.getppid())) != str(os.getppid()):
             raise SystemExit(128 + signal.SIGTERM)
         os.environ[PARENT] = str(os.getpid())
@@ -443,18 +443,18 @@ def end_with_parent() -> None:
 def private_temporary_directory() -> Iterator[None]:
     """A temporary directory for this process and those that it starts, removed at the end.
 
-    torchrun and multiprocessing leave theirs behind when they are killed. Directories of hotrec
-    processes that are gone are removed as well.
+    torchrun and multiprocessing leave theirs behind when they are killed. Directories of exited
+    hotrec processes are removed as well.
     """
     chosen = os.environ.get("TMPDIR")
-    if chosen and not os.path.isdir(chosen):  # Python would take another without a word
+    if chosen and not os.path.isdir(chosen):  # Python would silently use another one
         raise ValueError(f"environment TMPDIR: expected a directory, got {chosen}. Make it.")
     parent = Path(tempfile.gettempdir())
     if len(str(parent)) > _MAX_TMP_PATH:
         parent = Path("/tmp")
     for left in parent.glob(f"{_TMP_PREFIX}*-*"):
         pid = left.name.removeprefix(_TMP_PREFIX).partition("-")[0]
-        with suppress(FileNotFoundError):  # its process has just ended
+        with suppress(FileNotFoundError):  # its process has just exited
             is_own = left.stat().st_uid == os.getuid()
             if pid.isdigit() and is_own and not Path(f"/proc/{pid}").exists():
                 shutil.rmtree(left, ignore_errors=True)
@@ -475,18 +475,18 @@ def private_temporary_directory() -> Iterator[None]:
 def use_default_start_method() -> None:
     """Start processes by the platform's own method, in which loaders start their workers.
 
-    joblib makes its own method the default one in its processes, and that starts no others.
+    joblib sets its own method as the default in its processes, which cannot start loader workers.
     """
     multiprocessing.set_start_method(None, force=True)
 
 
 def end_workers() -> None:
-    """End the loader workers that an error left, in order.
+    """Stop the loader workers that remain after an error, in order.
 
-    The error's frames hold them until the interpreter ends, and by then the directory of their
-    sockets is gone: each would print traces of its own.
+    The error's frames keep them alive until the interpreter exits, and by then the directory of
+    their sockets is gone: each would print traces.
     """
-    # Torch raises in the middle of anything when it learns that a worker did not end with code 0.
+    # Torch raises anywhere when it detects that a worker did not exit with code 0.
     with suppress(RuntimeError):
         workers = [child for child in multiprocessing.active_children() if child.daemon]
         for worker in workers:
@@ -497,7 +497,7 @@ def end_workers() -> None:
 
 @contextmanager
 def _forward_signals(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Send the signals that this process gets to the child instead; yields those received."""
+    """Forward this process's signals to the child; yields the received ones."""
     received: list[int] = []
 
     def forward(number: int, _frame: FrameType | None) -> None:

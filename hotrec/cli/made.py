@@ -1,8 +1,8 @@
-"""What a stage was made from: so that ``hotrec run`` repeats none whose result is current.
+"""Records the inputs of each stage, so that ``hotrec run`` skips stages with a current result.
 
-Beside an artifact, or in a run directory, stands a record with a digest of the configuration that
-the stage read and of its inputs: content hashes of artifacts, and for the files of a log, which may
-take an hour to read, their names, sizes and times of change.
+Next to an artifact, or in a run directory, is a record with a digest of the configuration that the
+stage read and of its inputs: content hashes of artifacts, and for the files of a log, which may
+take an hour to read, their names, sizes and modification times.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Figures = dict[str, Any]
 
 
 def digest_of(*parts: Any) -> str:
-    """A digest of values that JSON can hold, and of what has a text."""
+    """A digest of JSON values, and of other values by their text."""
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write_made(record: Path, digest: str, figures: Mapping[str, Any], **more: Any) -> None:
-    """Record what a stage was made from, its figures, and more."""
+    """Record a stage's inputs, its figures, and more."""
     scratch = record.with_name(f".{record.name}.{os.getpid()}")
     document = {"made_from": digest, "figures": figures, **more}
     scratch.write_text(json.dumps(document, default=str) + "\n")
@@ -50,7 +50,7 @@ def write_made(record: Path, digest: str, figures: Mapping[str, Any], **more: An
 
 
 def read_made(record: Path, digest: str) -> Figures | None:
-    """The figures of a stage that was made from just this; None otherwise."""
+    """The figures of a stage with exactly these inputs; None otherwise."""
     try:
         document = json.loads(record.read_text())
         return dict(document["figures"]) if document["made_from"] == digest else None
@@ -58,13 +58,13 @@ def read_made(record: Path, digest: str) -> Figures | None:
         return None
 
 
-# Artifacts that commands make of a configuration alone.
+# Artifacts that commands make from a configuration only.
 
 
 def artifact_inputs(name: str, config: Any) -> str | None:
     """The digest of what ``prepare`` or ``profile`` is about to read, on rank 0.
 
-    None for other commands, and where an input is missing, which the command itself reports.
+    None for other commands, and if an input is missing, which the command itself reports.
     """
     if environment_rank() != 0:
         return None
@@ -96,20 +96,20 @@ def content_hash(path: str, kind: str) -> str:
 
 
 def record_artifact(name: str, config: Config, digest: str | None, figures: Figures) -> None:
-    """Record what ``prepare`` or ``profile`` has made of inputs with this digest."""
+    """Record the result of ``prepare`` or ``profile`` for inputs with this digest."""
     if digest is not None:
-        # A run made from Python may know no more of its dataset than where it is.
+        # A run started from Python may only know the path of its dataset.
         more = {"data": as_document(config.data)} if name == "prepare" else {}
         write_made(_artifact_record(name, config), digest, figures, **more)
 
 
 def find_artifact(name: str, config: Config) -> Figures | None:
-    """The figures of what ``prepare`` or ``profile`` made, if they would make the same again.
+    """The figures of ``prepare`` or ``profile``, if they would give the same result again.
 
-    A dataset that files were appended to is current, whatever its first files are now.
+    A dataset with appended files is current, even if its first files have changed.
 
     Raises:
-        ArtifactError: If it was encoded otherwise than the configuration says.
+        ArtifactError: If its encoding differs from the configuration.
     """
     if name == "prepare" and (grown := _find_grown(config)) is not None:
         return grown
@@ -138,8 +138,8 @@ def _find_grown(config: Config) -> Figures | None:
         dataset,
         source,
         of="this configuration has it",
-        advice="Go back to the configuration that files were appended with, or set overwrite=true "
-        "to prepare the dataset anew without them.",
+        advice="Restore the configuration used for the append, or set overwrite=true to prepare "
+        "from scratch without the appended files.",
         may_grow=True,
     )
     figures = figures_of(dataset)
@@ -157,11 +157,11 @@ def _artifact_record(name: str, config: Config) -> Path:
     return path.with_name(f"{path.name}.{RECORD}")
 
 
-# What a command needs, checked before it starts ranks.
+# The needs of a command, checked before it starts ranks.
 
 
 def check_data(name: str, config: Any, known: Sequence[str]) -> None:
-    """Check that a dataset was chosen: a command must not read another than is meant.
+    """Check that a dataset was chosen, to prevent using one by accident.
 
     Args:
         name: The command. ``calibrate`` has a stand-in for a dataset.
@@ -173,20 +173,20 @@ def check_data(name: str, config: Any, known: Sequence[str]) -> None:
     """
     if name != "calibrate" and isinstance(config, Config) and not config.data.is_chosen:
         raise ValueError(
-            "data: expected a dataset, got none. Choose experiment=quickstart, which trains on the "
-            f"sample data=kuairand, or data= with one of {', '.join(known)}; `hotrec init LOG` "
-            "describes a log of your own."
+            "data: expected a dataset, got none. Choose experiment=quickstart, which trains on "
+            f"the sample data=kuairand, or data= with one of {', '.join(known)}; `hotrec init LOG` "
+            "describes your own log."
         )
 
 
 def check_inputs(name: str, config: Any, run_dir: Path, words: Sequence[str]) -> None:
-    """Check that the artifacts that a command reads are there.
+    """Check that the artifacts that a command reads exist.
 
     Args:
         name: The command.
         config: Its configuration.
         run_dir: Its run directory; a training run that resumes needs no profile.
-        words: Overrides and flags, with which another command makes what is missing.
+        words: Overrides and flags, for the command that creates a missing artifact.
 
     Raises:
         ArtifactError: If one is missing or of another dataset; the message has that command.
@@ -215,7 +215,7 @@ def _check_there(path: str, kind: str, command: str, words: Sequence[str]) -> No
     manifest = Path(path) / MANIFEST
     if not manifest.is_file():
         with suppress(ArtifactError):
-            read_artifact(Path(path), kind=kind)  # which waits for one that is being replaced
+            read_artifact(Path(path), kind=kind)  # waits for one that is being replaced
             return
         raise ArtifactError(
             f"{manifest}: expected the manifest of a {kind}, got no such file. "
@@ -228,7 +228,7 @@ def _advice(command: str, words: Sequence[str]) -> str:
 
 
 def command_text(command: str, words: Sequence[str]) -> str:
-    """A command as it would be typed; the directory ``conf`` need not be named."""
+    """A command as typed; the directory ``conf`` can be omitted."""
     own = ["--config-dir", str(USER_CONF)]
     words = words[2:] if list(words[:2]) == own else words
     return shlex.join(["hotrec", command, *words])

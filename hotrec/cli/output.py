@@ -1,4 +1,4 @@
-"""What a command prints: its log, and for an error one line that says what to do.
+"""Output of a command: its log, and one line with advice for an error.
 
 Standard output stays free for the line of figures. Errors that hotrec raises on purpose, refusals
 of the operating system and configurations that do not compose explain themselves. Anything else is
@@ -116,7 +116,7 @@ class EndedEarly(Exception):  # noqa: N818 (nothing is wrong)
 
 
 def is_reader_gone(error: BaseException) -> bool:
-    """Whether an error says that nobody reads standard output any more, as after ``| head``."""
+    """Whether an error means that stdout was closed, as after ``| head``."""
     if not isinstance(error, BrokenPipeError):
         return False
     poll = select.poll()
@@ -145,11 +145,11 @@ def print_error(error: BaseException, *, wants_trace: bool) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """One line, beginning with the full configuration key where the error has one."""
+    """One line, starting with the full configuration key if the error has one."""
     text = " ".join(_describe_kind(error).split())
-    # Refusals of a single value say all with what is expected.
+    # Refusals of a single value are clear without advice.
     is_without_advice = re.search(r": expected .*, got (?!.*\. [A-Z])", text)
-    return f"{text.removesuffix('.')}. Correct it and start again." if is_without_advice else text
+    return f"{text.removesuffix('.')}. Correct it and run again." if is_without_advice else text
 
 
 def _describe_kind(error: BaseException) -> str:
@@ -190,9 +190,9 @@ def _explains_itself(error: BaseException) -> bool:
 
 
 def _message_of_worker(error: BaseException) -> str | None:
-    """The message that hotrec raised in a loader's worker process, out of torch's trace around it.
+    """The message of hotrec's error in a loader's worker process, extracted from torch's trace.
 
-    None for other errors, and for those that a library raised there.
+    None for other errors, and for those of libraries.
     """
     text = str(error)
     _, is_of_worker, trace = text.partition("Original Traceback")
@@ -218,13 +218,12 @@ def _describe_lost_worker(error: BaseException) -> str | None:
     end = found[2].split(".")[0].removesuffix(":")
     return (
         f"loader worker (process {found[1]}): expected to read until the end, got one that {end}. "
-        "See whether it ran out of memory, /dev/shm or open files (ulimit -n), or set "
-        "trainer.num_workers=0."
+        "Check memory, /dev/shm and open files (ulimit -n), or set trainer.num_workers=0."
     )
 
 
 def _describe_exhausted(error: BaseException) -> str | None:
-    """What the system refused to a library, in whatever words that says it."""
+    """A resource that the system refused to a library, in any wording."""
     text = str(error).split("\n")[0].removesuffix(".")
     if not isinstance(error, MemoryError) and not _EXHAUSTED.search(text):
         return None
@@ -238,17 +237,17 @@ def _describe_os_error(error: OSError) -> str:
     if error.errno is None or error.strerror is None or ": expected " in str(error.strerror):
         return str(error.strerror or error)
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    # Of a copy the second is the one that is written.
+    # A copy writes the second file.
     what = (is_full and error.filename2) or error.filename or "a file or connection"
     advice = _OS_ADVICE.get(error.errno, "Check the path and its file system.")
-    return f"{what}: expected access to it, got the system's error {error.strerror!r}. {advice}"
+    return f"{what}: expected access, got the system's error {error.strerror!r}. {advice}"
 
 
 def _describe_key_error(error: OmegaConfBaseException) -> str:
     message = (error.msg or str(error)).split("\n")[0].strip()
     key = str(error.full_key or "").rstrip("_")  # of run.from_
     if isinstance(error, MissingMandatoryValue):
-        return f"{key}: expected a value, got none. Give {key}=..."
+        return f"{key}: expected a value, got none. Set {key}=..."
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return _describe_unknown_key(key, error.object_type)
     for pattern, expected, got in _OMEGACONF:
@@ -256,8 +255,8 @@ def _describe_key_error(error: OmegaConfBaseException) -> str:
             text = f"expected {expected}, got {got}. {_see_help(key)}"
             return f"{key or 'configuration'}: {match.expand(text)}"
     return (
-        f"{key or 'configuration'}: expected a value of another form, got one of which OmegaConf "
-        f"says {message!r}. See --help."
+        f"{key or 'configuration'}: expected another type of value, got an OmegaConf error: "
+        f"{message!r}. See --help."
     )
 
 
@@ -320,8 +319,8 @@ def _raised_in(trace: TracebackType | None, package: Path) -> bool:
 def start_logging(run_dir: Path, *, is_brief: bool = False) -> None:
     """Send log records to stderr and rank 0's also to ``run_dir``; replaces earlier handlers.
 
-    Other ranks show warnings only: they would repeat rank 0. Where a table follows, ``is_brief``
-    leaves warnings and progress.
+    Other ranks only show warnings: they would repeat rank 0. If a table follows, ``is_brief`` only
+    keeps warnings and progress.
     """
     is_first = environment_rank() == 0
     form = f"%(asctime)s {rank_prefix()}%(levelname).1s %(name)s: %(message)s"
@@ -344,13 +343,13 @@ def start_logging(run_dir: Path, *, is_brief: bool = False) -> None:
     root.setLevel(logging.WARNING)  # of other libraries
     logging.getLogger("hotrec").setLevel(logging.INFO)
     logging.captureWarnings(True)
-    # A full disk is reported by whatever else cannot be written, not by a trace for each record.
+    # A full disk is reported by other failed writes, not by a trace for each record.
     logging.raiseExceptions = False
     threading.excepthook = _log_thread_error
 
 
 class _Console(logging.StreamHandler[Any]):
-    """Standard error, where a record stands above the bar that is being shown."""
+    """Standard error, with records above the progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with Progress.external_write_mode(file=self.stream):
@@ -358,7 +357,7 @@ class _Console(logging.StreamHandler[Any]):
 
 
 def _log_thread_error(args: threading.ExceptHookArgs) -> None:
-    """Write an error of a library's thread into the log file; what needs the thread fails too."""
+    """Write an error of a library's thread into the log file; users of the thread fail too."""
     if args.exc_value is not None:
         log_trace(args.exc_value)
 
@@ -371,9 +370,9 @@ def quiet_torch() -> None:
 def _is_for_console(record: logging.LogRecord) -> bool:
     """Whether the console shows a record; the file has all of them.
 
-    Warnings of other libraries are left out, because the planner gives one for every hot table. So
+    Warnings of other libraries are omitted, because the planner gives one for every hot table. So
     are traces, because the exception is printed once, at the end of the command, and lines of
-    progress where there is a bar.
+    progress if there is a bar.
     """
     if is_line_of_progress(record) and sys.stderr.isatty():
         return False
@@ -410,7 +409,7 @@ def stop_logging() -> None:
 
 
 def log_trace(error: BaseException) -> None:
-    """Write an error with its trace into the run's log file, where there is one."""
+    """Write an error with its trace into the run's log file, if there is one."""
     trace = (type(error), error, error.__traceback__)
     message = "the command failed"
     record = logging.LogRecord("hotrec", logging.ERROR, __file__, 0, message, (), trace)

@@ -14,7 +14,8 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from hotrec.assemble.job import chosen_device, make_machine
+from hotrec.assemble.job import chosen_device, plan_job
+from hotrec.assemble.machine import make_machine
 from hotrec.assemble.model import build_unsharded
 from hotrec.assemble.planning import SettledPlan, make_proposal
 from hotrec.cli.launch import BRIEF
@@ -57,10 +58,10 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
     machine = _machine(config)
     # Each job of a sweep keeps its own partition.
     output = run_dir / PARTITION if _is_in_sweep() else Path(config.paths.partition)
-    proposal = make_proposal(config, dataset, machine, is_plan=True)
+    proposal = make_proposal(plan_job(config, dataset.schema), dataset, machine, is_plan=True)
     settled = proposal.settle(output, proposal.recorded_trial if config.plan.trial else None)
     unsharded = build_unsharded(
-        proposal.spec,
+        proposal.job.spec,
         settled.plan,
         settled.placement,
         machine,
@@ -79,14 +80,14 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
     if settled.prediction is not None:
         figures |= _predicted_figures(settled)
         figures["page"] = write_plan_page(settled.prediction, run_dir)
-    # When everything has been written: an error is then the only thing that is said.
+    # After everything has been written, so that an error is the last line.
     if BRIEF not in os.environ and not _is_in_sweep():
         print(text, file=sys.stderr)
     return figures | _partition_figures(settled)
 
 
 def _use_outline(config: Config) -> Config:
-    """The configuration; where the data is not there yet, with the paths of its outline."""
+    """The configuration; if the data does not exist yet, with the paths of its outline."""
     outline, dataset = config.data.outline, Path(config.paths.dataset)
     if outline is None or dataset.exists():
         return config
@@ -143,7 +144,7 @@ def _partition_figures(settled: SettledPlan) -> dict[str, Any]:
 
 
 def _machine(config: Config) -> Machine:
-    plan = config.plan
+    plan, (hbm_gib, host_gib) = config.plan, _memory_of(config.planner)
     ranks_per_host = plan.ranks_per_host or plan.world_size
     if plan.world_size % ranks_per_host:
         raise ValueError(
@@ -151,21 +152,21 @@ def _machine(config: Config) -> Machine:
             f"got {ranks_per_host}."
         )
     return make_machine(
-        _with_memory(config.planner),
         world_size=plan.world_size,
         ranks_per_host=ranks_per_host,
         device=chosen_device(plan.device),
         batch_size=config.trainer.batch_size,
+        hbm_gib=hbm_gib,
+        host_gib=host_gib,
     )
 
 
-def _with_memory(planner: PlannerConfig) -> PlannerConfig:
-    """With the memory of the machine that built-in costs stand for, where none is given."""
+def _memory_of(planner: PlannerConfig) -> tuple[float | None, float | None]:
+    """GiB per device and host; where none are given, of the machine that built-in costs are of."""
     costs = BUILTIN.get(planner.costs)
     if costs is None:
-        return planner
-    return replace(
-        planner,
-        hbm_gib=planner.hbm_gib or costs.device_bytes / GIB or None,
-        host_gib=planner.host_gib or costs.host_bytes / GIB,
+        return planner.hbm_gib, planner.host_gib
+    return (
+        planner.hbm_gib or costs.device_bytes / GIB or None,
+        planner.host_gib or costs.host_bytes / GIB,
     )

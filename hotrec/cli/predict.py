@@ -17,7 +17,7 @@ from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, find_trained
 
 logger = logging.getLogger(__name__)
 _NUM_SHOWN = 12
-# More than the held-out samples have, by which a share is worth a warning.
+# Difference to the share of the held-out samples that is worth a warning.
 _NOTABLE_FRAC = 0.1
 
 
@@ -28,7 +28,7 @@ def run(config: PredictConfig, run_dir: Path) -> dict[str, Any]:
     with watched_ranks(run_dir, device="cpu", timeout_s=config.timeout_s) as ranks:
         found = same_verdict(lambda: find_trained(config.run_dir) if ranks.is_first else None)
         trained_dir = broadcast_object(found)
-        assert trained_dir is not None  # rank 0 has found it
+        assert trained_dir is not None  # found by rank 0
         trained = same_verdict(lambda: read_config(trained_dir / CONFIG_FILE, Config))
         scored = predict_run(config, trained, trained_dir)
     elapsed_s = time.perf_counter() - start_s
@@ -54,7 +54,7 @@ def run(config: PredictConfig, run_dir: Path) -> dict[str, Any]:
 
 
 def say_unknown(scored: ScoredFiles) -> None:
-    """Say how many ids have no row, and how many that is in the held-out samples."""
+    """Log the unknown ids, with the share in the held-out samples."""
     by_frac = sorted(scored.unknown_ids.items(), key=lambda item: -item[1]["unknown_frac"])
     shares, is_odd = [], False
     for column, of in by_frac[:_NUM_SHOWN]:
@@ -64,5 +64,5 @@ def say_unknown(scored: ScoredFiles) -> None:
         is_odd |= of["unknown_frac"] > (usual or 0.0) + _NOTABLE_FRAC
     if shares:
         level = logging.WARNING if is_odd else logging.INFO
-        words = "ids without a row of their own (unseen or rare in training): %s"
+        words = "unknown ids (unseen or rare in training): %s"
         logger.log(level, words, ", ".join(shares))

@@ -1,4 +1,4 @@
-"""``hotrec prepare``: a raw log, or a synthetic one, becomes a dataset or extends one."""
+"""``hotrec prepare``: turns a raw or synthetic log into a dataset, or extends one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOSTLY_UNKNOWN_FRAC = 0.5
 
 
 def run(config: Config, run_dir: Path) -> dict[str, Any]:
-    """Write or extend paths.dataset, or prune what is kept of it; ranks share the files."""
+    """Write or extend paths.dataset, or prune its generations; ranks share the files."""
     output = Path(config.paths.dataset)
     start_s = time.perf_counter()
     # Ranks exchange objects and files, no tensors, so gloo is enough on any machine.
@@ -83,7 +83,7 @@ def _prune(config: Config, output: Path) -> dict[str, Any]:
     except LockedError as error:
         if not config.append:
             raise
-        # The dataset has been extended, which a second try would be refused for.
+        # The dataset has been extended, so a second try would be refused.
         logger.warning("prune: nothing was removed: %s", error)
         pruned, freed_bytes = [], 0
     kept = kept_generations(output)
@@ -95,7 +95,7 @@ def _prune(config: Config, output: Path) -> dict[str, Any]:
 
 
 def figures_of(dataset: Dataset) -> dict[str, Any]:
-    """What the line of ``prepare`` says of a dataset itself."""
+    """Figures of the dataset in the JSON line of ``prepare``."""
     artifact = dataset.artifact
     growth = growth_of(dataset)
     return {

@@ -1,7 +1,7 @@
 """Print an error that several ranks of a host share once.
 
-Ranks under torchrun leave notes for each other in the directory of torchrun's error files. A rank
-writes its note after it has printed the error, so if it dies in between another rank prints it.
+Ranks under torchrun leave marker files in the directory of torchrun's error files. A rank writes
+its marker after it has printed the error, so if it dies in between another rank prints it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hotrec.cli.launch import environment_rank
 
-# How long to wait for a rank that is about to print, and between two looks.
+# How long to wait for a rank that is about to print, and the polling interval.
 WAIT_S, LOOK_S = 2.0, 0.02
 
 
@@ -59,7 +59,7 @@ def notes_folder(error_file: str) -> Path | None:
 
 
 def note_of(notes: Path, rank: int) -> Path:
-    """The file that says that a rank's error has been printed, by itself or another."""
+    """The marker file of a printed error, by the rank itself or another."""
     return notes / f"rank-{rank}.printed"
 
 

@@ -1,4 +1,4 @@
-"""``hotrec profile``: count the lookups of every row of a dataset, and draw what they cover."""
+"""``hotrec profile``: count the lookups of every row of a dataset, and draw their coverage."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from hotrec.runtime.progress import Progress
 logger = logging.getLogger(__name__)
 
 COVERAGE_PICTURE = "coverage.png"
-# Drift is seen at this share of the rows, where their held-out share of lookups is less than this
-# multiple of that in training. Few rows by popularity are hardly ranked by chance.
+# Drift is detected at this share of the rows, if their held-out share of lookups is less than this
+# multiple of that in training. The ranking of few popular rows is hardly random.
 DRIFT_AT, DRIFT_RATIO = 0.01, 0.9
-# A table of which more of the held-out lookups are of rows without a lookup in training.
+# Maximum share of a table's held-out lookups of rows without a lookup in training.
 UNSEEN_FRAC = 0.5
 
 
@@ -70,10 +70,10 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
 
 
 def _warn_of_drift(profile: Profile, content: Mapping[str, Any]) -> None:
-    """Say so where rows that are popular in training serve far fewer of the held-out lookups.
+    """Warn if rows that are popular in training serve far fewer of the held-out lookups.
 
-    A table whose held-out values are new, such as a weekday that training did not have, is another
-    matter: its rows tell nothing of the popularity of others.
+    Tables with new held-out values, such as a weekday that training did not have, are excluded:
+    their rows are not evidence of drift.
     """
     unseen = {
         name: table["heldout_unseen_frac"]
@@ -82,8 +82,7 @@ def _warn_of_drift(profile: Profile, content: Mapping[str, Any]) -> None:
     }
     for name, frac in unseen.items():
         logger.warning(
-            "table %s: training has no values of %.1f%% of the held-out lookups, so nothing is "
-            "learned of them",
+            "table %s: %.1f%% of the held-out lookups have values unseen in training",
             *(name, 100 * frac),
         )
     train, heldout = _shares(content["landmarks"])
@@ -94,10 +93,10 @@ def _warn_of_drift(profile: Profile, content: Mapping[str, Any]) -> None:
         train, heldout = _shares(landmarks(merge_histograms(others), profile.sampling))
     if _drifts(train, heldout):
         logger.warning(
-            "popularity drifts: the %.3g%% of the rows that are read most take %.1f%% of the "
-            "lookups in training, and %.1f%% in the held-out part. Train in order of time with a "
-            "hot set that follows the data (order=time placement.adapt_every_steps=100), or "
-            "profile newer data",
+            "popularity drift: the most-read %.3g%% of the rows serve %.1f%% of the lookups in "
+            "training, and %.1f%% in the held-out part. Train in order of time with a hot set "
+            "that follows the data (order=time placement.adapt_every_steps=100), or profile "
+            "newer data",
             *(100 * DRIFT_AT, 100 * train, 100 * (heldout or 0.0)),
         )
 

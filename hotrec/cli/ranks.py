@@ -34,10 +34,10 @@ from hotrec.cli.launch import end_with_parent
 from hotrec.cli.print_once import note_of, notes_folder
 from hotrec.runtime.watchdog import EXIT_CODE
 
-# Exit codes that follow from another rank's end: the watchdog's, then those of torchrun's SIGTERM,
-# before a rank handles it and after.
+# Exit codes caused by another rank's end: the watchdog's, then those of torchrun's SIGTERM, before
+# a rank handles it and after.
 CONSEQUENCES = {EXIT_CODE: 1, -signal.SIGTERM: 2, 128 + signal.SIGTERM: 2}
-# Failures this far apart may have come in either order: torchrun notes whole seconds.
+# Failures this close may have happened in either order: torchrun records whole seconds.
 SAME_TIME_S = 1
 # How long host 0 may take to start, and the seconds between two attempts and two lines.
 JOIN_S, _PAUSE_S, _SAY_S, _LOOK_S = 300.0, 0.5, 10.0, 5.0
@@ -46,8 +46,8 @@ JOIN_S, _PAUSE_S, _SAY_S, _LOOK_S = 300.0, 0.5, 10.0, 5.0
 def ended_first(failures: Mapping[int, ProcessFailure]) -> int:
     """The rank that failed first, of failures by rank.
 
-    When a rank dies, the watchdog or torchrun ends the others within milliseconds. So of failures
-    at the same time, an independent one goes before those that may follow from it.
+    When a rank dies, the watchdog or torchrun ends the others within milliseconds. So among
+    simultaneous failures, an independent one precedes those that it may have caused.
     """
     start_s = min(failure.timestamp for failure in failures.values())
 
@@ -61,16 +61,16 @@ def ended_first(failures: Mapping[int, ProcessFailure]) -> int:
 
 
 def was_printed(rank: int, failure: ProcessFailure) -> bool:
-    """Whether the rank failed in good order, and what ended it has been printed."""
+    """Whether the rank failed in a controlled way, with its error printed."""
     notes = notes_folder(failure.error_file)
     return failure.exitcode == 1 and notes is not None and note_of(notes, rank).exists()
 
 
 def take_shutdown_timeout(arguments: Sequence[str]) -> list[str]:
-    """Apply ``--shutdown-timeout`` where torchrun has no such option (torch 2.11).
+    """Apply ``--shutdown-timeout`` if torchrun has no such option (torch 2.11).
 
     Returns:
-        The arguments that are left for torchrun.
+        The remaining arguments for torchrun.
     """
     if "--shutdown-timeout" in get_args_parser().format_help():
         return list(arguments)
@@ -107,9 +107,9 @@ def hand_on_later_interrupts() -> None:
 
 
 class LoopbackStore(TCPStore):
-    """A store whose server listens on this host's loopback address alone.
+    """A store whose server only listens on this host's loopback address.
 
-    torchrun's listens on all addresses of the host, also for ranks of one host, and answers anyone.
+    torchrun's listens on all addresses of the host, even for ranks of one host, and accepts anyone.
     """
 
     def __init__(self, host_name: str, port: int, *, is_master: bool, **options: Any) -> None:
@@ -129,12 +129,12 @@ def listen_on_loopback() -> None:
 
 
 def wait_for_host_0(given: argparse.Namespace) -> None:
-    """Wait for the rendezvous where another host holds it, and say so.
+    """Wait for the rendezvous on another host and print a line.
 
-    torchrun would be silent for a minute, and then show a stack of C++.
+    torchrun itself would be silent for a minute and then print a C++ stack.
 
     Raises:
-        OSError: If nobody listens there within JOIN_S.
+        OSError: If the rendezvous is unreachable for JOIN_S.
     """
     endpoint = str(given.rdzv_endpoint)
     host, _, port = endpoint.rpartition(":")
@@ -161,7 +161,7 @@ def main() -> int:
     if "--standalone" in sys.argv:
         listen_on_loopback()
     # The ranks have printed the error, which the agent would repeat with its own trace. By level,
-    # since torch gives levels of their own to many of its loggers.
+    # since many of torch's loggers have their own levels.
     logging.disable(logging.ERROR)
     arguments = take_shutdown_timeout(sys.argv[1:])
     hand_on_later_interrupts()
@@ -180,9 +180,9 @@ def main() -> int:
     except (RendezvousError, dist.DistError, OSError) as error:
         reason = str(error).split("\n")[0].removesuffix(".")
         print(
-            "error: rendezvous: expected all hosts to meet at "
-            f"{given.rdzv_endpoint or 'a common endpoint'}, got {reason}. See whether host 0 has "
-            "started, and whether this host reaches it.",
+            "error: rendezvous: expected all hosts at "
+            f"{given.rdzv_endpoint or 'a common endpoint'}, got {reason}. Check that host 0 has "
+            "started and is reachable.",
             file=sys.stderr,
         )
         return 1

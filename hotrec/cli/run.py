@@ -1,4 +1,4 @@
-"""``hotrec run``: from a log to a page, each stage only where its result is not current."""
+"""``hotrec run``: from a log to a report; stages with a current result are skipped."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ from hotrec.runtime.run_dir import (
 logger = logging.getLogger(__name__)
 
 PURPOSE = {
-    "prepare": "the log becomes memory-mapped chunks",
-    "profile": "how often is each row looked up",
-    "calibrate": "what does this machine take for each part of a step",
-    "plan": "which rows are hot and which pipeline trains, by predicted time",
-    "train": "the fastest plan, which a short trial may decide",
-    "torchrec": "the same model with the plan of TorchRec's planner",
-    "counterpart": "the same model with hot rows, or without where the chosen plan has some",
-    "evaluate": "the checkpoint on held-out samples",
-    "compare": "the plans train in turns: which is faster, and by how much",
-    "report": "one page of it all",
+    "prepare": "convert the log to memory-mapped chunks",
+    "profile": "count the lookups of each row",
+    "calibrate": "time the parts of a step on this machine",
+    "plan": "choose hot rows and pipeline by predicted time",
+    "train": "train with the fastest plan, possibly after a trial",
+    "torchrec": "train the same model with the plan of TorchRec's planner",
+    "counterpart": "train the same model with hot rows, or without if the chosen plan has some",
+    "evaluate": "evaluate the checkpoint on held-out samples",
+    "compare": "interleave the plans and compare their speed",
+    "report": "write the report",
 }
 REPORT_PAGE, TEST = "report.html", "test"
 PLANNER = f"{TORCHREC} planner"  # the placement that a run of TorchRec's planner records
@@ -68,17 +68,17 @@ PLANNER = f"{TORCHREC} planner"  # the placement that a run of TorchRec's planne
 def run(
     config: Config, run_dir: Path, words: Sequence[str], environment: Mapping[str, str]
 ) -> Figures:
-    """Run the stages that are not current, as commands of their own, and sum up.
+    """Run the stages that are not current, as separate commands, and sum up.
 
     Args:
         config: The configuration of all stages.
-        run_dir: Directory of this command. The stages of an equal command in a directory beside it
-            are used, and continued where they ended.
+        run_dir: Directory of this command. The stages of an equal command in a sibling directory
+            are reused and continued.
         words: Overrides and flags of this command, for the stages.
         environment: The environment of the stages.
 
     Raises:
-        CommandFailed: If a stage fails, after it has said why; with its exit code.
+        CommandFailed: If a stage fails, after its error message; with its exit code.
         ValueError: If the dataset is to be extended.
     """
     if config.prune is not None:
@@ -97,7 +97,7 @@ def run(
 
 @dataclass(frozen=True)
 class _CostsInUse:
-    """What identifies the costs that plans rest on, and what is to be said of them, if anything."""
+    """The identity of the plans' costs, and warnings about them."""
 
     digest: str
     caveat: str | None
@@ -120,7 +120,7 @@ class _Chain:
         if first is not None and first.name not in self.names:
             raise ValueError(
                 f"run.from: expected one of the stages {', '.join(self.names)}, got {first.name}. "
-                "Choose another, or set run.compare=true if it is one of comparing."
+                "Choose another, or set run.compare=true for the stages of the comparison."
             )
         at = len(self.names) if first is None else self.names.index(first.name)
         self.anew = set(self.names[at:])
@@ -139,7 +139,7 @@ class _Chain:
             theirs = replace(config, placement=TorchrecPlacement(PlacementKind.torchrec))
             check_settings(theirs, device=device)
         num_files = _num_files(config.data.source)
-        # More ranks than files have nothing to do.
+        # More ranks than files would be idle.
         few = [f"launch.num_ranks={min(config.launch.num_ranks, num_files)}"]
         self.do("prepare", ["prepare", *words, *few], lambda: find_artifact("prepare", config))
         check_with_data(config, Dataset.open(config.paths.dataset), world_size=num_ranks)
@@ -176,14 +176,14 @@ class _Chain:
         return f"{self.names.index(name) + 1}/{len(self.names)} {name}"
 
     def do_recorded(self, name: str, words: Sequence[str], digest: str) -> None:
-        """Make a stage, unless its directory has the record that it was made from just this."""
+        """Make a stage, unless its directory has a record of exactly these inputs."""
         record = self.folder / name / RECORD
         self.do(name, words, lambda: read_made(record, digest))
         if name in self.made:
             write_made(record, digest, self.figures[name])
 
     def start(self, name: str, words: Sequence[str]) -> Figures:
-        """Run a command in a process of its own; its figures."""
+        """Run a command in a separate process; returns its figures."""
         output = self.run_dir / f"{name}.json"
         variables = {
             **self.environment,
@@ -200,7 +200,7 @@ class _Chain:
         return dict(json.loads(output.read_text().splitlines()[-1]))
 
     def find_costs(self) -> Figures | None:
-        """Costs that were measured on this machine, for as many ranks and samples, and well."""
+        """Reliable costs measured on this machine for the same number of ranks and samples."""
         from hotrec.assemble.job import chosen_device
         from hotrec.runtime.memory import read_fingerprint
 
@@ -219,7 +219,7 @@ class _Chain:
         return None
 
     def read_costs(self) -> _CostsInUse:
-        """The costs that plans rest on."""
+        """The costs used by plans."""
         if not self.measures:
             return _CostsInUse(self.config.planner.costs, None)
         path = self.config.paths.costs
@@ -229,28 +229,28 @@ class _Chain:
     def inputs(self) -> str:
         """The digest of what is planned and trained."""
         settings = asdict(self.config)
-        for name in ("run", "overwrite", "allow_repeats"):  # which change nothing that is trained
+        for name in ("run", "overwrite", "allow_repeats"):  # these do not affect training
             del settings[name]
         paths = self.config.paths
         made_from = [content_hash(paths.dataset, DATASET), content_hash(paths.profile, PROFILE)]
         return digest_of(settings, made_from)
 
     def find_folder(self, costs: _CostsInUse) -> Path:
-        """The directory of an equal command beside this one, or this command's own.
+        """The directory of an equal command next to this one, or this command's own.
 
-        A run that was planned with other costs is made anew, unless these are not to be trusted
-        themselves, or it has not ended: what it has trained is not lost.
+        A run planned with other costs is repeated, unless the new costs are untrusted, or it is
+        unfinished: its training is not lost.
         """
         digest = self.inputs()
         mine = self.run_dir / RECORD
         if mine.exists() and read_made(mine, digest) is None:
             raise ValueError(
                 f"{RUN_DIR}: expected a new directory, or that of the same configuration and data, "
-                f"got {self.run_dir} of others. Name another directory."
+                f"got {self.run_dir} of others. Use another directory."
             )
         beside = sorted(self.run_dir.parent.glob(f"*/{RECORD}"), key=lambda p: p.stat().st_mtime)
         found: list[Path] = []
-        if TRAINED in self.anew:  # what was trained before stays
+        if TRAINED in self.anew:  # the earlier run is kept
             beside = []
         for path in beside:
             made = read_made(path, digest)
@@ -267,9 +267,9 @@ class _Chain:
         return found[-1]
 
     def train_others(self) -> None:
-        """Train what the run is compared with: TorchRec's planner, and the other kind of plan.
+        """Train the baselines of the run: TorchRec's planner, and the other kind of plan.
 
-        With hot rows and without, the pipeline is the same, so that hot rows are what differs.
+        The pipeline with hot rows and without is the same, so that only hot rows differ.
         """
         trained = self.figures[TRAINED]
         words = self.without_placement()
@@ -285,23 +285,23 @@ class _Chain:
         self.do(COUNTERPART, again, lambda: read_finished(self.folder / COUNTERPART))
 
     def without_placement(self) -> list[str]:
-        """The words of this command but for its placement."""
+        """The words of this command except for its placement."""
         groups = ("placement=", "placement.", "pipeline=")
         return [word for word in self.words if not word.startswith(groups)]
 
     def settings_for(self, kind: PlacementKind) -> list[str]:
-        """Those of the placement's settings, such as its tier, that another placement has, too."""
+        """The placement's settings that another placement has too, such as its tier."""
         keys = {f"placement.{item.name}" for item in fields(VARIANTS["placement"][kind.name])}
         return [word for word in self.words if word.partition("=")[0] in keys]
 
     @property
     def trained(self) -> list[Path]:
-        """The directories of what was trained: the run, and what it is compared with."""
+        """The directories of the trained runs: the run and its baselines."""
         names = (TRAINED, COMPARISON, COUNTERPART)
         return [self.folder / name for name in names if name in self.figures]
 
     def compare(self) -> None:
-        """Let the plans take turns."""
+        """Compare the plans in interleaved blocks."""
         runs = f"runs=[{','.join(quoted(str(run)) for run in self.trained)}]"
         config = self.config
         words = ["compare", runs, f"launch.num_ranks={config.launch.num_ranks}"]
@@ -311,7 +311,7 @@ class _Chain:
         )
 
     def evaluate(self) -> None:
-        """Evaluate on the test split, or the validation split; training has often done that."""
+        """Evaluate on the test split, or the validation split, unless training has done that."""
         trained = self.figures["train"]
         has = self.figures["prepare"].get("num_samples", {})
         split = TEST if has.get(TEST) else "valid"
@@ -377,12 +377,12 @@ class _Chain:
     def next_step(self) -> str:
         if not self.config.run.compare:
             again = command_text("run", [*self.words, "run.compare=true"])
-            return f"`{again}` also trains with TorchRec's planner, and lets the plans take turns"
+            return f"`{again}` also trains with TorchRec's planner and compares the plans"
         return "docs/sweeps.md compares other models, batches and machines"
 
 
 def _num_files(source: SourceSpec | None) -> int:
-    """Files of a log; 1 where they are gone, which matters only if they are to be prepared."""
+    """Files of a log; 1 if they are gone, which only matters for preparing them."""
     with suppress(ValueError):
         return 1 if source is None else len(find_files(source.files, source.format))
     return 1

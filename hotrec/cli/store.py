@@ -34,7 +34,7 @@ MAX_YAML_BYTES, MAX_YAML_ALIASES = 1 << 20, 20
 
 
 def conf_dir() -> Path:
-    """The directory of YAML files: inside the package in a wheel, beside it in a checkout.
+    """The directory of YAML files: inside the package in a wheel, next to it in a checkout.
 
     Raises:
         RuntimeError: If neither exists.
@@ -50,7 +50,7 @@ def conf_dir() -> Path:
 
 
 def user_conf_dir() -> Path | None:
-    """``conf`` in the current directory, if it holds groups of the user's."""
+    """``conf`` in the current directory, if it has groups of the user."""
     if not USER_CONF.is_dir() or USER_CONF.samefile(conf_dir()):
         return None
     groups = (path.name for path in conf_dir().iterdir() if path.is_dir())
@@ -64,7 +64,7 @@ def options_of(group: str, own: Iterable[Path] = ()) -> dict[str, Path]:
 
 
 def settings_of(root: str, group: str) -> dict[str, dict[str, Any]]:
-    """What the files of a group's choices set, and the root configuration after them."""
+    """The settings of a group's choices, and of the root configuration after them."""
     own = _read_yaml(conf_dir() / f"{root}.yaml").get(group) or {}
     return {name: _read_yaml(file) | own for name, file in options_of(group).items()}
 
@@ -94,7 +94,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 
 @functools.cache
 def register_schemas() -> None:
-    """Make the dataclasses known to Hydra, under the names that the YAML files use."""
+    """Register the dataclasses with Hydra, under the names that the YAML files use."""
     store = ConfigStore.instance()
     for name, root in ROOTS.items():
         store.store(name=f"{name}_schema", node=root)
@@ -130,8 +130,8 @@ def build_config(composed: DictConfig) -> Any:
 
 
 def quoted(text: str) -> str:
-    """A text as a value of an override, whatever signs it has."""
-    # In double quotes, since a shell's are single ones.
+    """A text as a value of an override, with any special characters."""
+    # In double quotes, because the shell's are single.
     return QuotedString(text.replace("${", "\\${"), Quote.double).with_quotes()
 
 
@@ -143,7 +143,7 @@ def check_overrides(words: Sequence[str], *, is_multirun: bool = False) -> None:
         is_multirun: Whether an override may be a sweep over several values.
 
     Raises:
-        ValueError: If one cannot be read, or gives a group something else than its choices.
+        ValueError: If one cannot be read, or sets a group to an unknown choice.
     """
     for word in words:
         key = word.partition("=")[0].lstrip("+~").strip()
@@ -151,8 +151,8 @@ def check_overrides(words: Sequence[str], *, is_multirun: bool = False) -> None:
             raise ValueError(f"{word}: expected key=value, got no key. See --help.")
         if "=" not in word and not word.startswith("~"):
             raise ValueError(
-                f"{word}: expected key=value, got a word alone. Put paths before the keys of a "
-                "command that takes paths; see --help."
+                f"{word}: expected key=value, got {word} without a value. Put paths before the "
+                "keys of a command that takes paths; see --help."
             )
         try:
             override = _PARSER.parse_rule(word, "override")
@@ -161,14 +161,10 @@ def check_overrides(words: Sequence[str], *, is_multirun: bool = False) -> None:
         except (HydraException, ValueError) as error:
             reason = str(error).split("\n")[0]
             form = _quoted_form(word)
-            advice = "put text with special signs into quotes"
+            advice = "quote text with special characters"
             raise ValueError(
                 f"{key}: expected an override of the form key=value, got an error: {reason}. "
-                + (
-                    f"To give it as it stands, write {form}."
-                    if form
-                    else f"See --help, and {advice}."
-                )
+                + (f"To pass it literally, write {form}." if form else f"See --help, and {advice}.")
             ) from error
         choices = options_of(key) if (conf_dir() / key).is_dir() else []
         is_choice = is_sweep or override.is_delete() or isinstance(value, str | dict)
@@ -188,7 +184,7 @@ def check_overrides(words: Sequence[str], *, is_multirun: bool = False) -> None:
 
 
 def _quoted_form(word: str) -> str | None:
-    """The override with its texts in quotes, and itself so that a shell leaves it alone.
+    """The override with its texts in quotes, itself quoted for a shell.
 
     None if that cannot be read either.
     """
@@ -208,7 +204,7 @@ def _check_commas(word: str) -> None:
     """Refuse a list that splits the name of a file at its commas.
 
     Raises:
-        ValueError: If parts of it name no files, but do together.
+        ValueError: If its parts are not files, but the whole is one.
     """
     key, _, value = word.partition("=")
     parts = value.strip()[1:-1].split(",")
@@ -221,7 +217,7 @@ def _check_commas(word: str) -> None:
                 texts = [*parts[:first], quoted(name), *parts[end:]]
                 form = shlex.quote(f"{key}=[{','.join(texts)}]")
                 raise ValueError(
-                    f"{key}: expected a name with commas in quotes, got {name}, which stands for "
+                    f"{key}: expected a name with commas in quotes, got {name}, which is read as "
                     f"{end - first} names. Write {form}."
                 )
 
@@ -239,19 +235,19 @@ def _check_known_keys(node: DictConfig, parent: str) -> None:
 
 
 def check_yaml_files(path: Path) -> None:
-    """Refuse files whose aliases would multiply: OmegaConf copies what an alias stands for.
+    """Refuse files whose aliases would multiply: OmegaConf copies the target of an alias.
 
     Args:
         path: A YAML file, or a directory of them.
 
     Raises:
-        ValueError: If a file is large, has many aliases, or is no YAML.
+        ValueError: If a file is large, has many aliases, or is not YAML.
     """
     for file in [path] if path.is_file() else sorted(path.rglob("*.yaml")):
         if file.stat().st_size > MAX_YAML_BYTES:
             raise ValueError(
                 f"{file}: expected at most {MAX_YAML_BYTES} bytes of configuration, got "
-                f"{file.stat().st_size}. Put data into files of their own."
+                f"{file.stat().st_size}. Put data into separate files."
             )
         try:
             with file.open(encoding="utf-8") as text:
@@ -276,15 +272,15 @@ def check_yaml_files(path: Path) -> None:
 
 
 def read_config(path: Path, root: type) -> Any:
-    """Read the config.yaml that a run recorded, as the dataclasses it was made from.
+    """Read the config.yaml of a run into the configuration's dataclasses.
 
     Raises:
         ValueError: If it is missing or does not fit this version's schema.
     """
     if not path.exists():
         raise ValueError(
-            f"{path}: expected the recorded configuration of a run, got no such file. "
-            "Pass a directory that `hotrec train` wrote."
+            f"{path}: expected the recorded configuration of a run, got no such file. Pass a "
+            "directory written by `hotrec train`."
         )
     try:
         check_yaml_files(path)

@@ -22,7 +22,7 @@ from hotrec.config.roots import ReportConfig
 from hotrec.runtime.run_dir import COMPARISON, COUNTERPART, METRICS, POINT, SUMMARY, TRAINED
 
 PLAN, TRAIN, RUN = "plan", "train", "run"
-# What the page of a sweep of plan needs of each job besides its overrides.
+# Facts of each job that the page of a sweep of plan needs besides its overrides.
 FIELDS = {
     "num_ranks": "plan.world_size",
     "ranks_per_host": "plan.ranks_per_host",
@@ -37,7 +37,7 @@ _exit_codes: list[int] = []
 
 
 def leave_exit_code(run_dir: Path, exit_code: int) -> None:
-    """Leave a job's exit code to the process of the sweep."""
+    """Record a job's exit code for the process of the sweep."""
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / EXIT_CODE).write_text(f"{exit_code}\n")
 
@@ -51,7 +51,7 @@ def _collect_exit_codes(sweep_dir: Path) -> list[int]:
 
 
 def take_exit_codes() -> list[int]:
-    """Those that the jobs of the sweep that has ended left."""
+    """The exit codes recorded by the jobs of the finished sweep."""
     taken = list(_exit_codes)
     _exit_codes.clear()
     return taken
@@ -61,7 +61,7 @@ class Sweep(Callback):
     """Hydra callback that records each job of a sweep, and writes the page at its end.
 
     Args:
-        command: The command of the sweep, as ``hotrec.cli.app`` tells Hydra.
+        command: The command of the sweep, set by ``hotrec.cli.app``.
     """
 
     def __init__(self, command: str) -> None:
@@ -79,7 +79,7 @@ class Sweep(Callback):
                 point[MIN_SAMPLES_PER_S] = config.plan.min_samples_per_s
             job_dir = Path(config.hydra.runtime.output_dir)
             points = {job_dir: point}
-            if self._command == RUN:  # which trains in directories of its own
+            if self._command == RUN:  # it trains in separate directories
                 points = {job_dir / TRAINED: point}
                 if config.run.compare:
                     for name in (COMPARISON, COUNTERPART):
@@ -108,8 +108,8 @@ class Sweep(Callback):
 def write_report_of_sweep(sweep_dir: Path) -> None:
     """Compare the jobs of a sweep of train or run in report.html, report.json and sweep.csv.
 
-    The table is printed on stderr. Nothing is written where no job has recorded a figure: their
-    errors have been printed.
+    The table is printed on stderr. Nothing is written if no job has recorded a figure: their errors
+    have been printed.
     """
     from hotrec.cli.report import make_report_of
     from hotrec.report.read import find_jobs
@@ -130,7 +130,7 @@ def write_what_if_page(sweep_dir: Path) -> Path:
         The path of the page.
 
     Raises:
-        ValueError: If the directory holds no jobs, or they disagree on the required rate.
+        ValueError: If the directory has no jobs, or they disagree on the required rate.
     """
     from hotrec.report.what_if import read_predictions, what_if_text, write_what_if
 
@@ -161,7 +161,7 @@ def _read_required_rate(sweep_dir: Path) -> float | None:
 
 @contextmanager
 def _exit_on_error() -> Iterator[None]:
-    """End the process on an error, because Hydra turns a callback's exceptions into warnings."""
+    """Exit the process on an error, because Hydra turns a callback's exceptions into warnings."""
     try:
         yield
     except Exception as error:

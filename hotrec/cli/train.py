@@ -39,7 +39,7 @@ def _restart_advice(run_dir: Path) -> str:
         latest = find_latest(run_dir / CHECKPOINTS)
     except (OSError, ValueError):
         latest = None
-    again = f"Start the same command again with {RUN_DIR}={run_dir}"
+    again = f"Run the same command again with {RUN_DIR}={run_dir}"
     if latest is None:
         return f"{again}; there is no checkpoint yet, so training starts from the beginning."
     return f"{again}: it resumes from checkpoint {latest.name}."

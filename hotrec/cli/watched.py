@@ -20,21 +20,21 @@ def watched_ranks(
     device: str,
     timeout_s: float,
     watchdog_s: float = 120.0,
-    advice: Callable[[], str] = lambda: "Start the same command again.",
+    advice: Callable[[], str] = lambda: "Run the same command again.",
     memory_stacks: bool = False,
 ) -> Iterator[Ranks]:
     """Join the process group and watch its ranks.
 
     Args:
-        run_dir: Directory for what a lost run leaves.
+        run_dir: Directory for post-mortem files.
         device: "cpu", "cuda" or "auto".
         timeout_s: Limit of a collective.
         watchdog_s: Limit without progress in a step or an evaluation.
         advice: Returns the last sentence of the message about a lost rank.
-        memory_stacks: Whether a snapshot of GPU memory says which lines allocated it.
+        memory_stacks: Whether a snapshot of GPU memory has the stacks of its allocations.
 
     Raises:
-        CommandFailed: If a rank was lost, after that has been printed; with the watchdog's code.
+        CommandFailed: If a rank was lost, after printing the message; with the watchdog's code.
     """
     directory = set_up_flight_recorder(run_dir, device)
 
@@ -55,7 +55,7 @@ def watched_ranks(
             ):
                 yield ranks
         except LostRank as lost:
-            # Before the process group ends: it may wait for the rank that is gone.
+            # Before the process group ends: that may wait for the lost rank.
             log_trace(lost)
             print_error(lost, wants_trace=False)
             raise CommandFailed(EXIT_CODE) from lost

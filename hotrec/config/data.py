@@ -50,7 +50,7 @@ def time_ms(text: str, form: str = TimeUnit.iso) -> float:
         moment = datetime.fromisoformat(_OFFSET.sub(r"\1\2", _OF_UTC.sub("+00:00", text)))
     else:
         moment = datetime.strptime(text, form)
-        # Digits alone do not say where a year ends: "9010100" is no "%y%m%d%H".
+        # Digits alone do not show the end of a year: "9010100" is not "%y%m%d%H".
         if text.isdigit() and moment.strftime(form) != text:
             raise ValueError(f"{text!r} is not of the form {form!r}")
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
@@ -165,7 +165,7 @@ class ColumnSpec:
         is_one = kind is ColumnKind.dense and derive is Derive.none
         yield (
             is_one or not self.width,
-            f"width: expected 0 for what is no dense column, got {self.width}.",
+            f"width: expected 0 except for dense columns, got {self.width}.",
         )
         signs = form.decimal + form.thousands + form.ignore
         yield (
@@ -424,7 +424,7 @@ def _time_rules(times: dict[str, str]) -> Rules:
 
 
 def _is_form_of_time(form: str) -> bool:
-    """Whether a moment can be read from what is written in this form, wherever that is done."""
+    """Whether a text of this form determines a time, independent of the local time zone."""
     moment = datetime(2001, 2, 3, 16, tzinfo=UTC)
     try:
         at_hour_h = time_ms(moment.strftime(form), form) / 3_600_000 - moment.timestamp() / 3600
@@ -535,7 +535,7 @@ class OutlineSpec:
 
 @dataclass
 class DataSpec:
-    """A dataset: a log to read or a synthetic log; neither where others prepared it."""
+    """A dataset: a log to read or a synthetic log; neither if it was prepared elsewhere."""
 
     source: SourceSpec | None = key("the log to read", None)
     synthetic: SyntheticSpec | None = key("the log to generate", None)
@@ -564,7 +564,7 @@ CRITEO_COLUMNS = ("label", *CRITEO_DENSE, *CRITEO_FEATURES)
 
 
 def columns_of(spec: SourceSpec) -> dict[str, ColumnSpec]:
-    """The columns to prepare: those given, or Criteo's own."""
+    """The columns to prepare: the configured ones, or Criteo's."""
     if spec.columns or spec.format is not SourceFormat.criteo:
         return spec.columns
     dense = ColumnSpec(ColumnKind.dense, transform=DenseTransform.log1p)

@@ -1,4 +1,4 @@
-"""Fields of the configuration: meaning, default and limits of a key stand in one place.
+"""Fields of the configuration: meaning, default and limits of a key are in one place.
 
 The meaning is for the configuration reference; ``hotrec.config.validate`` checks the limits, and
 ``rules`` of a section that has them. Hydra uses the dataclasses as structured configurations, so
@@ -30,8 +30,8 @@ def key(meaning: str, default: Any = MISSING, **limits: float) -> Any:
         meaning: What the key sets, for the configuration reference.
         default: Its default; a list or mapping is copied.
         limits: ``ge``, ``gt``, ``le`` and ``lt`` bound the value, or each value of a list or
-            mapping; ``size`` is the least number of values. A float must be finite unless
-            ``le=math.inf`` says otherwise.
+            mapping; ``size`` is the minimum number of values. A float must be finite unless
+            ``le=math.inf`` is set.
     """
     metadata = {"meaning": meaning, "limits": limits}
     if isinstance(default, list | dict):

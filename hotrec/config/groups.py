@@ -71,13 +71,13 @@ class HotColdConfig(PlacementConfig):
 
     @property
     def routes_in_loader(self) -> bool:
-        """Whether loader workers split ids, which know the hot rows of the start alone."""
+        """Whether loader workers split ids; they only have the initial hot rows."""
         return self.routing is Routing.loader and self.adapt_every_steps == 0
 
 
 @dataclass
 class OverridableConfig(HotColdConfig):
-    """What all placements share whose choice the user can override for single tables."""
+    """Settings of placements whose choice the user can override for single tables."""
 
     overrides: dict[str, Union[str, int, float]] = key(  # noqa: UP007 (OmegaConf reads Union)
         "per table: hot, cold, a number of rows, or a fraction of its rows", {}
@@ -97,7 +97,7 @@ class CostPlacement(OverridableConfig):
 
     hot_budget_mib: float | None = key(AVAILABLE_MEMORY, None, ge=0)
     may_pool: bool = key(
-        "allow tables to exchange pooled vectors where these are cheaper than rows", True
+        "allow tables to exchange pooled vectors if these are cheaper than rows", True
     )
     may_decline: bool = key(
         "use TorchRec's own plan if no placement with hot and cold rows is predicted to be "
@@ -176,14 +176,14 @@ class BudgetPlacement(PolicyConfig):
 
 @option("placement", PlacementKind.break_even)
 class BreakEvenPlacement(PolicyConfig):
-    """Rows that a step reads at least so often that a replica pays."""
+    """Rows that a step reads often enough for a replica to pay."""
 
     min_accesses_per_step: float = key(ACCESSES, 1.0, gt=0)
 
 
 @option("placement", PlacementKind.fae)
 class FaePlacement(PolicyConfig):
-    """FAE: one access threshold that fills a memory budget; small tables wholly hot."""
+    """FAE: one access threshold that fills a memory budget; small tables are all hot."""
 
     hot_budget_mib: float = key(MEMORY, 256.0, ge=0)
     small_table_mib: float = key("tables below this size are all hot", 1.0, ge=0)
@@ -267,7 +267,7 @@ class TimeOrder(OrderConfig):
 
 @option("order", OrderKind.all_hot)
 class AllHotOrder(OrderConfig):
-    """Alternate blocks of all-hot and of mixed batches, whose length follows the loss."""
+    """Alternate blocks of all-hot and mixed batches, whose length depends on the loss."""
 
     start_rate: float = key(
         "length of the first blocks, as a share of an epoch's batches of their kind",
@@ -317,7 +317,7 @@ class ModelConfig:
 
     @property
     def names_columns(self) -> bool:
-        """Whether it tells columns apart by their names, and needs those of the dataset."""
+        """Whether it distinguishes columns by their names, and needs those of the dataset."""
         return True
 
     def rules(self) -> Rules:
@@ -325,15 +325,15 @@ class ModelConfig:
         below = dim // DIM_MULTIPLE * DIM_MULTIPLE
         yield (
             dim == below,
-            f"embedding_dim: expected a multiple of {DIM_MULTIPLE} (FBGEMM's tables take no other, "
-            f"on CPU or CUDA), got {dim}. Take {max(below, DIM_MULTIPLE)} or "
+            f"embedding_dim: expected a multiple of {DIM_MULTIPLE} (FBGEMM's tables support no "
+            f"other, on CPU or CUDA), got {dim}. Take {max(below, DIM_MULTIPLE)} or "
             f"{below + DIM_MULTIPLE}.",
         )
 
 
 @dataclass
 class LayeredConfig(ModelConfig):
-    """What all models share whose bottom layers make a vector of the dense columns."""
+    """Settings of models whose bottom layers turn the dense columns into a vector."""
 
     dense_layer_sizes: list[int] = key(
         "sizes of the layers over the dense columns; the last must be embedding_dim",
@@ -472,7 +472,7 @@ class ScheduleConfig:
         return max(self.decay_start_step, self.warmup_steps)
 
     def rules_in(self, num_steps: int) -> Rules:
-        """What must hold in a run of at most ``num_steps``."""
+        """The rules for a run of at most ``num_steps``."""
         yield (
             self.warmup_steps <= num_steps,
             f"warmup_steps: expected at most the {num_steps} steps of the run, got "
@@ -522,7 +522,7 @@ class RowwiseAdagradConfig(AdagradConfig):
 
 @option("optimizer", OptimizerKind.adam)
 class AdamConfig(AdagradConfig):
-    """Adam on touched rows; needs CUDA where rows are cold."""
+    """Adam on touched rows; needs CUDA if there are cold rows."""
 
     beta1: float = key("decay rate of the first moment", 0.9, ge=0, lt=1)
     beta2: float = key("decay rate of the second moment", 0.999, ge=0, lt=1)

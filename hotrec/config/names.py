@@ -1,19 +1,19 @@
 """The rules for names of columns, features and tables.
 
 Names become parts of file names, of keys and of modules, so a name that cannot be all of these is
-refused when the configuration is read, and not hours later by whatever uses it.
+refused when the configuration is read, and not hours later by its first user.
 """
 
 from __future__ import annotations
 
 from hotrec.config.fields import Rules
 
-MAX_NAME_BYTES = 200  # a file's name has at most 255, with what is added to ours
+MAX_NAME_BYTES = 200  # a file's name has at most 255, including suffixes
 _SHOWN = 40
 _FORBIDDEN = frozenset("/\\.@ ")
 
-# The attributes of torch.nn.ModuleDict, whose keys the names of tables become. Those between double
-# underscores are left out here, because all such names are refused.
+# The attributes of torch.nn.ModuleDict, in which names of tables become keys. Those between double
+# underscores are omitted here, because all such names are refused.
 _OF_MODULES = """
     T_destination add_module apply bfloat16 buffers call_super_init children clear compile cpu cuda
     double dump_patches eval extra_repr float forward get_buffer get_extra_state get_parameter
@@ -44,7 +44,7 @@ def is_reserved(name: str) -> bool:
 
 
 def name_rules(key: str, name: str, *, is_of_module: bool) -> Rules:
-    """What must hold of a name.
+    """The rules for a name.
 
     Args:
         key: The mapping or value that has the name.

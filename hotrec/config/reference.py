@@ -51,7 +51,7 @@ def keys_of(kind: type, prefix: str) -> Iterator[Key]:
 def keys_of_choices(
     prefix: str, variants: Mapping[str, type], settings: Mapping[str, Mapping[str, Any]]
 ) -> list[Key]:
-    """The keys of all choices of a group; one that several choices share says which.
+    """The keys of all choices of a group; one that only some choices have lists them.
 
     Args:
         prefix: The group's name and a dot.
@@ -138,7 +138,7 @@ def shown_type(hint: Any) -> str:
 
 
 def sentence(text: str) -> str:
-    """The text with a full stop; a Markdown table cell cannot hold a bar."""
+    """The text with a full stop; a Markdown table cell cannot contain a bar."""
     text = text.strip().replace("|", "\\|")
     starts_with_value = re.match(r"\w*[_=]|(?:fp|bf|tf)\d", text)
     text = text if starts_with_value else text[:1].upper() + text[1:]

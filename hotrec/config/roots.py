@@ -26,7 +26,7 @@ from hotrec.types import DEFAULT_LOAD_FRAC, ColdTier, HotExchange, PipelineKind,
 
 Device = StrEnum("Device", "auto cpu cuda")
 ProfileMode = StrEnum("ProfileMode", "exact sample")
-# The stages of `hotrec run` that can begin anew.
+# The stages of `hotrec run` that can be repeated.
 Stage = StrEnum("Stage", "prepare profile calibrate plan train evaluate compare report")
 BenchCase = StrEnum("BenchCase", "hot_cold all_cold all_hot table_wise planner hand_tuned")
 HotRowsRule = StrEnum("HotRowsRule", "top break_even")
@@ -51,8 +51,8 @@ NUM_WORKERS = (
     "ranks occupy all cores, else 1; on a GPU the cores of a rank minus two, from 1 to 8"
 )
 WINDOW = (
-    "number of further batches whose rows look_ahead knows in advance, to choose which rows "
-    "stay in the slots of placement.cold_tier=cached; at most 32"
+    "number of further batches whose rows are announced to look_ahead, to choose which rows stay "
+    "in the slots of placement.cold_tier=cached; at most 32"
 )
 DEPTH = "number of batches whose rows look_ahead exchanges in advance; 0: none"
 MICRO_BATCHES = "in look_ahead, first compute the samples that need no row of another rank"
@@ -158,7 +158,7 @@ class TrainerConfig:
         "steps between check-ups for non-finite losses and signals", 10, ge=1
     )
     check_replicas_every_steps: int = key(
-        "steps between checks that all ranks hold the same hot rows; 0: never", 1000, ge=0
+        "steps between checks that all ranks have the same hot rows; 0: never", 1000, ge=0
     )
     warmup_steps: int = key("number of first steps that are excluded from all rates", 10, ge=0)
     resume: str = key(
@@ -195,7 +195,7 @@ class TrainerConfig:
         )
         yield (
             not self.warm_start_names or self.warm_start is not None,
-            "warm_start_names: expected names with trainer.warm_start alone, got "
+            "warm_start_names: expected names only with trainer.warm_start, got "
             f"{self.warm_start_names}. Set trainer.warm_start, or leave the names out.",
         )
         yield (
@@ -224,7 +224,7 @@ class TrainerConfig:
 
 @dataclass
 class RunConfig:
-    """What ``hotrec run`` does besides its stages."""
+    """Settings of ``hotrec run`` besides its stages."""
 
     compare: bool = key(
         "also train with the plan of TorchRec's planner, and with hot rows if the chosen plan "
@@ -260,7 +260,7 @@ def _directory_rules(name: str, path: str) -> Rules:
 
 @dataclass
 class PathsConfig:
-    """Where the stages read and write."""
+    """The paths that the stages read and write."""
 
     dataset: str = key("directory of the dataset", "data/${dataset_name}/dataset")
     profile: str = key("directory of the profile", "data/${dataset_name}/profile")
@@ -374,7 +374,10 @@ class CacheConfig:
         "number of global batches to replay; fewer if the data ends before", 400, ge=2
     )
     skip_frac: float = key(
-        "fraction of these batches, from the first, that is not counted", 0.25, ge=0, lt=1
+        "fraction of these batches, from the first, that is excluded from the counts",
+        0.25,
+        ge=0,
+        lt=1,
     )
     load_fracs: list[float] = key(
         "sizes of the cache, as fractions of all rows",
@@ -405,7 +408,7 @@ class BenchVariant:
     assign: OrderAssign = key(ASSIGN, OrderAssign.as_read)
 
     def rules_in(self, bench: BenchConfig) -> Rules:
-        """What must hold of the variant of a benchmark."""
+        """The rules for a variant of a benchmark."""
         placement, tier, pipeline = self.placement, self.tier, self.pipeline or bench.pipeline
         is_hot_cold, name = placement in HOT_COLD_CASES, pipeline.name
         is_cached = tier is ColdTier.fused_uvm_caching and not is_hot_cold
@@ -690,12 +693,12 @@ class ExportConfig:
 
 @dataclass
 class PredictFormConfig:
-    """What is scored, and what stands beside the scores."""
+    """The files to score, and the columns next to the scores."""
 
     keep: list[str] = key("columns of the input files to copy to the scores, such as ids", [])
     max_unknown_frac: float = key(
-        "maximum share of a column's ids in a file that have no row of their own, of those that "
-        "should have one by the share in the held-out samples; 1: any",
+        "maximum share of unknown ids in a column of a file, of those that should be known by "
+        "the share in the held-out samples; 1: any",
         0.5,
         ge=0,
         le=1,
@@ -741,7 +744,7 @@ class ReportConfig:
     output: str | None = key("directory of the page; null: the run directory of this command", None)
     profile: str | None = key("profile to plot; null: that of the first run", None)
     partition: str | None = key("partition to plot; null: that of the first run", None)
-    baseline: str | None = key("name of the run that the others are compared with", None)
+    baseline: str | None = key("name of the run with which the others are compared", None)
     compared: str | None = key(
         "directory of a `hotrec compare` of these runs; null: no verdict on speed", None
     )

@@ -1,4 +1,4 @@
-"""A configuration as text: what a run records of it, whoever made it."""
+"""A configuration as text, in the form that a run records."""
 
 from __future__ import annotations
 

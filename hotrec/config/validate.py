@@ -16,14 +16,14 @@ WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def validate(section: Any, key: str = "") -> None:
-    """Check a configuration object, or one section of it, with all that it holds.
+    """Check a configuration object, or one section of it, with all its contents.
 
     Args:
         section: A dataclass of the configuration.
-        key: Where it stands; messages begin with it.
+        key: Its full key; messages start with it.
 
     Raises:
-        ValueError: beginning with the full key, and naming what is expected and what was found.
+        ValueError: starting with the full key, with the expected and the actual value.
     """
     prefix = f"{key}." if key else ""
     for item in fields(section):
@@ -40,7 +40,7 @@ def validate(section: Any, key: str = "") -> None:
                 _check_limits(full_key, entry, item.metadata["limits"])
     for holds, message in section.rules() if hasattr(section, "rules") else ():
         if not holds:
-            # What is said of the section itself begins with a colon.
+            # Messages about the section itself start with a colon.
             raise ValueError(f"{key if message[0] == ':' else prefix}{message}")
 
 

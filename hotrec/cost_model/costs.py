@@ -176,7 +176,7 @@ KERNELS: Mapping[str, str] = {
     "pooled_update_hit": "the same, in the device cache",
     "replicated_read": "an id of a data-parallel table of TorchRec, both ways; its 4 D bytes",
     "replicated_update": "a row of such a table, dense optimizer, touched or not; its 4 D bytes",
-    "order_row": "a distinct row's id put in order by owner, and by table where it arrives",
+    "order_row": "a distinct row's owner found, and its request put in order by owner",
     "order_id": "the same for an id of a pooled table, by TorchRec",
     "fetch_slot": "a row and its optimizer state fetched from host memory into a slot; their bytes",
     "fetch_mapped": "the same, read by the device in mapped host memory; their bytes",

@@ -1,10 +1,10 @@
 """All-hot samples: those whose every id is a hot row of a partition. One bit per sample.
 
 A step whose samples are all-hot needs no cold row on any rank. FAE (PVLDB 15(1), 2022) and SCARS
-(arXiv 2411.01611) pack such samples into batches of their own. They are found once per dataset and
-partition, chunk by chunk, every rank its share of the chunks, and kept as an artifact beside the
-run: ``all_hot.npy``, uint8, the chunks' bits one after the other, each chunk from a new byte. Its
-manifest names the dataset and the partition, so that a stale one is refused.
+(arXiv 2411.01611) pack such samples into batches of their own. They are determined once per dataset
+and partition, with the chunks divided among the ranks, and stored as an artifact in the run
+directory: ``all_hot.npy``, uint8, the concatenated bits of the chunks, each chunk starting at a new
+byte. Its manifest names the dataset and the partition, so that a stale one is refused.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class SampleSubset:
         return sum(self.sizes)
 
     def rows(self, chunk: int) -> Rows:
-        """Where the samples of this kind stand in a chunk, int64, rising."""
+        """Positions of the samples of this kind in a chunk, int64, increasing."""
         sizes = self.samples.chunk_sizes
         start = sum(-(-size // 8) for size in sizes[:chunk])
         flags = np.unpackbits(self.samples.bits[start:], count=sizes[chunk])
@@ -91,18 +91,17 @@ class SampleSubset:
 def write_all_hot(
     dataset: Dataset, split: str, partition: Partition, *, partition_hash: str, output: Path
 ) -> AllHotSamples:
-    """Find the all-hot samples of a split and keep them; collective.
+    """Find the all-hot samples of a split and store them; collective.
 
     A table without hot rows (such as one whose exchange is pooled) makes every sample that reads it
-    mixed. Takes one byte per row of the tables that are hot in part, and one bit per sample.
+    mixed. Needs one byte per row of the partly hot tables, and one bit per sample.
 
     Args:
         dataset: The dataset.
         split: The split to classify.
         partition: A partition of this dataset's tables.
         partition_hash: Its artifact's content hash.
-        output: Where the artifact is to stand, on a file system that all hosts share; what stands
-            there is replaced.
+        output: The artifact's path, on a file system shared by all hosts; replaced if it exists.
 
     Raises:
         ValueError: if the partition is of other tables, or an id lies outside its table.
@@ -209,7 +208,7 @@ def _hot_flags(schema: Schema, partition: Partition) -> dict[str, Flags]:
     flags = {}
     for table, num_rows in expected.items():
         hot = partition.hot(table)
-        # A table that is wholly hot or cold takes no memory.
+        # An all-hot or all-cold table needs no memory.
         flags[table] = np.broadcast_to(np.bool_(hot.size > 0), num_rows)
         if 0 < hot.size < num_rows:
             flags[table] = np.zeros(num_rows, np.bool_)

@@ -1,4 +1,4 @@
-"""The AUC of a column alone: what a column that holds the answer, a leak, betrays itself by.
+"""The AUC of a single column, by which a column that leaks the label is recognised.
 
 A sample's score is the click rate of its value among the other half of the samples, so that a
 column whose values are all different (a session's id) scores as chance, and one that is known only
@@ -17,11 +17,11 @@ from hotrec.data.chunks import Dataset, Integers, Jagged
 from hotrec.data.gather import gather_bags
 from hotrec.types import Rows
 
-# Numbers are cut into as many ranges with equally many samples.
+# Numbers are cut into this many ranges with equally many samples.
 NUM_RANGES = 256
-# Samples of the training split that are looked at, from chunks all over it.
+# Samples read of the training split, from chunks all over it.
 NUM_SAMPLES, NUM_CHUNKS = 200_000, 8
-# A rate counts as if it had been seen in so many more samples, with the rate of all.
+# Each rate is smoothed by this many samples with the overall rate.
 _PRIOR = 2.0
 
 Bools = npt.NDArray[np.bool_]
@@ -40,7 +40,7 @@ def alone_auc(
             ``offsets[s + 1]``. Its score is the mean of theirs; being empty is a value, too.
 
     Returns:
-        From 0 to 1, 0.5 by chance; None where a half has no click or nothing else.
+        From 0 to 1, 0.5 by chance; None if a half has no clicks or only clicks.
     """
     num_samples = len(is_click)
     is_second = np.random.default_rng(0).permutation(num_samples) % 2 == 1
@@ -49,7 +49,7 @@ def alone_auc(
     else:
         lengths = np.diff(offsets)
         samples = np.repeat(np.arange(num_samples), np.maximum(lengths, 1))
-        # An empty list has one value, which no other list has.
+        # Empty lists share one value, which no other list has.
         codes = np.insert(codes + 1, offsets[:-1][lengths == 0], 0)
         lengths = np.maximum(lengths, 1)
     size, scores = int(codes.max(initial=0)) + 1, np.empty(num_samples)
@@ -83,7 +83,7 @@ def alone_aucs(dataset: Dataset, split: str, label: int = 0) -> dict[str, float]
     Args:
         dataset: A prepared dataset.
         split: The split, such as "train".
-        label: The number of the label, of several.
+        label: The index of the label if there are several.
     """
     num_chunks = len(dataset.chunks(split))
     if num_chunks == 0:

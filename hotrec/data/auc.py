@@ -34,6 +34,6 @@ def measure_auc(
     clicks = np.add.reduceat(is_click[order].astype(np.int64), starts)
     others = np.diff(np.r_[starts, scores.size]) - clicks
     others_below = np.cumsum(others) - others
-    # Twice the statistic stays whole; below 2^63 up to 2 * 10^9 clicks times as many others.
+    # Twice the statistic is an integer, below 2^63 up to 2 * 10^9 clicks and as many non-clicks.
     twice_won = int(np.sum(clicks * (2 * others_below + others)))
     return twice_won / (2 * int(clicks.sum()) * int(others.sum()))

@@ -166,7 +166,7 @@ class ChunkWriter:
             self._num_pending += batch.num_rows
 
     def close(self) -> list[ChunkInfo]:
-        """Write what is left; the chunks, in order."""
+        """Write the rest; returns the chunks, in order."""
         if self._num_pending:
             self._flush()
         return self._chunks
@@ -248,13 +248,13 @@ class Dataset:
     def open(
         directory: str | Path, verify: Verify = Verify.size, *, stay_open: bool = True
     ) -> Dataset:
-        """Read the manifest and check the files; nobody replaces the dataset while it is open.
+        """Read the manifest and check the files; the dataset cannot be replaced while it is open.
 
         Args:
             directory: The directory of the dataset.
             verify: "size" compares the checksum of a chunk when it is first read; "full" compares
                 those of all chunks now.
-            stay_open: False for the one who will replace it.
+            stay_open: False for a caller that will replace it.
 
         Raises:
             ArtifactError: if there is no whole dataset in ``directory``.
@@ -289,12 +289,12 @@ class Dataset:
         """A chunk, memory-mapped; reading it touches only the pages that are used.
 
         Raises:
-            ArtifactError: if the file is no chunk of this dataset's schema and length.
+            ArtifactError: if the file is not a chunk of this dataset's schema and length.
         """
         info = self.chunks(split)[index]
         path = self.artifact.path / info.file
         try:
-            # Checked when it is first read, and not at the start, where nothing needs all chunks.
+            # Checked at the first read, because nothing needs all chunks at the start.
             if info.file not in self._verified:
                 self.artifact.verify_file(info.file)
             table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
@@ -314,7 +314,7 @@ class Dataset:
         The bounds of bags are checked here; ids are not (the loader checks those it reads).
 
         Raises:
-            ArtifactError: if the file does not hold what the manifest says.
+            ArtifactError: if the file does not match the manifest.
         """
         table = self.chunk(split, index)
         where = self.chunks(split)[index].file
@@ -334,7 +334,7 @@ class Dataset:
         )
 
     def row_blocks(self, split: str) -> Iterator[dict[str, Rows]]:
-        """The rows that each chunk reads: int64 (K,) per feature, bags laid end to end."""
+        """The rows that each chunk reads: int64 (K,) per feature, concatenated bags."""
         for index in range(len(self.chunks(split))):
             features = self.block(split, index).features
             yield {
@@ -344,7 +344,7 @@ class Dataset:
 
 
 def _matrix(column: pa.ChunkedArray, width: int) -> Floats:
-    """A column of numbers, or of lists of as many, float32 (B, width) over the mapped file."""
+    """Numbers, or lists of ``width`` numbers, as float32 (B, width) over the mapped file."""
     array = one_array(column)
     flat = array.flatten() if pa.types.is_fixed_size_list(array.type) else array
     values: Floats = flat.to_numpy(zero_copy_only=True)
@@ -372,7 +372,7 @@ def one_array(column: pa.ChunkedArray | pa.Array) -> pa.Array:
         return column
     if pa.types.is_dictionary(column.type):
         column = column.unify_dictionaries()
-    # combine_chunks copies, which only a column of several chunks needs.
+    # combine_chunks copies, which is only needed for several chunks.
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
@@ -387,7 +387,7 @@ def _ids(array: pa.Array, where: str, feature: Feature) -> Integers | Jagged:
         sample = int(np.argmin(lengths))
         raise _damaged(
             f"{where} feature {feature.name}",
-            f"lengths >= 0 that add up to the {values.size} ids",
+            f"lengths >= 0 with the sum {values.size}, the number of ids",
             f"length {lengths[sample]} at sample {sample}, {offsets[-1] - offsets[0]} ids in all",
         )
     return Jagged(values, offsets)

@@ -26,7 +26,7 @@ from hotrec.data.hashing import Hashes, hash_text
 Codes = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
 
-# Whole numbers as programs write them that keep numbers as floats: 1234.0 is the id 1234.
+# Integers as written by programs that store numbers as floats: 1234.0 is the id 1234.
 WHOLE_AS_FLOAT = r"^(-?[0-9]+)\.0*$"
 _WHOLE_BELOW = 2.0**53  # a larger float stands for several integers
 _BRACKETS = r"(?s)^[ \t\r\n]*\[(.*)\][ \t\r\n]*$"
@@ -46,7 +46,7 @@ class Texts:
     Args:
         values: A string array (V,) of distinct texts; nulls are missing values.
         codes: Integers (n,), index into ``values``, -1 for a missing value.
-        odd: Those of ``values`` that are numbers but no integers, which are no ids.
+        odd: The ``values`` that are numbers but not integers, which are not valid ids.
     """
 
     values: pa.Array
@@ -64,7 +64,7 @@ class Lists:
     """A column of lists of texts.
 
     Args:
-        items: The items of all distinct lists, end to end.
+        items: The concatenated items of all distinct lists.
         offsets: int64 (L + 1,): list i is items ``offsets[i]:offsets[i + 1]``.
         codes: Integers (n,), the list of each sample, -1 for a missing one.
     """
@@ -83,8 +83,8 @@ class RawBlock:
         ids: The columns read as ids, by their name in the log.
         numbers: The columns read as numbers, float64 (n,), NaN for a missing value; of vectors
             float64 (n, width).
-        num_skipped: The number of samples left out because they could not be read.
-        kept: Columns as the file has them, for whoever carries them on.
+        num_skipped: The number of samples skipped because they could not be read.
+        kept: Columns to pass through unchanged.
     """
 
     lines: npt.NDArray[np.int64]
@@ -108,7 +108,7 @@ class RawBlock:
 
 
 def offsets_of(lengths: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
-    """Where each of some bags that are laid end to end begins and, last, where they end."""
+    """Offsets of concatenated bags, including the end."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
@@ -125,7 +125,7 @@ def is_text(kind: pa.DataType) -> bool:
 
 
 def stored(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    """A column as one array, of a type that says what its values are and not how they are kept."""
+    """A column as one array, of a type for its values, independent of their storage."""
     array = one_array(column)
     kind = array.type
     if kind == pa.uuid():
@@ -152,10 +152,10 @@ def ids_from_arrow(column: pa.ChunkedArray | pa.Array) -> Texts | Lists:
 
 
 def texts_from_arrow(column: pa.ChunkedArray | pa.Array) -> Texts:
-    """A column of any scalar type as texts; numbers in decimal, without a point where whole.
+    """A column of any scalar type as texts; numbers in decimal, integers without a point.
 
     Raises:
-        pa.ArrowException: if values are no text in UTF-8, or of a type that has no text.
+        pa.ArrowException: if values are not UTF-8, or of a type without a text form.
     """
     array = stored(column)
     if not pa.types.is_dictionary(array.type):
@@ -167,13 +167,13 @@ def texts_from_arrow(column: pa.ChunkedArray | pa.Array) -> Texts:
     elif not pa.types.is_string(values.type):
         values = values.cast(pa.string())
     else:
-        values.validate(full=True)  # what a file calls text may be none
+        values.validate(full=True)  # a text column of a file may be invalid
     codes = array.indices.fill_null(-1).to_numpy(zero_copy_only=False)
     return Texts(values, codes, odd)
 
 
 def _texts_of_whole(values: pa.Array) -> tuple[pa.Array, Codes]:
-    """Floats or decimals as texts, and which are not whole numbers that are known exactly."""
+    """Floats or decimals as texts, and which of them are not exact integers."""
     if pa.types.is_decimal(values.type):
         found = values.to_pylist()
         odd = [i for i, v in enumerate(found) if v is not None and v != v.to_integral_value()]
@@ -192,7 +192,7 @@ def _texts_of_whole(values: pa.Array) -> tuple[pa.Array, Codes]:
 
 
 def whole_ids(texts: Texts) -> Texts:
-    """Ids, of which those written as 1234.0 are 1234, as in a column of integers."""
+    """Ids, with those written as 1234.0 turned into 1234, as in a column of integers."""
     if not pc.any(pc.match_substring(texts.values, ".")).as_py():
         return texts
     return replace(texts, values=pc.replace_substring_regex(texts.values, WHOLE_AS_FLOAT, r"\1"))
@@ -201,7 +201,7 @@ def whole_ids(texts: Texts) -> Texts:
 def numbers_from_arrow(column: pa.ChunkedArray | pa.Array) -> Float64s:
     """A column of numbers or booleans as float64, NaN where null.
 
-    Infinite where a value is NaN already, for the reader to find: NaN means missing.
+    Infinite where a value is NaN already, to be found by the reader: NaN means missing.
 
     Raises:
         pa.ArrowInvalid: if a value is not a number.
@@ -221,8 +221,8 @@ def labels_from_texts(texts: Texts, values: Sequence[str] = ()) -> Float64s:
     """Texts as labels 0 and 1; NaN where missing, and infinite where a text is neither.
 
     Args:
-        texts: The labels. Blanks around them do not count, and numbers are compared as numbers.
-        values: That of a negative and of a positive, see ``ColumnSpec``.
+        texts: The labels. Surrounding blanks are ignored, and numbers are compared as numbers.
+        values: The texts of a negative and of a positive, see ``ColumnSpec``.
     """
     meanings = tuple((value,) for value in values) or _LABELS
     of = {_label_key(v): float(label) for label, names in enumerate(meanings) for v in names}
@@ -235,7 +235,7 @@ def labels_from_texts(texts: Texts, values: Sequence[str] = ()) -> Float64s:
 
 
 def _label_key(text: str) -> str:
-    """What two texts of the same label have in common."""
+    """Normal form of a label's text."""
     text = text.strip(" \t")
     return str(float(text) + 0.0) if re.fullmatch(_number_pattern(_PLAIN), text) else text
 
@@ -257,7 +257,7 @@ def times_from_texts(texts: Texts, form: str = TimeUnit.iso) -> Float64s:
     if form != TimeUnit.iso:
         milliseconds = _times_one_by_one(whole_ids(texts), form)
         return np.append(milliseconds, np.nan)[texts.codes]
-    # Arrow wants to know whether there is an offset, and reads six digits of a second at most.
+    # Arrow needs to know whether there is an offset, and reads at most six digits of a second.
     values = pc.replace_substring_regex(texts.values, r" ?(UTC|GMT)$", "Z")
     values = pc.replace_substring_regex(values, r"(\.[0-9]{6})[0-9]+", r"\1")
     has_offset = pc.match_substring_regex(values, r":.*(Z|[+-][0-9:]+)$")
@@ -269,7 +269,7 @@ def times_from_texts(texts: Texts, form: str = TimeUnit.iso) -> Float64s:
         ]
         since_1970 = pc.coalesce(*(times.cast(pa.int64()) for times in found))
         milliseconds = numbers_from_arrow(since_1970) / 1000
-    except pa.ArrowInvalid:  # to find which it is; and for forms that Arrow does not know
+    except pa.ArrowInvalid:  # to find the bad value; and for forms unknown to Arrow
         milliseconds = _times_one_by_one(texts, form)
     return np.append(milliseconds, np.nan)[texts.codes]
 
@@ -286,10 +286,10 @@ def _time_or_inf(text: str | None, form: str) -> float:
 
 
 def numbers_from_texts(texts: Texts, form: NumberForm = _PLAIN) -> Float64s:
-    """Texts as numbers; infinite where a text is not a number, for the reader to find.
+    """Texts as numbers; infinite where a text is not a number, to be found by the reader.
 
     Args:
-        texts: Numbers. Blanks around them do not count.
+        texts: Numbers. Surrounding blanks are ignored.
         form: How they are written.
     """
     values = texts.values
@@ -323,12 +323,12 @@ def lists_from_arrow(column: pa.ChunkedArray | pa.Array) -> Lists:
 def _flat(
     column: pa.ChunkedArray | pa.Array,
 ) -> tuple[pa.Array, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The items of a column of lists end to end, their offsets, and the list of each sample."""
+    """The concatenated items of a column of lists, their offsets, and the list of each sample."""
     array = stored(column)
     if not pa.types.is_list(array.type):  # large or fixed-size lists
         array = array.cast(pa.list_(array.type.value_type))
     is_null = array.is_null().to_numpy(zero_copy_only=False)
-    # flatten() leaves out what nulls and slices hide, so lengths must come from the same view.
+    # flatten() omits what nulls and slices hide, so lengths must come from the same view.
     lengths = np.where(is_null, 0, pc.list_value_length(array).fill_null(0).to_numpy())
     return array.flatten(), offsets_of(lengths), np.where(is_null, -1, np.arange(len(array)))
 
@@ -337,7 +337,7 @@ def lists_from_texts(texts: Texts, separator: str) -> Lists:
     """Split each text at the separator; empty pieces are dropped.
 
     A text in brackets, such as [1, 2] or ['a', 'b'], is read without them, and its pieces without
-    blanks and quotes around them. It is split at commas if it has any and the separator is a blank.
+    surrounding blanks and quotes. It is split at commas if it has any and the separator is a blank.
     """
     values = texts.values.fill_null("")
     in_brackets = pc.match_substring_regex(values, _BRACKETS)
@@ -363,7 +363,7 @@ def lists_from_texts(texts: Texts, separator: str) -> Lists:
 def vectors_from_arrow(column: pa.ChunkedArray | pa.Array, width: int) -> Float64s:
     """A column of lists of numbers as float64 (n, width); NaN where a list or a number is null.
 
-    Infinite where a list is of another length, or a number is none.
+    Infinite where a list has another length, or an item is not a number.
     """
     items, offsets, codes = _flat(column)
     items = stored(items)
@@ -404,7 +404,7 @@ def cut_lists(lists: Lists, max_length: int) -> Lists:
 
 
 def derive_numbers(derive: Derive, values: Float64s, utc_offset_h: float) -> Float64s:
-    """What ``derive`` makes of a column, see ``hotrec.config.data.ColumnSpec``; NaN stays NaN."""
+    """A column after ``derive``, see ``hotrec.config.data.ColumnSpec``; NaN stays NaN."""
     match derive:
         case Derive.none:
             return values
@@ -418,7 +418,7 @@ def derive_numbers(derive: Derive, values: Float64s, utc_offset_h: float) -> Flo
 
 
 def texts_from_numbers(values: Float64s) -> Texts:
-    """Whole numbers as decimal texts; NaN is missing."""
+    """Integers as decimal texts; NaN is missing."""
     is_missing = np.isnan(values)
     whole, codes = np.unique(np.where(is_missing, 0, values).astype(np.int64), return_inverse=True)
     return Texts(pa.array(whole).cast(pa.string()), np.where(is_missing, -1, codes))

@@ -1,7 +1,7 @@
-"""When samples were made: whether a log is in order of time, and how many samples each day has.
+"""Times of samples: whether a log is ordered by time, and how many samples each day has.
 
-``prepare`` finds both in its first pass, so that a position in the training split, a number of
-samples, has a place in time. Without a column of times each file of a log is a day of its own.
+``prepare`` determines both in its first pass, which maps a position in the training split, a number
+of samples, to a time. Without a column of times each file of a log counts as a day.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _LARGEST_DAY = 10**9
 
 @dataclass(frozen=True)
 class Times:
-    """The times of consecutive samples of a log; those of parts add up in the order of the log.
+    """The times of consecutive samples of a log; instances add up in the order of the log.
 
-    All but the days are those of the training split, of which alone the order matters.
+    All but the days refer to the training split, the only one whose order matters.
 
     Args:
         first_ms: The first time, in milliseconds since 1970.
@@ -46,7 +46,7 @@ class Times:
     def of(
         times: Float64s, split_of: Integers, lines: Rows, file: str, utc_offset_h: float
     ) -> Times:
-        """Those of a block of a file, one sample or more.
+        """The times of a block of a file, one sample or more.
 
         Args:
             times: float64 (n,), in milliseconds since 1970.
@@ -56,7 +56,7 @@ class Times:
             utc_offset_h: Hours to add to UTC for the days.
         """
         numbers = np.floor((times + utc_offset_h * _MS_PER_HOUR) / _MS_PER_DAY)
-        # A split may be by other numbers than times.
+        # A split may use other numbers than times.
         numbers = np.clip(numbers, -_LARGEST_DAY, _LARGEST_DAY).astype(np.int64)
         days = {
             str(np.datetime64(int(number), "D")): count_by_split(split_of[numbers == number])
@@ -90,13 +90,13 @@ class Times:
 
     @staticmethod
     def from_json(source: Mapping[str, Any]) -> Times:
-        """What a dataset recorded, of the training split alone."""
+        """The times recorded in a dataset, of the training split only."""
         time = {name: value for name, value in source.get("time", {}).items() if name != "column"}
         days = {day["day"]: np.array([day["train"], 0, 0]) for day in source.get("days", ())}
         return Times(**time, days={day: counts for day, counts in days.items() if counts.any()})
 
     def to_json(self, column: str | None) -> dict[str, Any]:
-        """What ``prepare`` records; ``column`` is that of the times, if there is one."""
+        """The record of ``prepare``; ``column`` has the times, if there is one."""
         time = {"column": column, "first_ms": self.first_ms, "last_ms": self.last_ms}
         # A list, because JSON in a manifest sorts keys.
         days = [day_document(day, counts) for day, counts in self.days.items()]
@@ -128,7 +128,7 @@ def days_of(dataset: Dataset, split: str) -> tuple[Day, ...]:
     """The days of a split, in the order of its samples.
 
     Raises:
-        ArtifactError: If the dataset does not say them.
+        ArtifactError: If the dataset does not record them.
     """
     with dataset.artifact.parsing():
         recorded = dataset.artifact.content["source"].get("days", [])
@@ -144,10 +144,10 @@ def days_of(dataset: Dataset, split: str) -> tuple[Day, ...]:
 
 
 def check_time_order(dataset: Dataset) -> bool:
-    """Whether the dataset says that its samples are in order of time, as those of a log may be.
+    """Check that the dataset's samples are recorded as ordered by time.
 
     Raises:
-        ArtifactError: If it says that they are not.
+        ArtifactError: If they are recorded as unordered.
     """
     with dataset.artifact.parsing():
         time = dataset.artifact.content["source"].get("time", {})

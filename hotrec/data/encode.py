@@ -49,7 +49,7 @@ from hotrec.data.vocabulary import RowEncoder, RowNumbers, find_rows, read_vocab
 
 ShowColumn = Callable[[str, Texts | Lists, Integers | Jagged], None]
 
-# Formats whose ids are texts as they were written.
+# Formats whose ids are the written texts.
 _UNTYPED = (SourceFormat.delimited, SourceFormat.json)
 
 
@@ -60,7 +60,7 @@ def moments_of(dense: Float64s) -> Float64s:
 
 
 def scaling_of(columns: Mapping[str, ColumnSpec], moments: Float64s) -> Float64s:
-    """What to subtract from and to divide the dense columns by, float64 (2, N).
+    """The shift and the divisor of the dense columns, float64 (2, N).
 
     Columns without ``standardize`` stay as they are.
     """
@@ -68,7 +68,7 @@ def scaling_of(columns: Mapping[str, ColumnSpec], moments: Float64s) -> Float64s
     count = np.maximum(moments[0], 1)
     means = moments[1] / count
     variances = np.maximum(moments[2] / count - np.square(means), 0.0)
-    # A constant column becomes 0; what is left of its variance is rounding.
+    # A constant column becomes 0; its remaining variance is rounding.
     is_constant = variances <= 1e-12 * np.maximum(np.square(means), 1.0)
     deviations = np.where(is_constant, 1.0, np.sqrt(variances))
     return np.where(is_scaled, [means, deviations], [[0.0], [1.0]])
@@ -95,7 +95,7 @@ def sources_of(columns: Mapping[str, ColumnSpec], kind: ColumnKind) -> dict[str,
 
 
 def label_names(columns: Mapping[str, ColumnSpec]) -> tuple[str, ...]:
-    """The names of the labels in a schema: that of a single one is "label"."""
+    """The names of the labels in a schema; a single one is named "label"."""
     names = tuple(sources_of(columns, ColumnKind.label))
     return names if len(names) > 1 else ("label",)
 
@@ -165,7 +165,7 @@ def check_row_numbers(
 
 
 def encode_feature(raw: Texts | Lists, encoder: RowEncoder) -> Integers | Jagged:
-    """The rows of a raw column: each different text is looked up once."""
+    """The rows of a raw column: each distinct text is looked up once."""
     if isinstance(raw, Texts):
         return _rows_of(raw, encoder)
     items = _rows_of(raw.items, encoder)
@@ -212,11 +212,11 @@ def encode_inputs(
 
     Args:
         block: Raw columns.
-        columns: What to make of them.
+        columns: How to encode them.
         encoders: Encoders by feature.
-        scaling: What to scale dense columns by, see ``scaling_of``.
-        show: Called with the name of each column that reads a vocabulary, its ids as they were
-            read and their rows; see ``hotrec.data.unknown``.
+        scaling: The scaling of dense columns, see ``scaling_of``.
+        show: Called with the name of each column that reads a vocabulary, its raw ids and their
+            rows; see ``hotrec.data.unknown``.
     """
     dense = (dense_values(block, columns) - scaling[0]) / scaling[1]
     features: dict[str, Integers | Jagged] = {}
@@ -234,20 +234,20 @@ def encode_inputs(
 
 
 def _at_place(bags: Jagged, place: int) -> Jagged:
-    """Bags of the id that is so many ids from the end of each, which is at place 1, or of none."""
+    """Bags of the id at ``place`` from the end of each (1: the last); empty for shorter ones."""
     ends = bags.offsets[1:]
     has_id = np.diff(bags.offsets) >= place
     return Jagged(bags.values[ends[has_id] - place], offsets_of(has_id.astype(np.int32)))
 
 
 def read_times(spec: SourceSpec) -> list[str]:
-    """The columns of ``times`` that samples are made from, and not only the split."""
+    """The columns of ``times`` that features are made from, not only the split."""
     used = {column.source or name for name, column in columns_of(spec).items()}
     return sorted(used & spec.times.keys())
 
 
 def encoding_document(spec: SourceSpec, scaling: Float64s) -> dict[str, Any]:
-    """How samples are encoded, as JSON values: what ``prepare`` records for ``read_encoding``.
+    """How samples are encoded, as JSON values, recorded by ``prepare`` for ``read_encoding``.
 
     Args:
         spec: The log.
@@ -255,7 +255,7 @@ def encoding_document(spec: SourceSpec, scaling: Float64s) -> dict[str, Any]:
 
     Returns:
         Columns, tables and times as in the specification; means and deviations of the dense
-        columns, in order; and that ids written as 1234.0 are 1234.
+        columns, in order; and a mark that ids written as 1234.0 are 1234.
     """
     document = {
         "columns": {name: asdict(column) for name, column in columns_of(spec).items()},
@@ -271,12 +271,12 @@ def encoding_document(spec: SourceSpec, scaling: Float64s) -> dict[str, Any]:
 def check_encoding(
     dataset: Dataset, spec: SourceSpec, *, of: str, advice: str, may_grow: bool = False
 ) -> Float64s:
-    """Check that a log would be encoded as a dataset was; what its dense columns are scaled by.
+    """Check that a log would be encoded like a dataset; returns the scaling of its dense columns.
 
     Args:
         dataset: A dataset that ``prepare`` made from a log.
         spec: This log.
-        of: Whose specification it is, for messages.
+        of: The source of the specification, for messages.
         advice: What to do, for messages.
         may_grow: Whether vocabularies may have another number of rows.
 
@@ -284,15 +284,15 @@ def check_encoding(
         The scaling, float64 (2, N), see ``scaling_of``.
 
     Raises:
-        ArtifactError: If the dataset does not say how it was encoded, or was encoded otherwise.
+        ArtifactError: If the dataset has no record of its encoding, or another encoding.
     """
     artifact = dataset.artifact
     with artifact.parsing():
         recorded = artifact.content["source"].get("encoding")
         if recorded is None:
             raise ArtifactError(
-                f"{artifact.path}: expected the encoding of its columns in the manifest, got none: "
-                "an earlier version prepared it. Prepare it again, and train again."
+                f"{artifact.path}: expected the column encoding in the manifest, got none "
+                "(prepared by an earlier version). Prepare it again, and train again."
             )
         scaling = np.array([recorded["means"], recorded["deviations"]], np.float64)
         wanted = encoding_document(spec, scaling)
@@ -313,17 +313,17 @@ def check_encoding(
 
 
 def _as_of_today(recorded: dict[str, Any], dataset: Dataset, spec: SourceSpec) -> dict[str, Any]:
-    """What an earlier version recorded, with the keys that were added to columns since.
+    """The record of an earlier version, with the keys that were added to columns since.
 
     Raises:
-        ArtifactError: If it kept ids as 1234.0, which are read as 1234 now.
+        ArtifactError: If it stored ids as 1234.0, which are read as 1234 now.
     """
     artifact = dataset.artifact
     for name, table in recorded["tables"].items() if "whole_ids" not in recorded else ():
         if table["encoding"] == Encoding.vocabulary:
             values = read_vocabulary(artifact.path, name)["value"]
             is_other = pc.any(pc.match_substring_regex(values, WHOLE_AS_FLOAT)).as_py()
-        else:  # a hash does not tell
+        else:  # a hash does not show it
             is_other = table["encoding"] == Encoding.hashing and spec.format in _UNTYPED
         if is_other:
             raise ArtifactError(
@@ -339,17 +339,17 @@ def _as_of_today(recorded: dict[str, Any], dataset: Dataset, spec: SourceSpec) -
 
 
 def read_encoding(dataset: Dataset, spec: SourceSpec) -> tuple[dict[str, RowEncoder], Float64s]:
-    """What encodes other samples as those of a dataset were.
+    """Encoders and scaling for new samples of a dataset's log.
 
     Args:
         dataset: A dataset that ``prepare`` made from a log.
         spec: This log.
 
     Returns:
-        The encoder of each table, and what to scale dense columns by, float64 (2, N).
+        The encoder of each table, and the scaling of dense columns, float64 (2, N).
 
     Raises:
-        ArtifactError: If the dataset does not say how it was encoded, was encoded otherwise, or a
+        ArtifactError: If the dataset has no record of its encoding or another encoding, or a
             vocabulary was altered.
     """
     scaling = check_encoding(

@@ -1,7 +1,7 @@
 """Where the files of a log are: on this host, or in a store such as S3 that fsspec reads.
 
 A remote file is a ``UPath`` of universal-pathlib, which has the methods of ``Path`` that are called
-here. A library that takes the path of a file must be given what ``open_file`` returns.
+here. A library that takes the path of a file must get the result of ``open_file`` instead.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ def find_paths(pattern: str, suffixes: tuple[str, ...] | None, *, key: str) -> l
 
     Args:
         pattern: Of this host, or with a protocol: ``s3://bucket/log/*.parquet``.
-        suffixes: Those that count in a directory; None for all.
+        suffixes: The suffixes accepted in a directory; None for all.
         key: The configuration key that names the pattern.
 
     Raises:
-        ValueError: If it names something that is not a regular file and might have no end, nothing
-            is installed that reads this protocol, or the store does not answer or refuses.
+        ValueError: If it names a special file, which might have no end, no installed package reads
+            the protocol, or the store is unreachable or denies access.
     """
     path = locate(pattern, key)
     if is_local(path):
         return _find(path, suffixes, key)
     try:
         return _find(path, suffixes, key)
-    except Exception as error:  # each store has errors of its own
+    except Exception as error:  # each store raises its own errors
         reason = (str(error) or "no reason").splitlines()[0]
         raise ValueError(
-            f"{key}: expected a store that lists {pattern!r}, got {type(error).__name__}: "
-            f"{reason.removesuffix('.')}. See whether this host reaches it, and with which "
-            "credentials."
+            f"{key}: expected a listing of {pattern!r}, got {type(error).__name__}: "
+            f"{reason.removesuffix('.')}. Check network access and credentials."
         ) from error
 
 
@@ -65,7 +64,7 @@ def _find(path: Path, suffixes: tuple[str, ...] | None, key: str) -> list[Path]:
 
 
 def is_partition(name: str) -> bool:
-    """Whether a directory is named as a part of a log, such as dt=2024-05-01."""
+    """Whether a directory is named like a part of a log, such as dt=2024-05-01."""
     return name.find("=") > 0
 
 
@@ -74,7 +73,7 @@ def _is_part(path: Path) -> bool:
 
 
 def _is_unfinished(file: Path, pattern: Path) -> bool:
-    """Whether a pattern matched what is in a directory such as _temporary, which Spark leaves."""
+    """Whether a match is inside a directory such as _temporary, which Spark leaves behind."""
     hidden = {part for part in file.parts[:-1] if part.startswith("_")}
     return not hidden <= set(pattern.parts)
 
@@ -90,7 +89,7 @@ def locate(pattern: str, key: str) -> Path:
         from upath import UPath
 
         path: Any = UPath(pattern)
-        path.fs  # noqa: B018 (imports what reads the protocol)
+        path.fs  # noqa: B018 (imports the package for the protocol)
     except (ImportError, ValueError) as error:
         raise ValueError(
             f"{key}: expected a package that reads {protocol}://, got {error} for {pattern!r}. Run "
@@ -112,8 +111,8 @@ def _check_regular(path: Path, key: str) -> None:
     if is_local(path) and not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
         raise ValueError(
-            f"{key}: expected regular files, got {kind} at {str(path)!r}. "
-            "Copy what it yields into a file."
+            f"{key}: expected regular files, got {kind} at {str(path)!r}. Copy its content to a "
+            "file."
         )
 
 

@@ -1,7 +1,7 @@
-"""From mapped chunks to the arrays of one batch: vectorised gathers and the checks of ids.
+"""Gathers the arrays of one batch from mapped chunks, vectorised, and checks ids.
 
 Data is checked as it is read: an id outside its table would otherwise read another table's memory,
-or stop one rank alone in the middle of a collective.
+or stop a single rank in the middle of a collective.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Gatherer:
         return Gathered(*self.read_numbers(pieces), *self.read_ids(pieces))
 
     def read_numbers(self, pieces: Sequence[Piece]) -> tuple[Floats, Floats, Floats | None]:
-        """Label, dense columns and weight alone, as in ``Gathered``; raises as ``read``."""
+        """Only label, dense columns and weight, as in ``Gathered``; raises as ``read``."""
         parts = [(self._block(piece.chunk), piece.rows) for piece in pieces]
         # Plain indexing is faster than numpy.take on these sizes.
         label = _join([block.label[rows] for block, rows in parts])
@@ -85,7 +85,7 @@ class Gatherer:
         return label, dense, weight
 
     def read_ids(self, pieces: Sequence[Piece]) -> tuple[Rows, npt.NDArray[np.int32]]:
-        """Values and lengths alone, as in ``Gathered``; raises as ``read``."""
+        """Only values and lengths, as in ``Gathered``; raises as ``read``."""
         blocks = [self._block(piece.chunk) for piece in pieces]
         if self._is_one_hot:
             return self._one_hot(blocks, pieces, sum(piece.rows.size for piece in pieces))
@@ -153,7 +153,7 @@ class Gatherer:
                 f"label: expected 0 or 1, got {label[bad[0]]} "
                 f"({self._place(int(bad[0]), pieces)}). Prepare the dataset again."
             )
-        # The sum is finite only if all terms are, but may overflow: then look at each.
+        # The sum is finite only if all terms are, but may overflow: then check each.
         if not np.isfinite(dense.sum(dtype=np.float64)):
             sample, column = np.argwhere(~np.isfinite(dense))[0]
             raise ValueError(
@@ -177,7 +177,7 @@ def _join(parts: Sequence[npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
 
 
 def gather_bags(ids: Integers | Jagged, samples: Rows) -> tuple[Rows, Rows]:
-    """The bags of some samples, laid end to end: values int64 (K,) and lengths int64 (B,)."""
+    """The concatenated bags of some samples: values int64 (K,) and lengths int64 (B,)."""
     if not isinstance(ids, Jagged):
         return ids[samples].astype(np.int64), np.ones(samples.size, np.int64)
     starts = ids.offsets[samples].astype(np.int64)

@@ -1,9 +1,9 @@
-"""A dataset that grows: what its next generation takes over from it.
+"""A growing dataset: what its next generation takes over.
 
-Each ``prepare append=...`` makes a generation: its training split is the earlier one and the new
-files' after it, its other splits are the new files'. Ids keep their rows, dense columns their
-scale, so that the chunks of the training split are taken over as they are; only where a value lost
-its row to another one, its samples now read row 0.
+Each ``prepare append=...`` makes a generation: its training split is the earlier one followed by
+that of the new files, its other splits come from the new files only. Ids keep their rows and dense
+columns their scale, so that the chunks of the training split are reused unchanged, except that
+samples whose value lost its row to another one read row 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from hotrec.data.vocabulary import Vocabulary, read_whole_vocabulary
 from hotrec.types import Rows
 
 TRAIN = "train"
-_ADVICE = "Append files in order of time, each once, or prepare all files anew with overwrite=true."
+_ADVICE = (
+    "Append files in order of time, each once, or prepare all files from scratch with "
+    "overwrite=true."
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Earlier:
     Args:
         dataset: The dataset.
         generations: Those before it, as in its manifest.
-        scaling: What its dense columns are scaled by, float64 (2, N).
+        scaling: The scaling of its dense columns, float64 (2, N).
         files: The samples of its files.
     """
 
@@ -58,7 +61,7 @@ class Earlier:
         """Open a dataset to extend it by a log; the caller holds its lock for writing.
 
         Raises:
-            ArtifactError: If it is damaged, or encoded otherwise.
+            ArtifactError: If it is damaged, or has another encoding.
             ValueError: If a table would have to shrink, or the split is of another kind or would
                 hold out samples that are trained on.
         """
@@ -75,8 +78,8 @@ class Earlier:
             if 0 < asked < table.num_rows:
                 raise ValueError(
                     f"data.source.tables.{table.name}.num_rows: expected at least the "
-                    f"{table.num_rows} rows that {directory} has, got {asked}. A table does not "
-                    "shrink: prepare it anew."
+                    f"{table.num_rows} rows that {directory} has, got {asked}. Tables cannot "
+                    "shrink: prepare from scratch."
                 )
         check_split(dataset, spec)
         files = read_samples(dataset.artifact)
@@ -92,25 +95,25 @@ class Earlier:
         return len(self.generations) + 1
 
     def has(self, file: str, samples: Samples) -> bool:
-        """Whether samples of a file are training samples already, and these alone."""
+        """Whether a file's samples are exactly some of the training samples."""
         return has_run(self.files, file, samples)
 
     def check_later(self, time_ms: float, at: str, num: int) -> None:
-        """Check samples that begin before the end of the training split, which it has not as such.
+        """Check new samples that precede the end of the training split.
 
         Args:
-            time_ms: The time of the first that is earlier.
+            time_ms: The time of the first of them.
             at: Its file and line.
-            num: How many of the file are not later.
+            num: How many samples of the file are not later.
 
         Raises:
-            ValueError: If the training split is in order of time, which it would not be with them.
+            ValueError: If the training split is ordered by time, which they would break.
         """
         if self.times.unordered_at is None:
             raise ValueError(
-                f"append: expected training samples from {_iso(self.times.last_ms)} on, where "
-                f"those of {self.path} end, or before that the very ones that it has, got one of "
-                f"{_iso(time_ms)} at {at} among {num} others. {_ADVICE}"
+                f"append: expected training samples from {_iso(self.times.last_ms)} on (the end of "
+                f"{self.path}) or exactly the earlier ones, got one at {_iso(time_ms)} in {at}, "
+                f"and {num} others. {_ADVICE}"
             )
 
     def check_new(
@@ -120,32 +123,32 @@ class Earlier:
 
         Args:
             files: Their samples; of the training samples those that are new.
-            times: Of all of these.
+            times: Their times.
             allow_repeats: Whether samples may look the same.
 
         Returns:
-            What to say if a few are there already.
+            A message if a few are repeated.
 
         Raises:
-            ValueError: If their samples are there already, or a file that counts as a day is.
+            ValueError: If their samples are repeated, or a file that counts as a day is.
         """
         if "time" not in self.dataset.artifact.content["source"]:
             twice = sorted(self.times.days.keys() & times.days.keys())
             if twice:
                 raise ValueError(
-                    f"append: expected files that {self.path} does not have, got {twice[0]} again. "
+                    f"append: expected new files, got {twice[0]}, which is already in {self.path}. "
                     f"{_ADVICE}"
                 )
         return [] if allow_repeats else check_not_among(files, self.files, self.path)
 
     def missing_days(self, times: Times) -> list[str]:
-        """What to say of days that this generation held out, if new files have nothing of them."""
+        """Message about held-out days that are missing in the new files."""
         recorded = self.dataset.artifact.content["source"].get("days", ())
         days = [day["day"] for day in recorded if not day[TRAIN] and day["day"] not in times.days]
         more = f" and {len(days) - 5} more" if len(days) > 5 else ""
         return days and [
-            f"append: no file has samples of {', '.join(days[:5])}{more}, held out so far: they "
-            "are in no split now. Append them, too, if they are to be training data"
+            f"append: held-out days {', '.join(days[:5])}{more} are not in the new files and no "
+            "longer in any split. Append them too to train on them"
         ]
 
     @property
@@ -174,7 +177,7 @@ class Earlier:
         Args:
             index: Its number.
             scratch: The directory of the next generation.
-            evicted: Rows by table that belong to another value from now on, int64.
+            evicted: Rows by table that now belong to another value, int64.
         """
         info = self.dataset.chunks(TRAIN)[index]
         block = self.dataset.block(TRAIN, index)
@@ -204,7 +207,7 @@ class Earlier:
 
 
 def split_document(spec: SourceSpec) -> dict[str, Any]:
-    """How samples were divided, as far as ``append`` must do the same, as JSON values."""
+    """The division into splits that ``append`` must repeat, as JSON values."""
     column = spec.split.time_column
     if column is None:
         return {"kind": spec.split.kind.name}
@@ -213,7 +216,7 @@ def split_document(spec: SourceSpec) -> dict[str, Any]:
 
 
 def check_split(dataset: Dataset, spec: SourceSpec) -> None:
-    """Check that a log is divided as a dataset was, so that no sample lands in two splits.
+    """Check that a log is divided like a dataset, so that no sample lands in two splits.
 
     Raises:
         ValueError: If the split is of another kind, or would hold out samples that are trained on.
@@ -232,21 +235,21 @@ def check_split(dataset: Dataset, spec: SourceSpec) -> None:
                 else (f"data.source.split.{name}")
             )
             raise ValueError(
-                f"{key}: expected {found.get(name)}, as {path} is divided, got {asked.get(name)}. "
-                "Append with the split that prepared it, or prepare all files anew with "
+                f"{key}: expected {found.get(name)}, the split of {path}, got {asked.get(name)}. "
+                "Append with the split that prepared it, or prepare all files from scratch with "
                 "overwrite=true."
             )
     last_ms = Times.from_json(source).last_ms
     if spec.split.kind is SplitKind.time and spec.split.bounds[0] <= last_ms:
         raise ValueError(
-            f"data.source.split.valid_from: expected a time after {_iso(last_ms)}, where the "
-            f"training split of {path} ends, got {spec.split.valid_from}. Move it on, since what "
-            "was trained on cannot be held out."
+            f"data.source.split.valid_from: expected a time after {_iso(last_ms)}, the end of the "
+            f"training split of {path}, got {spec.split.valid_from}. Set a later time; trained "
+            "samples cannot be held out."
         )
 
 
 def _iso(time_ms: float) -> str:
-    """A time, or a number that may stand for one."""
+    """A time in ISO form, or the number itself if it is not one."""
     try:
         return (EPOCH + timedelta(milliseconds=time_ms)).isoformat(timespec="milliseconds")
     except OverflowError:

@@ -1,8 +1,8 @@
-"""JSON Lines: an object a line, as blocks of whole lines, parsed into columns.
+"""JSON Lines: one object per line, as blocks of whole lines, parsed into columns.
 
-pyarrow parses a block as a whole, with the types that the values before had. Only if that fails are
-its lines examined one by one, to name the line and the reason, and to read what does not fit those
-types: integers of more than 64 bits, or the first value of a field.
+pyarrow parses a block as a whole, with the types of earlier values. Its lines are examined one by
+one only if that fails, to name the line and the reason, and to read values of other types: integers
+of more than 64 bits, or the first value of a field.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def read_names(path: Path) -> tuple[str, ...]:
             bad = bad or f"{error.args[1]}"
     if not names:
         raise ValueError(
-            f'{path} line 1: expected a JSON object a line, such as {{"clicked": 1}}, got '
-            f"{bad or 'empty ones'}. Write each object into a line of its own."
+            f'{path} line 1: expected one JSON object per line, such as {{"clicked": 1}}, got '
+            f"{bad or 'empty ones'}. Put each object on its own line."
         )
     return tuple(names)
 
@@ -61,7 +61,7 @@ def parse_lines(
     Args:
         path: The file, for messages.
         blocks: Its lines.
-        ids: The fields whose numbers are ids, and exact whatever their number of digits.
+        ids: The fields whose numbers are ids, read exactly with any number of digits.
         numbers: The other wanted fields.
         null_values: Texts that mean "missing".
 
@@ -74,8 +74,8 @@ def parse_lines(
     missing = [name for name in reader.names if name not in reader.seen]
     if missing:
         raise ValueError(
-            f"{path}: expected the fields {missing} in its objects, got none with them. "
-            "Correct the columns of the specification."
+            f"{path}: expected objects with the fields {missing}, got none. Correct the columns of "
+            "the specification."
         )
 
 
@@ -85,7 +85,7 @@ def _unmarked(lines: Lines) -> Lines:
 
 
 class _OddError(Exception):
-    """What cannot be read in a line: what is expected there, and what is there."""
+    """An unreadable part of a line: the expected content and the actual one."""
 
 
 class _Reader:
@@ -131,7 +131,7 @@ class _Reader:
         try:
             table = pajson.read_json(
                 pa.BufferReader(data),
-                # In one piece, as the kinds of fields are those of the whole file.
+                # In one piece, because the kinds of fields apply to the whole file.
                 read_options=pajson.ReadOptions(block_size=len(data) + 1, use_threads=False),
                 parse_options=pajson.ParseOptions(
                     explicit_schema=schema, unexpected_field_behavior="ignore"
@@ -162,7 +162,7 @@ class _Reader:
         return Parsed(table, np.array(numbers, np.int64), tuple(bad))
 
     def _value(self, name: str, value: Any) -> Any:
-        """A value as it goes into the column; the first one of a field says what kind it has."""
+        """A value in the form of its column; the first value of a field determines its kind."""
         if value is None:
             return None
         kind, known = _kind(value), self._kinds.get(name)
@@ -199,7 +199,7 @@ class _Reader:
                 ]
                 item_type = pa.string()
         kind_of_all = pa.list_(item_type) if is_list else item_type
-        # Of texts made from numbers the next block's numbers are none, and it is read slowly.
+        # If ids became texts here, the numbers of the next block do not fit, and it is read slowly.
         self._types[name] = kind_of_all
         return pa.array(values, kind_of_all)
 
@@ -211,7 +211,7 @@ def _is_exact(column: pa.ChunkedArray) -> bool:
 
 
 def _object(line: bytes, names: tuple[str, ...]) -> dict[str, Any]:
-    """The object of a line, in which none of the names may occur twice."""
+    """The object of a line, whose names must be unique."""
 
     def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -226,7 +226,7 @@ def _object(line: bytes, names: tuple[str, ...]) -> dict[str, Any]:
         text = line.decode()
         found = json.loads(text, object_pairs_hook=made)
         if "\\u" in text:
-            json.dumps(found, ensure_ascii=False).encode()  # halves of characters are none
+            json.dumps(found, ensure_ascii=False).encode()  # rejects unpaired surrogates
     except UnicodeDecodeError as error:
         raise _OddError("UTF-8 text", f"byte {line[error.start]:#04x} at {error.start}") from None
     except UnicodeEncodeError:
@@ -256,7 +256,7 @@ def _kind(value: Any) -> str | None:
 
 
 def _is_kind_of_list(kind: str, known: str | None) -> bool:
-    """Whether two kinds are of lists, of which one has no items."""
+    """Whether two kinds are lists, one of them without items."""
     kinds = {kind, known}
     return "list" in kinds and all(one is not None and one.startswith("list") for one in kinds)
 
@@ -281,7 +281,7 @@ def _id(value: Any) -> int:
     """A number as an id: 1234.0 is 1234, as in a column of integers.
 
     Raises:
-        ValueError: if it is no integer, or too large for a float that is one.
+        ValueError: if it is not an integer, or too large to be exact as a float.
     """
     if isinstance(value, float) and not (abs(value) < _WHOLE_BELOW and value.is_integer()):
         raise ValueError(value)

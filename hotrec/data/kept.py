@@ -1,9 +1,9 @@
-"""Earlier generations of a dataset, kept beside it so that runs on them stay of use.
+"""Earlier generations of a dataset, kept next to it so that runs on them remain usable.
 
 The generations before that of ``data/events/dataset`` are in ``data/events/dataset.generations``,
-each a whole dataset of its own, ``0000-b3d2147eea61`` by its number and content hash. Their files
-are second names of those that later generations have as well (hard links), so that one more takes
-the space of its held-out samples, its vocabularies and the chunks that lost rows.
+each a complete dataset, ``0000-b3d2147eea61`` by its number and content hash. Their files are hard
+links to those of later generations where these are the same, so that each generation only needs
+space for its held-out samples, its vocabularies and the chunks that lost rows.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def open_generation(
 ) -> Dataset:
     """Open the generation of a dataset that a checkpoint was trained on: the newest, or a kept one.
 
-    Its files are in ``artifact.path`` of what is returned, which need not be ``directory``.
+    Its files are in ``artifact.path`` of the returned dataset, which need not be ``directory``.
 
     Args:
         directory: The directory of the dataset.
-        content_hash: Of the generation, as the checkpoint recorded it.
+        content_hash: The generation's hash, as recorded in the checkpoint.
         checkpoint: For messages.
-        verify: As ``Dataset.open`` has it.
+        verify: See ``Dataset.open``.
 
     Raises:
         ArtifactError: If there is no such generation, or it is damaged.
@@ -70,7 +70,7 @@ def open_generation(
         return newest
     hashes = [generation["content_hash"] for generation in generations_of(newest)]
     found = newest.artifact.content_hash
-    del newest  # which nobody could replace meanwhile
+    del newest  # until here it could not be replaced
     for path in kept_generations(directory):
         if path.name.endswith(f"-{content_hash[:12]}"):
             dataset = Dataset.open(path, verify)
@@ -80,38 +80,37 @@ def open_generation(
     if content_hash not in hashes:
         raise ArtifactError(
             f"{directory}: expected the dataset {content_hash[:12]} that {checkpoint} was trained "
-            f"on, got {found[:12]}. Put that dataset there, or train on this one."
+            f"on, got {found[:12]}. Restore that dataset, or train on this one."
         )
     raise ArtifactError(
         f"{directory}: expected generation {hashes.index(content_hash)} ({content_hash[:12]}), "
-        f"which {checkpoint} was trained on, got generation {len(hashes)} and no such one in "
-        f"{kept_directory(directory)}: it was pruned, or never kept. Train on with "
-        f"trainer.warm_start={checkpoint}, or put a copy of that generation there."
+        f"which {checkpoint} was trained on, got generation {len(hashes)}; the other one is not in "
+        f"{kept_directory(directory)} (pruned or never kept). Continue with "
+        f"trainer.warm_start={checkpoint}, or restore that generation."
     )
 
 
 def check_not_grown(directory: Path) -> None:
-    """Check that a dataset may be replaced by one that is prepared anew.
+    """Check that a dataset may be replaced by one that is prepared from scratch.
 
     Raises:
-        ArtifactError: If files were appended to it, which the new one would not have.
+        ArtifactError: If files were appended to it, which the new one would lack.
     """
     number = 0
-    # Of a damaged one, too. What else may be there is refused by whoever replaces it.
+    # Damaged ones too. Anything else in the directory is refused by the code that replaces it.
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         number = len(manifest["content"]["source"].get("generations", ()))
     if number > 0:
         raise ArtifactError(
-            f"{directory}: expected a dataset without appended files to replace, got generation "
-            f"{number}. Extend it with append=..., train on it as it is, or set overwrite=true "
-            "to prepare it anew without them."
+            f"{directory}: expected no appended files, got generation {number}. Use append=..., "
+            "train on it as it is, or set overwrite=true to prepare it from scratch without them."
         )
 
 
 @contextmanager
 def keeping(dataset: Dataset) -> Iterator[None]:
-    """Keep a dataset that is replaced within; the caller holds its lock for writing."""
+    """Keep a dataset that is replaced inside the block; the caller holds its lock for writing."""
     kept = _keep(dataset)
     try:
         yield
@@ -134,20 +133,20 @@ def _keep(dataset: Dataset) -> Path | None:
         for file in artifact.files:
             (scratch / file).parent.mkdir(parents=True, exist_ok=True)
             link_file(artifact.path / file, scratch / file)
-        # A copy, because who reads a generation locks its manifest, and not that of another.
+        # A copy, because readers of a generation lock its manifest, and not that of another one.
         shutil.copyfile(artifact.path / MANIFEST, scratch / MANIFEST)
         move_artifact(scratch, target, DATASET)
     return target
 
 
 def prune_generations(directory: str | Path, num_kept: int) -> tuple[list[Path], int]:
-    """Remove earlier generations, the oldest first, until so many are left.
+    """Remove earlier generations, the oldest first, until ``keep`` are left.
 
     Returns:
-        Those that were removed, and the bytes on the disk that are free now.
+        The removed ones, and the bytes freed on the disk.
 
     Raises:
-        ArtifactError: If one of them holds files of others. Nothing is removed.
+        ArtifactError: If one of them contains foreign files. Nothing is removed.
         LockedError: If a process reads one of them. Nothing is removed.
     """
     kept = kept_generations(directory)

@@ -1,9 +1,9 @@
 """The loader: prepared chunks -> ``hotrec.data.batch.Batch``, per rank, in worker processes.
 
-Every rank takes the same number of steps; nothing is lost or seen twice in an epoch. Worker k of n
-makes steps k, k + n, ..., and the loader takes them in turn, so the order of batches does not
-depend on the number of workers. The position is the number of samples that all ranks have taken.
-Restoring it jumps, with any number of ranks and workers and any batch size.
+Every rank takes the same number of steps; no sample is lost or repeated in an epoch. Worker k of n
+makes steps k, k + n, ..., and the loader alternates between the workers, so the order of batches
+does not depend on their number. The position is the number of samples that all ranks have consumed.
+It can be restored without reading, with any number of ranks and workers and any batch size.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from hotrec.data.order import GlobalBatch, SampleOrder, StepSequence, num_steps_
 from hotrec.data.packing import Packed, pack
 
 _RANK_CHECK_S = 1.0
-# Error numbers of the system and the same in libraries' words, and what the user can do.
+# Error numbers of the system, the messages of libraries for them, and advice.
 _REFUSALS = (
     (
         (errno.EMFILE, errno.ENFILE),
         "Too many open files",
-        "Raise the limit of open files with ulimit -n, see whether a worker was killed for memory",
+        "Raise the limit of open files with ulimit -n, check whether a worker was killed for "
+        "lack of memory",
     ),
     ((errno.ENOSPC,), "No space left on device", "Make /dev/shm larger"),
     (
@@ -108,12 +109,12 @@ def make_loader(
         epochs: The number of passes over the split; None for no end.
         shuffle: Whether to shuffle chunks, and rows within a chunk, by (seed, epoch).
         num_workers: The number of worker processes; 0 reads in this process.
-        keep_workers: Whether workers are kept from one iteration to the next.
+        keep_workers: Whether workers persist across iterations.
         transform: A picklable function that workers apply to the ids.
-        drop_last: Whether to leave out the last step of an epoch if it is not full.
+        drop_last: Whether to drop the last step of an epoch if it is not full.
         by_day: Whether a step ends with each day of the split; for the order of the files.
         pin_memory: Whether batches are in page-locked memory, for a GPU.
-        subset: The samples that take part, which may be fewer than a global batch; None for all.
+        subset: The samples to use, which may be fewer than a global batch; None for all.
         assign: A picklable function that assigns the samples of a global batch to ranks; workers
             then read the ids of the whole global batch. None keeps the order of the batch.
 
@@ -123,7 +124,7 @@ def make_loader(
     Raises:
         ValueError: if the split is empty or, with ``shuffle`` or ``drop_last``, holds fewer samples
             than one global batch.
-        ArtifactError: if there is no whole dataset.
+        ArtifactError: if there is no complete dataset.
     """
     if batch_size < 1 or world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(
@@ -148,7 +149,7 @@ def make_loader(
             f"(batch size {batch_size} on {world_size} ranks), got {order.num_samples}. "
             "Choose a smaller batch, fewer ranks or more data."
         )
-    # A checkpoint's position has a meaning only in the same order of samples.
+    # A checkpoint's position is only meaningful in the same order of samples.
     identity = {
         "dataset": dataset.artifact.content_hash,
         "split": split,
@@ -171,7 +172,7 @@ def make_loader(
         steps,
         epochs,
         transform,
-        # All ranks hold the rows of all-hot samples, so there is nothing to assign them by.
+        # All ranks have the rows of all-hot samples, so their assignment does not matter.
         None if is_all_hot else assign,
         is_all_hot,
     )
@@ -191,7 +192,7 @@ def _pack_in_worker(batch: Batch) -> Batch | Packed:
 
 
 class Loader(DataLoader[Batch]):
-    """A loader that knows its position, and says what the system refused to its workers."""
+    """A loader with a restorable position that reports resources refused by the system."""
 
     dataset: Batches
 
@@ -205,7 +206,7 @@ class Loader(DataLoader[Batch]):
         return {"num_samples": num_samples, "identity": self.dataset.identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration start at a saved position.
+        """Start the next iteration at a saved position.
 
         Raises:
             ValueError: if the position belongs to another dataset, order or selection of samples.
@@ -215,7 +216,7 @@ class Loader(DataLoader[Batch]):
             if saved.get(key) != mine.get(key):
                 raise ValueError(
                     f"loader state {key}: expected {mine.get(key)!r}, got {saved.get(key)!r}. "
-                    "Resume with the settings of the run that saved it, or start anew."
+                    "Resume with the settings of the run that saved it, or start a new run."
                 )
         steps = replace(self.dataset.steps, first_sample=int(state["num_samples"]))
         self.dataset.steps = steps
@@ -241,7 +242,7 @@ class Loader(DataLoader[Batch]):
         try:
             yield
         except (EOFError, OSError, RuntimeError) as error:
-            # A connection ends where a descriptor in a message is one too many.
+            # A connection breaks if a descriptor in a message exceeds the limit.
             is_ended = isinstance(error, EOFError | ConnectionError)
             number = errno.EMFILE if is_ended else getattr(error, "errno", None)
             found = next(
@@ -255,27 +256,27 @@ class Loader(DataLoader[Batch]):
             if self.num_workers == 0 or found is None:
                 raise
             sys.unraisablehook = _ignore_half_started
-            got = str(error).rstrip().rpartition("\n")[2] or "a connection that ended"
-            # No RuntimeError: in a step that is what a rank gets when another one is gone.
+            got = str(error).rstrip().rpartition("\n")[2] or "a broken connection"
+            # Not a RuntimeError: in a step that means the loss of another rank.
             raise OSError(
-                f"loader: expected the system to grant what {self.num_workers} worker processes "
-                f"need, got {got.removesuffix('.')}. {found}, or set trainer.num_workers=0."
+                f"loader: expected resources for {self.num_workers} worker processes, got "
+                f"{got.removesuffix('.')}. {found}, or set trainer.num_workers=0."
             ) from error
 
 
 def _leave_messages_to_rank() -> None:
-    """Print nothing in a worker: its rank gets the errors of batches, and sees when it is gone."""
-    # These get the errors of the threads that hand over batches, whose rank would wait for ever.
+    """Print nothing in a worker: its rank receives the errors of batches, and detects its exit."""
+    # This gets the errors of threads that send batches, for which the rank would wait forever.
     sys.excepthook = lambda *_: os._exit(1)
     on_error = staticmethod(lambda *_: os._exit(1))
     multiprocessing.queues.Queue._on_queue_feeder_error = on_error  # type: ignore[attr-defined]
-    # A directory of its own would be removed with a trace where too many files are open.
+    # Removing its own directory would print a trace if too many files are open.
     config: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
     config["tempdir"] = tempfile.gettempdir()
 
 
 def _ignore_half_started(unraisable: sys.UnraisableHookArgs) -> None:
-    """Leave out that torch cannot end an iterator that it could not start."""
+    """Suppress torch's error about an iterator that it failed to start."""
     owner = getattr(unraisable.object, "__qualname__", "")
     if not owner.startswith("_MultiProcessingDataLoaderIter."):
         sys.__unraisablehook__(unraisable)
@@ -293,8 +294,8 @@ def _leave_signals_to_rank(worker: int) -> None:
     rank = os.getppid()
 
     def wait_for_rank() -> None:
-        # A rank that was killed sends nothing, but its workers get another parent. Torch notices
-        # that within five seconds, and only while it waits for work.
+        # A killed rank sends no signal, but its workers get another parent. Torch only detects that
+        # within five seconds, while it waits for work.
         while os.getppid() == rank:
             received = signal.sigtimedwait({signal.SIGTERM}, _RANK_CHECK_S)
             if received is not None and received.si_pid == rank:

@@ -1,6 +1,6 @@
-"""Which rank computes which sample of a global batch: the one that holds most of its cold rows.
+"""Assigns the samples of a global batch to the ranks that own most of their cold rows.
 
-A cold row and its gradient are exchanged only if a rank reads the row without holding it. Moving
+A cold row and its gradient are exchanged only if a rank reads the row without owning it. Moving
 samples of a global batch between ranks changes neither the batch nor the update. Every rank reads
 the ids of the whole global batch and computes the same assignment, so nothing is sent for it. The
 figures behind the rule are in benchmarks/results/locality.md.
@@ -24,7 +24,7 @@ Assign = Callable[[Rows, npt.NDArray[np.int32], Rows], Rows]
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardOwner:
     """A piece of a table: its rows from ``first_row`` to the next piece's first are on ``rank``."""
 
     first_row: int
@@ -32,24 +32,24 @@ class Shard:
 
 
 def assign_by_owner(owner_K: Rows, row_K: Rows, sample_K: Rows, shares_W: Rows) -> Rows:
-    """Give each sample to the rank that holds most of its cold rows, each rank its share.
+    """Assign each sample to the rank that owns most of its cold rows, within each rank's share.
 
-    The score of sample s on rank r is the sum over the ids of s whose row r holds of 1 / (ids of
-    the global batch with this row): a row that many samples read is sent to most ranks anyway and
+    The score of sample s on rank r is the sum over the ids of s whose row r owns of 1 / (ids of the
+    global batch with this row): a row that many samples read is sent to most ranks anyway and
     hardly counts. Samples choose the rank with their best score (the lowest one if several are
     equal), those that would lose most by their second choice first, then in the order of the batch;
     those whose choice is full choose again among the ranks with room, at most W times.
 
     Args:
-        owner_K: int64 (K,), the rank that holds each id's row, ``NOBODY`` for hot rows and others
-            that every rank reads alike.
+        owner_K: int64 (K,), the rank that owns each id's row, ``NOBODY`` for hot rows and others
+            that every rank reads at the same cost.
         row_K: int64 (K,), the row, numbered over all tables.
         sample_K: int64 (K,), in 0..S-1.
         shares_W: int64 (W,), samples of each rank; their sum is S.
 
     Returns:
         The rank of each sample, int64 (S,). Sums are in the order of the ids, so that ranks on
-        different processors come to the same.
+        different processors get the same result.
     """
     num_samples, num_ranks = int(shares_W.sum()), shares_W.size
     is_owned = owner_K != NOBODY
@@ -62,11 +62,11 @@ def assign_by_owner(owner_K: Rows, row_K: Rows, sample_K: Rows, shares_W: Rows) 
 
 
 def _fill(score_SW: npt.NDArray[np.float64], shares_W: Rows) -> Rows:
-    """Each sample where its score is high, each rank its share."""
+    """Assign each sample to a rank with a high score, within each rank's share."""
     room_W = shares_W.copy()
     rank_S = np.full(score_SW.shape[0], NOBODY, np.int64)
     left = np.arange(rank_S.size)
-    while left.size:  # a round either places all that are left or fills a rank
+    while left.size:  # each round places all remaining samples or fills a rank
         open_ranks = np.flatnonzero(room_W)
         score = score_SW[np.ix_(left, open_ranks)]
         choice = open_ranks[score.argmax(axis=1)]
@@ -85,9 +85,9 @@ def _fill(score_SW: npt.NDArray[np.float64], shares_W: Rows) -> Rows:
 
 
 class ByOwner:
-    """``assign_by_owner`` for the batches of a loader; picklable, so that workers can hold it.
+    """``assign_by_owner`` for the batches of a loader; picklable for its workers.
 
-    Takes one bit per row of the tables that have hot rows.
+    Needs one bit per row of the tables with hot rows.
 
     Args:
         schema: The tables and the features that read them.
@@ -96,11 +96,14 @@ class ByOwner:
         hot_rows: int64 (H,) by table; a missing table has none.
 
     Raises:
-        ValueError: if a table's shards do not begin with its first row, or do not rise.
+        ValueError: if a table's shards do not start at row 0, or do not increase.
     """
 
     def __init__(
-        self, schema: Schema, shards: Mapping[str, Sequence[Shard]], hot_rows: Mapping[str, Rows]
+        self,
+        schema: Schema,
+        shards: Mapping[str, Sequence[ShardOwner]],
+        hot_rows: Mapping[str, Rows],
     ) -> None:
         index = {table.name: position for position, table in enumerate(schema.tables)}
         num_rows_T = np.array([table.num_rows for table in schema.tables], np.int64)
@@ -110,11 +113,11 @@ class ByOwner:
         firsts: list[int] = []
         ranks: list[int] = []
         for table, begin in zip(schema.tables, begin_T.tolist(), strict=True):
-            of_table = shards.get(table.name) or (Shard(0, NOBODY),)
+            of_table = shards.get(table.name) or (ShardOwner(0, NOBODY),)
             first_rows = [shard.first_row for shard in of_table]
             if first_rows[0] != 0 or first_rows != sorted(set(first_rows)):
                 raise ValueError(
-                    f"shards of table {table.name}: expected first rows that rise from 0, got "
+                    f"shards of table {table.name}: expected first rows increasing from 0, got "
                     f"{first_rows}. Take them from the plan."
                 )
             firsts += [begin + first_row for first_row in first_rows]
@@ -126,7 +129,7 @@ class ByOwner:
             np.bitwise_or.at(self._is_hot_bits, key_H >> 3, _bit(key_H))
 
     def owners(self, key_K: Rows) -> Rows:
-        """The rank that holds each row, ``NOBODY`` for hot ones; rows numbered over all tables."""
+        """The rank that owns each row, ``NOBODY`` for hot ones; rows numbered over all tables."""
         owner_K = self._rank_P[np.searchsorted(self._first_P, key_K, side="right") - 1]
         owner_K[(self._is_hot_bits[key_K >> 3] & _bit(key_K)) != 0] = NOBODY
         return owner_K

@@ -1,8 +1,8 @@
 """A log as ``prepare`` sees it: files, joined side tables, where columns come from, and splits.
 
 All names are resolved before a sample is read, so that a misspelt column is an error in the first
-second and not after the first hour. A side table is held in memory as a whole, so it must be small
-beside the log, which streams.
+second and not after the first hour. A side table is kept in memory, so it must be small compared
+with the log, which is streamed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TRAIN, VALID, TEST = range(3)  # positions in hotrec.data.chunks.SPLITS
 
 @dataclass(frozen=True)
 class Log:
-    """What ``prepare`` reads: files, the columns wanted of them, and side tables to join."""
+    """The input of ``prepare``: files, their requested columns, and side tables to join."""
 
     files: tuple[Path, ...]
     log_format: LogFormat
@@ -86,13 +86,13 @@ def open_log(
 
     Args:
         spec: The log.
-        needs_label: Whether it must have the columns of labels and weights; else those of a kind
-            are left out where the log lacks one of them.
+        needs_label: Whether it must have the columns of labels and weights; otherwise all labels,
+            or the weight, are omitted if the log lacks one of them.
         files_key: The key of the files, for messages.
         keep: Columns of the log's files to carry on as they are.
 
     Raises:
-        ValueError: if a file or a column is not there.
+        ValueError: if a file or a column is missing.
     """
     nulls, block_bytes = tuple(spec.null_values), spec.block_mib << 20
     log_format = LogFormat(spec.format, spec.separator, nulls, spec.on_bad_line, block_bytes)
@@ -135,8 +135,8 @@ def _say_what_is_not_read(
     for name, value in partition_of(files[0]).items():
         if name not in names and name not in wanted.names and rank() == 0:
             _LOGGER.warning(
-                "%s: no column reads %s, which is %s in the path of the first file. "
-                "Set it as the source of one, or leave it.",
+                "%s: path column %s (%s in the first file) is not used by any column. Set it as "
+                "a source to use it.",
                 *(files_key, name, value),
             )
 
@@ -149,7 +149,7 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
     times: dict[str, dict[str, str]] = {place: {} for place in known}
     single: dict[str, list[str]] = {place: [] for place in known}
     readings: dict[str, dict[str, ColumnSpec]] = {place: {} for place in known}
-    # The key of a side table repeats the column that it is matched with.
+    # The key of a side table duplicates the column that it is matched with.
     keys = {name: side.key or side.on for name, side in spec.joins.items()}
     offered = {
         place: tuple(name for name in names if name != keys.get(place))
@@ -203,7 +203,7 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
 
 
 def _shown(names: tuple[str, ...]) -> str:
-    """The names of a header for a message; a file that is not text may have odd ones."""
+    """The names of a header for a message; a binary file may have unprintable ones."""
     shown = [name[:_SHOWN_LENGTH] for name in names[:_NUM_SHOWN]]
     num_more = len(names) - len(shown)
     return f"{shown}" + (f" and {num_more} more" if num_more else "")
@@ -222,7 +222,7 @@ def _place_of(
     """The log or the side table that has a column; the log comes first.
 
     Raises:
-        ValueError: if none has it, or several side tables do.
+        ValueError: if none or several side tables have it.
     """
     until = list(known).index(before) if before else len(known)
     places = [place for place in list(known)[:until] if column in known[place]]
@@ -244,8 +244,8 @@ def _place_of(
 class SideTable:
     """A side table in memory, found by the hashes of its keys."""
 
-    on: str  # the column of the log, or of a side table joined before, that holds the key
-    hashes: Hashes  # of the keys, rising
+    on: str  # the key column in the log, or in a side table joined before
+    hashes: Hashes  # of the keys, increasing
     rows: Rows  # the row of each of these keys
     ids: Mapping[str, Texts | Lists]
     numbers: Mapping[str, Float64s]
@@ -284,7 +284,7 @@ def read_side_table(
 
 
 def _concatenated(parts: list[Any]) -> Any:
-    """Columns of one kind, end to end. Values may repeat from part to part."""
+    """Concatenated columns of one kind. Values may repeat from part to part."""
     is_texts = isinstance(parts[0], Texts)
     sizes = [len(part.values) if is_texts else part.offsets.size - 1 for part in parts]
     starts = offsets_of(np.array(sizes))
@@ -299,7 +299,7 @@ def _concatenated(parts: list[Any]) -> Any:
 def join(block: RawBlock, table: SideTable) -> RawBlock:
     """Add the side table's columns to a block; keys without an entry get missing values.
 
-    Where the block has a column of the same name, it keeps its own.
+    If the block has a column of the same name, it keeps its own.
     """
     key = block.ids[table.on]
     assert isinstance(key, Texts), f"join on {table.on}: expected keys as text"

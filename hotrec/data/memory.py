@@ -1,4 +1,4 @@
-"""Tables in memory, of whatever library, as Arrow tables and Parquet."""
+"""Tables in memory, of any library, as Arrow tables and Parquet."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pyarrow.interchange import from_dataframe
 
 
 def to_arrow(table: Any) -> pa.Table:
-    """A table in memory as an Arrow table, in which NaN is missing and pandas' index is not.
+    """A table in memory as an Arrow table; NaN becomes missing, a pandas index is dropped.
 
     Raises:
-        ValueError: If it is no table, two columns have one name, or Arrow has no type for a column.
+        ValueError: If it is not a table, a name occurs twice, or Arrow has no type for a column.
     """
     is_pandas = type(table).__module__.partition(".")[0] == "pandas" and hasattr(table, "columns")
     is_arrow = isinstance(table, Mapping) or hasattr(table, "__arrow_c_stream__")
     if not (is_pandas or is_arrow or hasattr(table, "__dataframe__")):
         raise ValueError(
             "table: expected a DataFrame, an Arrow table or a dict of columns, got "
-            f"{type(table).__name__}. Make a table of it, such as with pyarrow.table."
+            f"{type(table).__name__}. Convert it to a table, for example with pyarrow.table."
         )
     try:
         if is_pandas:
@@ -37,13 +37,13 @@ def to_arrow(table: Any) -> pa.Table:
     except (pa.ArrowException, TypeError, ValueError) as error:
         reason = "; ".join(map(str, error.args)).removesuffix(".")
         raise ValueError(
-            "table: expected columns of one length, of different names, and of types that Arrow "
-            f"has, got an error: {reason}. Correct the column."
+            "table: expected columns of equal length, unique names and Arrow types, got an error: "
+            f"{reason}. Correct the column."
         ) from error
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A column without NaN, and without polars' form of categories, which Parquet does not have."""
+    """A column without NaN, and without polars' categories, which Parquet does not support."""
     if pa.types.is_floating(column.type):
         return pc.if_else(pc.is_nan(column), pa.scalar(None, column.type), column)
     if pa.types.is_dictionary(column.type) and pa.types.is_string_view(column.type.value_type):
@@ -54,5 +54,5 @@ def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def write_table(table: pa.Table, file: Path) -> None:
-    """Write Parquet that is read with its own types: texts are texts, whatever they were."""
+    """Write Parquet that is read back with its own types: all text types become plain text."""
     pq.write_table(table, file, store_schema=False)

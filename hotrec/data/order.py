@@ -4,8 +4,8 @@ An epoch is the chunks in a shuffled order, each with its rows shuffled. Step s 
 samples [s * G, (s + 1) * G) of that order, G = batch_size * world_size, and rank r takes the r-th
 slice of it; so the number of ranks does not change the global batches. The last step holds the
 rest, split as evenly as possible. Any step can be computed directly, without state, and a run can
-go on after any sample with another G. Where only some of the samples take part, all this applies to
-them alone.
+continue after any sample with another G. If only some of the samples are used, all this applies to
+them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy as np
 
 from hotrec.types import Rows
 
-# A batch spans few chunks; the permutations of those it left are not needed again.
+# A batch spans few chunks; the permutations of earlier ones are not needed again.
 _CACHED_PERMUTATIONS = 4
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a batch: rows of one chunk, int64, in the order they are to be read."""
+    """Part of a batch: rows of one chunk, int64, in reading order."""
 
     chunk: int
     rows: Rows
@@ -53,11 +53,11 @@ class StepSequence:
     """The global batches of a run.
 
     Args:
-        parts: Samples of the parts of an epoch, such as days, each 1 or more. No step reaches from
-            one part into the next; an epoch that need not be cut is one part.
+        parts: Samples of the parts of an epoch, such as days, each 1 or more. No step crosses a
+            boundary of parts; an undivided epoch is one part.
         global_batch: Samples of a full step over all ranks.
         first_sample: Samples before the first step, counted over all epochs.
-        drop_last: Whether to leave out the last step of a part if it is not full.
+        drop_last: Whether to drop the last step of a part if it is not full.
     """
 
     parts: tuple[int, ...]
@@ -76,7 +76,7 @@ class StepSequence:
         if step < left:
             end, first = int(self._ends[part]), offset + step * self.global_batch
         else:
-            # As if the first epoch had begun with its first sample.
+            # As if the first epoch had started at its first sample.
             step += int(self._last_steps[part]) - left
             whole, step = divmod(step, int(self._last_steps[-1]))
             epoch += whole
@@ -100,9 +100,9 @@ class StepSequence:
         return (epochs - epoch) * int(self._last_steps[-1]) - skipped
 
     def part_ends(self) -> dict[int, int]:
-        """Parts by the number of steps after which they end, in the epoch of ``first_sample``.
+        """Parts by the number of steps to their end, in the epoch of ``first_sample``.
 
-        A part that ends just before the first step is there with 0.
+        A part that ends just before the first step is included with 0.
         """
         _, first, offset, left = self._start
         skipped = int(self._last_steps[first]) - left
@@ -135,10 +135,10 @@ class StepSequence:
 
 
 class SampleOrder:
-    """Which samples a rank reads in which step; without ``shuffle`` in the order of the files.
+    """The samples that a rank reads in each step; without ``shuffle`` in the order of the files.
 
-    Where only some samples take part, ``chunk_sizes`` counts these alone, and ``rows_of_chunk``
-    returns their positions in a chunk, int64.
+    If only some samples are used, ``chunk_sizes`` counts only these, and ``rows_of_chunk`` returns
+    their positions in a chunk, int64.
     """
 
     def __init__(
@@ -166,20 +166,20 @@ class SampleOrder:
     def shares(self, batch: GlobalBatch) -> Rows:
         """Samples of each rank in a global batch, int64 (W,).
 
-        Equal in full steps; in the last one the first ranks hold one sample more.
+        Equal in full steps; in the last one the first ranks may have one sample more.
         """
         share, extra = divmod(batch.num_samples, self._world_size)
         return share + (np.arange(self._world_size) < extra)
 
     def pieces(self, batch: GlobalBatch) -> list[Piece]:
-        """What this rank reads of a global batch; empty if there is nothing for it."""
+        """This rank's pieces of a global batch; may be empty."""
         self._enter_epoch(batch.epoch)
         shares = self.shares(batch)
         first = batch.first + int(shares[: self.rank].sum())
         return self._pieces_between(batch.epoch, first, first + int(shares[self.rank]))
 
     def global_pieces(self, batch: GlobalBatch) -> list[Piece]:
-        """What all ranks read, in the order of the ranks."""
+        """The pieces of all ranks, in the order of the ranks."""
         self._enter_epoch(batch.epoch)
         return self._pieces_between(batch.epoch, batch.first, batch.first + batch.num_samples)
 
@@ -224,11 +224,11 @@ class SampleOrder:
 
 
 def select_pieces(pieces: Sequence[Piece], samples: Rows) -> list[Piece]:
-    """The parts of some pieces that hold certain samples.
+    """The parts of some pieces that contain certain samples.
 
     Args:
         pieces: Pieces whose samples are numbered consecutively.
-        samples: int64, numbers of the samples to select, in rising order.
+        samples: int64, numbers of the samples to select, in increasing order.
     """
     selected = []
     begin = 0

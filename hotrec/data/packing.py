@@ -1,8 +1,8 @@
-"""A batch in one block of shared memory, for the way from a loader's worker to its rank.
+"""A batch in one block of shared memory, for the transfer from a loader worker to its rank.
 
-Torch shares every tensor by a file descriptor of its own, which the rank asks the worker for over
-another connection. A routed batch has a dozen tensors, and that cost its rank more than reading the
-batch; one block is also pinned at once.
+Torch uses a file descriptor per tensor, which the rank requests from the worker over another
+connection. A routed batch has a dozen tensors, and that cost its rank more than reading the batch;
+one block is also pinned in one call.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-# Where tensors begin: a cache line, as torch's allocator has it.
+# Alignment of tensors: a cache line, as in torch's allocator.
 ALIGNED_BYTES = 64
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Any picklable object whose tensors lie in one block, uint8 (N,)."""
+    """Any picklable object with its tensors in one block, uint8 (N,)."""
 
     pickled: bytes
     block: torch.Tensor
@@ -30,7 +30,7 @@ class Packed:
         return Packed(self.pickled, self.block.pin_memory())
 
     def unpack(self) -> Any:
-        """The object; its tensors share the block, which lives as long as any of them."""
+        """The object; its tensors share the block, which exists as long as any of them."""
         return _Unpickler(self.pickled, self.block).load()
 
 
@@ -49,7 +49,7 @@ def pack(value: Any) -> Packed:
 def _view(
     block: torch.Tensor, begin: int, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    # No view of the block in autograd's sense: each tensor counts its own changes.
+    # Not views of the block for autograd: each tensor has its own version counter.
     first = begin // dtype.itemsize
     strides = torch.empty(shape, dtype=dtype, device="meta").stride()
     return torch.empty(0, dtype=dtype).set_(block.untyped_storage(), first, shape, strides)
@@ -59,7 +59,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         self.num_bytes = 0
-        # By id; the tensors are kept, so that no other one gets the same id.
+        # By id; the tensors are kept alive, so that no other one gets the same id.
         self.tensors: dict[int, tuple[int, torch.Tensor]] = {}
 
     def persistent_id(self, value: Any) -> Any:

@@ -99,7 +99,7 @@ T = TypeVar("T")
 class FileFacts:
     """Counts of one file or of all files, from the first pass.
 
-    Samples that an earlier generation has are in ``left_out`` alone.
+    Samples that an earlier generation has are only in ``left_out``.
     """
 
     num_samples: Rows  # int64 (3,), by split, as in SPLITS
@@ -117,7 +117,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class _Job:
-    """What both passes share on one rank."""
+    """Data shared by both passes on one rank."""
 
     spec: SourceSpec
     log: Log
@@ -189,13 +189,13 @@ def prepare(
     """Read a log, write a dataset. Every rank of the process group calls it together.
 
     Args:
-        source: The log, and what to make of its columns.
+        source: The log, and how to encode its columns.
         output: The directory of the dataset, replaced if it exists. All ranks must share its file
             system.
-        append: Files, as in ``source.files`` and in place of them, that extend the dataset in
-            ``output``; see ``hotrec.data.generation``.
+        append: Files that extend the dataset in ``output``, used instead of ``source.files``; see
+            ``hotrec.data.generation``.
         overwrite: Whether to replace a dataset that files were appended to.
-        allow_repeats: Whether files may have samples of other files.
+        allow_repeats: Whether files may repeat samples of other files.
 
     Returns:
         The committed dataset: ``chunks/``, and ``vocab/<table>.arrow`` with the value and count of
@@ -204,7 +204,7 @@ def prepare(
 
     Raises:
         ValueError: on every rank, if the specification or the log is unusable.
-        OSError: if the disk is full. Nothing is left behind.
+        OSError: if the disk is full. No files are left behind.
     """
     distributed.same_verdict(lambda: validate(source, "data.source"))
     if append:
@@ -251,13 +251,13 @@ def _start_job(
 
 
 def _on_all_ranks(of_my_files: Callable[[], dict[int, T]]) -> dict[int, T]:
-    """What the ranks found about their files, in the order of all files."""
+    """The ranks' results for their files, in the order of all files."""
     parts = distributed.all_gather_object(distributed.same_verdict(of_my_files))
     return dict(sorted(item for part in parts for item in part.items()))
 
 
 def read_ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, the next ones made in a thread while this one is used."""
+    """The same items, with the next ones produced in a thread while one is used."""
     end = object()
     # One thread, so the calls of next() come one after the other.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read_ahead") as reader:
@@ -282,7 +282,7 @@ def _count(job: _Job) -> tuple[dict[int, FileFacts], dict[str, int]]:
 
     Returns:
         The facts of all files; and the largest row of each table with ``encoding: rows``, -1 if it
-        is never read; on all ranks.
+        is never read; equal on all ranks.
     """
     tables = tables_of(job.spec)
     counters = {n: ValueCounter() for n, t in tables.items() if t.encoding is Encoding.vocabulary}
@@ -313,7 +313,7 @@ def _count_file(
     progress: Progress,
 ) -> FileFacts:
     facts, old = job.no_facts(), job.no_facts()
-    # Of samples that an earlier generation may have: whether it has them is seen at the end.
+    # Samples that an earlier generation may have: whether it has them is checked at the end.
     old_counters = {name: ValueCounter() for name in counters}
     early: tuple[float, str] | None = None
     for block in read_ahead(job.log.blocks(file)):
@@ -357,7 +357,7 @@ def _count_samples(
     is_counted: npt.NDArray[np.bool_],
     counters: Mapping[str, ValueCounter],
 ) -> FileFacts:
-    """Add some samples of a block, whose ids and hashes are given, to the facts of a file."""
+    """Add some samples of a block, with their ids and hashes, to the facts of a file."""
     columns = job.log.columns
     if not is_counted.all():
         block, split_of, hashes = block.keep(is_counted), split_of[is_counted], hashes[is_counted]
@@ -384,7 +384,7 @@ def _count_samples(
 
 
 def _times_of(job: _Job, file: int, block: RawBlock, split_of: Integers) -> Times:
-    """When the samples of a block were made; without times a file is a day."""
+    """The times of the samples of a block; without times a file counts as a day."""
     path = job.log.files[file]
     if len(block) == 0:
         return Times()
@@ -413,9 +413,9 @@ def _check_facts(job: _Job, of_files: Sequence[FileFacts], new: FileFacts) -> No
     if new.num_samples[TRAIN] == 0 and num_old:
         assert earlier is not None
         raise ValueError(
-            f"append: expected training samples that {earlier.path} does not have, got {num_old} "
-            "that it has and no others. Append newer files, or move data.source.split.valid_from "
-            "and test_from on: the days that were held out become training data."
+            f"append: expected new training samples, got only {num_old} that {earlier.path} "
+            "already has. Append newer files, or set later data.source.split.valid_from and "
+            "test_from, which turns held-out days into training data."
         )
     if new.num_samples[TRAIN] == 0:
         found = _by_split(new.num_samples)
@@ -433,7 +433,7 @@ def _check_facts(job: _Job, of_files: Sequence[FileFacts], new: FileFacts) -> No
         for text in said:
             _LOGGER.warning("%s", text)
         if num_old:
-            _LOGGER.info("left out %d samples that the training split has already", num_old)
+            _LOGGER.info("skipped %d samples that are already in the training split", num_old)
 
 
 def _samples_of(job: _Job, of_files: Sequence[FileFacts]) -> list[FileSamples]:
@@ -489,7 +489,7 @@ def _build_encoders(job: _Job, largest: dict[str, int]) -> dict[str, RowEncoder]
             case Encoding.hashing:
                 return RowEncoder(table.num_rows)
             case Encoding.rows:
-                # A table has at least one row, read or not, and does not shrink.
+                # A table has at least one row, read or not, and never shrinks.
                 least = 1 if job.earlier is None else job.earlier.num_rows(name)
                 return RowNumbers(table.num_rows or max(largest[name] + 1, least))
 
@@ -515,7 +515,7 @@ def _schema(job: _Job, encoders: dict[str, RowEncoder]) -> Schema:
 
 @dataclass(frozen=True)
 class _Written:
-    """The chunks of each split, and the unknown ids of those held out; of a file or of all."""
+    """The chunks of each split, and the unknown ids of held-out ones; of a file or of all."""
 
     chunks: dict[str, list[ChunkInfo]]
     unknown: dict[str, UnknownIds]
@@ -626,7 +626,7 @@ def _commit(
 ) -> None:
     if total.num_skipped:
         _LOGGER.warning(
-            "prepare: left out %d samples that could not be read, kept %d",
+            "prepare: skipped %d unreadable samples, kept %d",
             total.num_skipped,
             total.num_samples.sum(),
         )
@@ -634,7 +634,7 @@ def _commit(
     num_clicks = {n: _by_split(of) for n, of in zip(labels, total.num_clicks.T, strict=True)}
     source = {
         "format": job.spec.format.name,
-        # Names without directories: the same log makes the same dataset wherever it lies.
+        # Names without directories: the same log makes the same dataset at any path.
         "files": [*_earlier_files(job), *(path.name for path in job.log.files)],
         "num_samples": _by_split(total.num_samples),
         "num_clicks": num_clicks if len(labels) > 1 else num_clicks[labels[0]],

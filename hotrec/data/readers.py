@@ -1,7 +1,7 @@
-"""Readers: the files of a log -> blocks of raw columns, checked, whatever the format.
+"""Readers: the files of a log -> blocks of raw columns, checked, for every format.
 
-A sample that cannot be read raises an error that names the file and the line, or is left out and
-counted, as specified. Memory is bounded by the block, not by the file.
+An unreadable sample raises an error that names the file and the line, or is skipped and counted, as
+specified. Memory is bounded by the block, not by the file.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ class Wanted:
         required: Number columns without missing values, besides these.
         times: Number columns that may hold times, with their forms as in
             ``hotrec.config.data.SourceSpec``; they become milliseconds since 1970.
-        columns: How number columns are written, or vectors wide, where they are not plain numbers.
+        columns: The format of number columns, and the length of vectors, unless they are plain
+            numbers.
         single: Id columns that may not be lists.
-        kept: Columns to carry on as they are.
+        kept: Columns to pass through unchanged.
     """
 
     ids: tuple[str, ...]
@@ -140,7 +141,7 @@ def column_names(path: Path, log_format: LogFormat) -> tuple[str, ...]:
     """The columns that a file has, without those of its path.
 
     Raises:
-        ValueError: if it cannot be read, or two columns have one name.
+        ValueError: if it is unreadable, or two columns have the same name.
     """
     match log_format.format:
         case SourceFormat.criteo:
@@ -159,7 +160,7 @@ def column_names(path: Path, log_format: LogFormat) -> tuple[str, ...]:
 
 
 def partition_of(path: Path) -> dict[str, str | None]:
-    """The columns that the directories of a file name, as key=value; None for a missing value."""
+    """The columns in a file's path, in directories named key=value; None for a missing value."""
     found = (part.partition("=") for part in path.parts[:-1] if is_partition(part))
     values = {unquote(key): unquote(value) for key, _, value in found}
     return {key: None if value in _NO_PARTITION else value for key, value in values.items()}
@@ -172,7 +173,7 @@ def _naming(path: Path, expected: str) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{path}: expected {expected}, got {_one_line(error)}. Fetch it again."
+            f"{path}: expected {expected}, got {_one_line(error)}. Download it again."
         ) from error
 
 
@@ -199,11 +200,11 @@ def read_blocks(path: Path, log_format: LogFormat, wanted: Wanted) -> Iterator[R
 
     Raises:
         ValueError: for a file that is empty, damaged or lacks a column, and, unless bad lines are
-            skipped, for a sample that cannot be read; the message names the file and the line.
+            skipped, for an unreadable sample; the message names the file and the line.
     """
     names, partition = column_names(path, log_format), partition_of(path)
     partition = {name: value for name, value in partition.items() if name not in names}
-    # Not every object has all fields, so those of JSON are missed at the end.
+    # Not every object has all fields, so missing ones of JSON are reported at the end.
     has_names = log_format.format is not SourceFormat.json
     missing = [name for name in wanted.names if has_names and name not in {*names, *partition}]
     if missing:
@@ -231,7 +232,7 @@ def _text_tables(
     is_delimited, nulls = log_format.format is SourceFormat.delimited, log_format.null_values
     lines = text.read_lines(path, log_format.block_bytes, has_header=is_delimited)
     if log_format.format is SourceFormat.json:
-        # Of what is only carried on all digits count, too.
+        # Columns that are only passed through keep all digits too.
         ids = tuple(name for name in of_file if name in wanted.ids or name not in wanted.numbers)
         return json_lines.parse_lines(path, lines, ids, tuple(of_file), nulls)
     types = {name: text.TEXT if wanted.is_text(name) else text.NUMBER for name in of_file}
@@ -253,7 +254,7 @@ def open_parquet(path: Path) -> pq.ParquetFile:
     """Open a Parquet file.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if it is not one.
     """
     with _naming(path, "a Parquet file"):
         return pq.ParquetFile(path if is_local(path) else open_file(path))
@@ -272,7 +273,8 @@ def open_arrow(path: Path) -> pa.RecordBatchFileReader | pa.RecordBatchStreamRea
         except pa.ArrowInvalid:
             source.seek(0)
             return pa.ipc.open_stream(source)
-        # A file has its schema twice. Only the one at the end is needed, but damage shows here.
+        # A file contains its schema twice. Only the one at the end is needed, but a difference
+        # shows damage.
         source.seek(_ARROW_MAGIC_BYTES)
         if not pa.ipc.open_stream(source).schema.equals(reader.schema):
             raise pa.ArrowInvalid("different schemas at its beginning and end")
@@ -293,8 +295,8 @@ def _batches(path: Path, log_format: LogFormat, names: list[str]) -> Iterator[pa
         return
     for batch in _arrow_batches(path):
         chosen = batch.select(names)
-        for name in names:  # nothing else looks at what the file says of its values
-            with _naming(path, f"whole values in column {name}"):
+        for name in names:  # nothing else checks the file's statistics
+            with _naming(path, f"integers in column {name}"):
                 chosen.column(name).validate(full=True)
         for start in range(0, batch.num_rows, _ROWS_PER_BLOCK):
             yield chosen.slice(start, _ROWS_PER_BLOCK)
@@ -368,7 +370,7 @@ class _Reading:
         return is_bad | _has_odd_ids(self.raw) if name in wanted.ids else is_bad
 
     def got(self, at: int) -> str:
-        """What a sample has, for a message."""
+        """The value of a sample, for a message."""
         if isinstance(self.raw, Texts) and self.raw.codes[at] >= 0:
             value = self.raw.values[int(self.raw.codes[at])].as_py()
             return "nothing" if value is None else repr(value[:_SHOWN])
@@ -380,13 +382,13 @@ class _Reading:
         value = math.nan if self.numbers is None else self.numbers[at]
         if np.ndim(value):
             return "a vector of another length, or with inf or nan"
-        # NaN stands for nothing here, and what was NaN is infinite.
+        # NaN means a missing value here; an original NaN is infinite.
         got = "nothing" if np.isnan(value) else f"{value}"
         return "inf or nan" if got == "inf" else got
 
 
 def _has_odd_ids(raw: Texts | Lists | None) -> Mask:
-    """Samples with a number for an id that is no integer, bool (n,)."""
+    """Samples with a non-integer number as an id, bool (n,)."""
     assert raw is not None, "a column is read as ids, as numbers or as both"
     odd = raw.odd if isinstance(raw, Texts) else raw.items.odd
     if not odd.size:
@@ -427,7 +429,7 @@ def _read(column: pa.Array, name: str, wanted: Wanted) -> _Reading:
 
 
 def _expected(name: str, wanted: Wanted) -> tuple[str, str]:
-    """What a column of samples has to be, and what to set if it is written otherwise."""
+    """The expected form of a column's values, and the setting for other forms."""
     how, unit = wanted.column(name), wanted.times.get(name)
     if name not in wanted.numbers:
         return "an id that is an integer or a text", "store ids as integers, "
@@ -443,12 +445,12 @@ def _expected(name: str, wanted: Wanted) -> tuple[str, str]:
     if name in wanted.required:
         return "a finite number", f"set data.source.times.{name}, "
     if how.width:
-        return f"{how.width} finite numbers or nothing", ""
-    return "a finite number or nothing", "set decimal, thousands or ignore of the column, "
+        return f"{how.width} finite numbers or a missing value", ""
+    return "a finite number or a missing value", "set decimal, thousands or ignore of the column, "
 
 
 def _check_type(kind: pa.DataType, name: str, wanted: Wanted, path: Path) -> None:
-    """Refuse types whose values could be read, but not as what they are."""
+    """Refuse types whose values could be read, but with another meaning."""
     what = "numbers" if name in wanted.numbers else "ids"
     width, form = wanted.column(name).width, wanted.times.get(name)
     item = kind
@@ -458,8 +460,8 @@ def _check_type(kind: pa.DataType, name: str, wanted: Wanted, path: Path) -> Non
         item = item.value_type
     if is_list(item) or pa.types.is_nested(item) or pa.types.is_interval(item):
         raise ValueError(
-            f"{path} column {name}: expected {what}, got type {kind}. "
-            "Make columns of what is in it, or leave it out."
+            f"{path} column {name}: expected {what}, got type {kind}. Convert its content to "
+            "columns, or omit it."
         )
     if is_list(kind) and (name in wanted.single or (what == "numbers" and not width)):
         advice = "Set its kind to categorical_list or sequence."
@@ -483,8 +485,8 @@ def _check_type(kind: pa.DataType, name: str, wanted: Wanted, path: Path) -> Non
         )
     if form == TimeUnit.iso and not pa.types.is_temporal(kind) and not is_text(kind):
         raise ValueError(
-            f"{path} column {name}: expected texts as data.source.times says, got type {kind}. "
-            f"Set data.source.times.{name} to s, ms, us or ns, or a form such as %Y%m%d."
+            f"{path} column {name}: expected text, as in data.source.times, got type {kind}. Set "
+            f"data.source.times.{name} to s, ms, us or ns, or a form such as %Y%m%d."
         )
 
 
@@ -492,6 +494,6 @@ def _bad_line_error(
     path: Path, number: int, expected: str, got: str, remedy: str = ""
 ) -> ValueError:
     return ValueError(
-        f"{path} line {number}: expected {expected}, got {got}. "
-        f"Fix the line, {remedy}or set on_bad_line=skip to leave such lines out."
+        f"{path} line {number}: expected {expected}, got {got}. Fix the line, {remedy}or set "
+        "on_bad_line=skip to skip such lines."
     )

@@ -1,9 +1,9 @@
-"""Which samples a dataset has, so that none is appended twice.
+"""Detects samples that a dataset already has, so that none is appended twice.
 
-A sample is hashed by what is read of it, whatever the format or the compression of its file. Of
-each file are recorded the sums of these hashes, which two files share only if they have the same
-samples in any order, and the samples with the smallest hashes: as these are a random part of the
-samples, the same one wherever they are, they show how many of a file's samples others have too.
+A sample is hashed by its parsed values, independent of the format and compression of its file. For
+each file the sums of these hashes are recorded, which two files share only if they have the same
+samples in any order, and the smallest hashes: these are a random subset of the samples, the same
+one in every file, and show how many of a file's samples other files have.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hotrec.types import Rows
 
 SAMPLES_DIR = "samples"
 _MISSING, _STEP, _SECOND = (np.uint64(n) for n in (0x5D1, 0x9E3779B97F4A7C15, 0xA5A5A5A5A5A5A5A5))
-# Smallest hashes that are kept of a file, and of all files that are prepared together.
+# Number of smallest hashes kept for a file, and for all files that are prepared together.
 _MOST_OF_FILE, _LEAST_OF_FILE, _OF_ALL = 1 << 16, 64, 1 << 17
-# Fewer samples that could have been seen twice say nothing about the others.
+# With fewer samples that could have been seen twice there is no conclusion.
 _FEWEST_SEEN = 32
-# Shares of repeated samples that are said, and refused; and how many times as often as samples
-# repeat each other within the new files, as they do by chance where few columns tell them apart.
+# Shares of repeated samples that are reported, and refused; and by what factor they must exceed the
+# share of repeats within the new files, which occur by chance if few columns distinguish samples.
 SAID_FRAC, REFUSED_FRAC, BY_CHANCE = 0.01, 0.1, 10
 
 
@@ -45,7 +45,7 @@ def sample_hashes(
 
     Args:
         block: The samples.
-        columns: What is made of their columns.
+        columns: Their columns.
         features: The ids of the categorical columns, by name.
         times: The column of times of the split, if there is one.
     """
@@ -54,7 +54,7 @@ def sample_hashes(
         state += _factor(name) * _hashes_of(ids)
     for kind in (ColumnKind.label, ColumnKind.weight, ColumnKind.dense):
         for name, source in sources_of(columns, kind).items():
-            # As another format may store them; a vector's numbers one by one.
+            # Normalised, because formats store them differently; a vector's numbers one by one.
             numbers = np.atleast_2d(block.numbers[source].astype(np.float32).T)
             for place, values in enumerate(numbers):
                 state += _factor(f"{name}/{place}") * _number_hashes(values)
@@ -90,14 +90,14 @@ def _hashes_of(ids: Texts | Lists) -> Hashes:
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples in any order, some perhaps more than once; those of parts add up.
+    """Samples in any order, some perhaps more than once; instances add up.
 
     Args:
         num: Their number.
         sums: Two sums of their hashes, modulo 2**64.
-        smallest: The smallest of their hashes, each once, uint64 (k,), rising.
+        smallest: The smallest of their hashes, each once, uint64 (k,), increasing.
         counts: How many samples have these hashes, int64 (k,).
-        most: The largest k.
+        most: The maximum of k.
     """
 
     num: int = 0
@@ -108,7 +108,7 @@ class Samples:
 
     @staticmethod
     def none(num_files: int) -> Samples:
-        """No samples yet of one of so many files that are prepared together."""
+        """Empty samples for one of ``num_files`` files that are prepared together."""
         most = min(max(_OF_ALL // num_files, _LEAST_OF_FILE), _MOST_OF_FILE)
         return Samples(most=most)
 
@@ -139,12 +139,12 @@ class Samples:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """What two parts share only if they have the same samples."""
+        """A value that two instances share only if they have the same samples."""
         return (self.num, *self.sums)
 
     @property
     def repeated_frac(self) -> float:
-        """About how many of them are the same as another of them."""
+        """Estimated number of samples that repeat another of them."""
         return 1 - self.smallest.size / max(int(self.counts.sum()), 1)
 
 
@@ -154,7 +154,7 @@ class FileSamples:
 
     Args:
         name: The name of the file.
-        whole: All of them.
+        whole: All samples.
         train: Those that its generation took into the training split.
         new: Those that its generation took into any split; not recorded.
     """
@@ -182,12 +182,12 @@ def write_samples(scratch: Path, generation: int, files: Sequence[FileSamples]) 
 
 
 def samples_files(artifact: Artifact) -> list[str]:
-    """Where a dataset has the record of each of its generations; nowhere by earlier versions."""
+    """The records of a dataset's generations; earlier versions wrote none."""
     return sorted(name for name in artifact.files if name.startswith(f"{SAMPLES_DIR}/"))
 
 
 def read_samples(artifact: Artifact) -> list[FileSamples]:
-    """What was recorded of the files of all generations, in their order."""
+    """The recorded files of all generations, in their order."""
     found = []
     for name in samples_files(artifact):
         with artifact.parsing():
@@ -205,7 +205,7 @@ def read_samples(artifact: Artifact) -> list[FileSamples]:
 
 
 def has_run(files: Sequence[FileSamples], name: str, samples: Samples) -> bool:
-    """Whether samples are just the training samples of consecutive files, or of those so named."""
+    """Whether samples are exactly those of consecutive files in training, or of files so named."""
     named = sum((file.train for file in files if file.name == name), start=Samples(most=0))
     if samples.key == named.key:
         return True
@@ -217,7 +217,7 @@ def has_run(files: Sequence[FileSamples], name: str, samples: Samples) -> bool:
 
 
 def shared_fracs(new: Samples, files: Sequence[FileSamples]) -> Float64s:
-    """About how many of some samples are among the training samples of each file, 0 to 1 (n,)."""
+    """Estimated share of the samples among the training samples of each file, 0 to 1 (n,)."""
     sizes = [file.train.smallest.size for file in files]
     hashes = np.concatenate([np.empty(0, np.uint64), *(file.train.smallest for file in files)])
     of_file = np.repeat(np.arange(len(files)), sizes)
@@ -231,23 +231,23 @@ def shared_fracs(new: Samples, files: Sequence[FileSamples]) -> Float64s:
 
 
 def check_repeats(files: Sequence[FileSamples], key: str) -> list[str]:
-    """Check that files which are prepared together have no samples in common.
+    """Check that files that are prepared together have no samples in common.
 
     Args:
         files: The files.
         key: The configuration key that lists them.
 
     Returns:
-        What to say of those that have a few in common.
+        Messages about files with a few in common.
 
     Raises:
-        ValueError: If one has the samples of another, or more of them than chance explains.
+        ValueError: If one has the samples of another, or more of them than by chance.
     """
     first: dict[tuple[int, int, int], FileSamples] = {}
     for file in files:
         if file.whole.num and (other := first.setdefault(file.whole.key, file)) is not file:
             raise _repeated(key, file.whole.num, 1.0, file.name, other.name)
-    # Where every file would have kept a hash.
+    # Up to here every file would have kept a hash.
     limit = min((file.whole.limit for file in files), default=np.uint64(0))
     seen = [file.whole.smallest[file.whole.smallest <= limit] for file in files]
     hashes = np.concatenate([np.empty(0, np.uint64), *seen])
@@ -258,7 +258,7 @@ def check_repeats(files: Sequence[FileSamples], key: str) -> list[str]:
     is_shared = np.zeros(hashes.size, bool)
     is_shared[same] = is_shared[same + 1] = True
     num_shared = np.bincount(of_file[is_shared], minlength=len(files))
-    # Of each file that shares samples, one that it shares them with.
+    # For each file that shares samples, one of those it shares them with.
     others = dict(zip(of_file[same].tolist(), of_file[same + 1].tolist(), strict=True))
     others |= dict(zip(of_file[same + 1].tolist(), of_file[same].tolist(), strict=True))
     said = []
@@ -272,18 +272,18 @@ def check_repeats(files: Sequence[FileSamples], key: str) -> list[str]:
 def check_not_among(
     files: Sequence[FileSamples], known: Sequence[FileSamples], where: Path
 ) -> list[str]:
-    """Check that files to append have no samples that a training split has.
+    """Check that files to append have no samples of a training split.
 
     Args:
         files: The files to append.
-        known: Those of the dataset.
+        known: The files of the dataset.
         where: The dataset.
 
     Returns:
-        What to say if they have a few.
+        Messages about files with a few.
 
     Raises:
-        ValueError: If one has only samples that are there, or more of them than chance explains.
+        ValueError: If one has only known samples, or more of them than by chance.
     """
     trains = {file.train.key: file.name for file in known if file.train.num}
     wholes = {file.whole.key: file.name for file in known if file.train.num}
@@ -302,18 +302,17 @@ def check_not_among(
 
 
 def _check_share(share: float, samples: Samples, key: str, name: str, other: str) -> list[str]:
-    """Refuse a share of samples that others have, or say it, unless it may well be chance."""
+    """Refuse or report a share of repeated samples, unless it may be chance."""
     if share < max(SAID_FRAC, BY_CHANCE * samples.repeated_frac):
         return []
     if share >= REFUSED_FRAC:
         raise _repeated(key, round(share * samples.num), share, name, other)
-    return [f"{key}: about {share:.1%} of the samples of {name} are in {other}, too"]
+    return [f"{key}: about {share:.1%} of the samples of {name} are also in {other}"]
 
 
 def _repeated(key: str, num: int, share: float, name: str, other: str) -> ValueError:
     amount = f"all {num}" if share == 1.0 else f"about {num} ({share:.0%})"
     return ValueError(
-        f"{key}: expected each sample once, got {amount} of {name} again, which are in {other}. "
-        "Take out what is there already, or, if they are others that look the same, set "
-        "allow_repeats=true."
+        f"{key}: expected each sample once, got {amount} of {name} that are also in {other}. "
+        "Remove them, or set allow_repeats=true if they only look alike."
     )

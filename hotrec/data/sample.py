@@ -1,4 +1,4 @@
-"""A sample of a log that nothing is known of yet: its format, its columns, some of its rows."""
+"""A sample of an unknown log: its format, its columns, some of its rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from hotrec.data.readers import (
     partition_of,
 )
 
-# A log of at most this size is read whole; of a larger one this number of evenly spread pieces.
+# A log of at most this size is read completely, a larger one in this number of evenly spread
+# pieces.
 MAX_TEXT_BYTES, MAX_ROWS = 32 << 20, 500_000
 NUM_PIECES = 32
 _SEPARATORS = ",\t;|"
@@ -37,7 +38,7 @@ _SUFFIXES = {
     SourceFormat.delimited: (".csv", ".tsv", ".txt", ".tab"),
     SourceFormat.json: (".jsonl", ".ndjson", ".json"),
 }
-# How files begin, whatever they are called.
+# The first bytes of files, independent of their names.
 _BEGINNINGS = {
     SourceFormat.parquet: re.compile(rb"PAR1"),
     SourceFormat.arrow: re.compile(rb"ARROW1"),
@@ -46,7 +47,7 @@ _BEGINNINGS = {
 }
 _COMPRESSIONS = (".gz", ".zst", ".bz2")
 _SHOWN = 80
-_COMPRESSION = 4  # how much smaller text may be, to guess the length of what is not read
+_COMPRESSION = 4  # assumed ratio, to guess the length of the unread part
 _BLOCK_BYTES, _PIECE_BYTES = 4 << 20, 1 << 20
 T = TypeVar("T")
 
@@ -56,15 +57,15 @@ class Sample:
     """Rows of a log.
 
     Args:
-        files: What ``data.source.files`` should say.
+        files: Value for ``data.source.files``.
         format: How the log is stored.
         separator: The character between two columns of text; otherwise a comma.
         table: Rows, in the order of the log. Columns of text logs are texts without missing values.
-        num_rows: Rows of the whole log, estimated for text of which not all was read.
-        num_bad: Lines of the sample that cannot be read.
-        fault: Where the first of them is, what was expected there, and what it is.
-        partitions: The columns that the names of directories give.
-        unread: What other columns hold instead of values.
+        num_rows: Rows of the whole log, estimated for partly read text.
+        num_bad: Unreadable lines of the sample.
+        fault: The place of the first of them, what was expected there, and what it is.
+        partitions: The columns from names of directories.
+        unread: The content of unsupported columns.
     """
 
     files: list[str]
@@ -83,7 +84,7 @@ class Sample:
 
 
 def read_sample(path: str) -> Sample:
-    """Read a sample of a file, of the files in a directory and below it, or of those of a pattern.
+    """Read a sample of a file, of the files in a directory and below it, or of a pattern's files.
 
     Raises:
         ValueError: If there is no file, files are of several formats, or one cannot be read.
@@ -113,7 +114,7 @@ def _format_of(path: Path) -> SourceFormat | None:
 
 
 def _by_beginning(file: Path, log_format: SourceFormat) -> SourceFormat:
-    """The format that a file has, if its beginning shows that its name does not say it."""
+    """The format that the first bytes of a file show, if its name suggests another one."""
     with text.open_text(file) as stream:
         data = stream.read(1 << 14)
     if log_format in (SourceFormat.delimited, SourceFormat.json):
@@ -179,7 +180,7 @@ def _sample_tables(files: list[Path], log_format: SourceFormat) -> tuple[pa.Tabl
 
 
 def _with_partition(table: pa.Table, file: Path) -> pa.Table:
-    """A table with the columns that its path names and it does not have."""
+    """A table with the additional columns from its path."""
     for name, value in partition_of(file).items():
         if name not in table.column_names:
             table = table.append_column(name, pa.array([value] * table.num_rows, pa.string()))
@@ -187,7 +188,7 @@ def _with_partition(table: pa.Table, file: Path) -> pa.Table:
 
 
 def _together(tables: list[pa.Table]) -> pa.Table:
-    """Tables end to end; a column of several types becomes texts, as which its ids are read."""
+    """Concatenated tables; a column of several types becomes text, as ids are read."""
     names = list(dict.fromkeys(name for table in tables for name in table.column_names))
     for name in names:
         kinds = {table.schema.field(name).type for table in tables if name in table.column_names}
@@ -232,7 +233,7 @@ def _piece(file: Path, piece: int, log_format: SourceFormat) -> pa.Table:
 
 
 def _find_separator(file: Path) -> str:
-    """The character that divides the header, and every line after it, into most columns."""
+    """The character that divides the header, and every line after it, into the most columns."""
     with text.open_text(file) as stream:
         lines = stream.read(1 << 16).decode("utf-8-sig", errors="replace").splitlines()[:20]
     lines = lines[:-1] if len(lines) > 2 else lines  # the last one may be cut
@@ -244,7 +245,7 @@ def _find_separator(file: Path) -> str:
     best = max(_SEPARATORS, key=num_columns)
     if num_columns(best)[1] < 2:
         raise ValueError(
-            f"{file} line 1: expected the names of at least two columns, divided by one of "
+            f"{file} line 1: expected the names of at least two columns, separated by one of "
             f"{list(_SEPARATORS)}, got {lines[:1]}. Put the names into the first line."
         )
     return best
@@ -252,7 +253,7 @@ def _find_separator(file: Path) -> str:
 
 @dataclass
 class _Read:
-    """What was read of text so far, and what could not be."""
+    """The text read so far, and the unreadable lines."""
 
     tables: list[pa.Table] = field(default_factory=list)
     objects: list[dict[str, Any]] = field(default_factory=list)
@@ -300,8 +301,8 @@ def _sample_text(files: list[Path], log_format: SourceFormat, separator: str) ->
             _read(found.limited(blocks, most), file, log_format, separator, found)
     if found.num_bad == found.num_read:
         raise ValueError(
-            f"{found.fault}; none of {found.num_read} lines can be read. Correct the file: text is "
-            "UTF-8, and a quote that is opened is closed."
+            f"{found.fault}; none of {found.num_read} lines can be read. Correct the file: text "
+            "must be UTF-8, and quotes must be closed."
         )
     num_rows = found.num_read
     if not found.is_whole:
@@ -338,7 +339,7 @@ def _read(
     layout = text.Layout(names, separator, is_delimited, (), dict.fromkeys(names, text.TEXT))
     for parsed in text.parse_lines(blocks, layout):
         faults = parsed.bad
-        if is_piece and parsed.lines.size:  # it may begin and end within a value
+        if is_piece and parsed.lines.size:  # it may start and end inside a value
             first, last = parsed.lines[0], parsed.lines[-1]
             faults = tuple(b for b in faults if b.line > first and (is_end or b.line < last))
         found.tables.append(_with_partition(parsed.table, file))
@@ -360,7 +361,7 @@ def _objects(lines: text.Lines) -> tuple[list[dict[str, Any]], list[text.Bad]]:
 
 
 def _table_of(objects: list[dict[str, Any]]) -> tuple[pa.Table, dict[str, str]]:
-    """The fields of objects as columns, and why some are none."""
+    """The fields of objects as columns, and reasons for skipped ones."""
     arrays, unread = {}, {}
     for name in dict.fromkeys(name for found in objects for name in found):
         values = [found.get(name) for found in objects]
@@ -373,7 +374,7 @@ def _table_of(objects: list[dict[str, Any]]) -> tuple[pa.Table, dict[str, str]]:
 
 
 def _array(values: list[Any]) -> pa.Array | None:
-    """Values of JSON: numbers as they are written, so that ids keep their digits."""
+    """Values of JSON: numbers as written, so that ids keep their digits."""
     kinds = {type(value) for value in values if value is not None}
     if kinds <= {int, float} or kinds in ({str}, {bool}):
         return pa.array([v if v is None else _written(v) for v in values], pa.string())
@@ -390,7 +391,7 @@ def _written(value: bool | float | str) -> str:
 
 
 def _pieces(file: Path, size: int, num_bytes: int) -> Iterator[tuple[text.Lines, bool]]:
-    """Whole lines at evenly spread places of a plain file, and whether they are its last."""
+    """Complete lines at evenly spread places of a plain file, and whether they are its last."""
     num = max(2, num_bytes // _PIECE_BYTES)
     with file.open("rb") as stream:
         for offset in (index * (size - _PIECE_BYTES) // (num - 1) for index in range(num)):

@@ -5,7 +5,7 @@ partition have exact expected answers. Everything is a pure function of the spec
 piece by piece: memory is a few numbers per row of the tables and one piece of samples. Numpy only.
 
 The model: in period p, table t is read by popularity rank k with probability ~ k ** -exponent, and
-``row_of_rank[t]`` says which row holds that rank (row 0, for out-of-vocabulary ids, none). Each row
+``row_of_rank[t]`` is the row with that rank (row 0, for out-of-vocabulary ids, has none). Each row
 has a latent effect; the logit is a weighted sum of the bags' effects and of the dense columns.
 """
 
@@ -30,7 +30,7 @@ from hotrec.data.kept import check_not_grown
 from hotrec.runtime.progress import Progress
 from hotrec.types import Feature, Rows, Schema, Table
 
-# Samples drawn at once. Part of the definition of the data: another value, other samples.
+# Samples drawn at once. Part of the definition of the data: another value gives other samples.
 _PIECE = 65_536
 _DENSE_SHARE = 0.25  # of the logit's variance
 # Streams of random numbers that must not repeat each other.
@@ -67,7 +67,7 @@ class _ZipfTable:
         self.effects /= max(deviation, 1e-12)
 
     def drift(self) -> None:
-        """Begin the next period: some ranks, popular and unpopular alike, swap their rows."""
+        """Start the next period: some ranks, popular and unpopular, swap their rows."""
         num_ranks = self.row_of_rank.size
         num_moved = round(self._spec.drift_frac * num_ranks)
         if num_moved < 2:
@@ -78,7 +78,7 @@ class _ZipfTable:
 
     def draw(self, rng: np.random.Generator, num_ids: int) -> Rows:
         ranks = np.searchsorted(self._cumulative, rng.random(num_ids), side="right")
-        # random() < 1 and the last bound is 1, so a rank beyond the end cannot come up.
+        # random() < 1 and the last bound is 1, so a rank beyond the end cannot occur.
         return self.row_of_rank[ranks]
 
 
@@ -198,7 +198,7 @@ def write_synthetic(
     """Draw a synthetic log and write it as a dataset.
 
     Besides the chunks it writes ``popularity/<table>.npy``: int64 (periods, top), the most popular
-    rows of each period in falling order; the manifest names the first ones of the first period.
+    rows of each period in decreasing order; the manifest names the first ones of the first period.
 
     Args:
         spec: What to draw.

@@ -1,6 +1,6 @@
 """Text logs: files, plain or compressed, as blocks of whole lines, parsed into columns.
 
-pyarrow parses a block as a whole. Only if that fails are its lines examined one by one, to name the
+pyarrow parses a block as a whole. Its lines are examined one by one only if that fails, to name the
 file, the line and the reason, so exact messages cost nothing on good data.
 """
 
@@ -25,9 +25,10 @@ _LONE_RETURN = re.compile(r"\r(?!\n)")
 _READ_BYTES = 8 << 20
 MAX_LINE_BYTES = 64 << 20
 MAX_HEADER_BYTES = 1 << 20
-# Of an open quote that is no beginning of a value, the end is not searched in the whole file.
+# Limits the search for the end of a stray open quote.
 MAX_LINES_OF_VALUE = 10_000
-# The fast parser has no limit for a value; the examination of single lines must not have another.
+# The fast parser has no limit for a value, so the examination of single lines must have none
+# either.
 csv.field_size_limit(MAX_LINE_BYTES)
 
 TEXT = pa.dictionary(pa.int32(), pa.string())
@@ -69,7 +70,7 @@ def _read(stream: pa.NativeFile, path: Path, num_bytes: int) -> bytes:
         data: bytes = stream.read(num_bytes)
     except OSError as error:
         raise ValueError(
-            f"{path}: expected a whole file of this compression, got {error}. Fetch it again."
+            f"{path}: expected a whole file of this compression, got {error}. Download it again."
         ) from error
     return data
 
@@ -79,7 +80,7 @@ def _check_length(path: Path, number: int, num_bytes: int) -> None:
     if num_bytes > MAX_LINE_BYTES:
         raise ValueError(
             f"{path} line {number}: expected a line of at most {MAX_LINE_BYTES} bytes, got more. "
-            "Is it a text file? Give its format, or break the line."
+            "Check the format, or split the line."
         )
 
 
@@ -91,7 +92,7 @@ def read_lines(path: Path, block_bytes: int, *, has_header: bool) -> Iterator[Li
             ``MAX_LINE_BYTES``.
     """
     number = 1
-    rest: list[bytes] = []  # the line whose end is not read yet
+    rest: list[bytes] = []  # the line whose end has not been read yet
     is_first = has_header
     with open_text(path) as stream:
         while data := _read(stream, path, block_bytes):
@@ -123,7 +124,7 @@ def read_header(path: Path, separator: str) -> tuple[str, ...]:
     """The column names in the first line.
 
     Raises:
-        ValueError: if there is none, it is no header, or a name occurs twice.
+        ValueError: if there is none, it is not a header, or a name occurs twice.
     """
     line = _first_line(path)
     if not line:
@@ -134,7 +135,7 @@ def read_header(path: Path, separator: str) -> tuple[str, ...]:
     if len(line) > MAX_HEADER_BYTES:
         raise ValueError(
             f"{path} line 1: expected a header line of at most {MAX_HEADER_BYTES} bytes, got a "
-            "longer one. Is it a text file with a header?"
+            "longer one. Check that it is a text file with a header."
         )
     try:
         text = line.decode("utf-8-sig")
@@ -150,7 +151,7 @@ def read_header(path: Path, separator: str) -> tuple[str, ...]:
     if _has_open_quote(text, separator):
         raise ValueError(
             f"{path} line 1: expected the names of the columns in one line, got an open quote. "
-            "Take the line end out of the name."
+            "Remove the line end from the name."
         )
     names = tuple(next(csv.reader([text], delimiter=separator)))
     check_names(names, f"{path} line 1")
@@ -158,20 +159,20 @@ def read_header(path: Path, separator: str) -> tuple[str, ...]:
 
 
 def check_names(names: Sequence[str], where: Path | str) -> None:
-    """Refuse columns of the same name.
+    """Check that column names are unique.
 
     Raises:
-        ValueError: if there are some.
+        ValueError: if they are not.
     """
     repeated = sorted(name for name, count in Counter(names).items() if count > 1)
     if repeated:
         raise ValueError(
-            f"{where}: expected different column names, got {repeated} twice. Rename one of them."
+            f"{where}: expected unique column names, got {repeated} twice. Rename one of them."
         )
 
 
 def _first_line(path: Path) -> bytes:
-    """The first line without its end; of one that is too long for a header, the beginning."""
+    """The first line without its end; only the beginning if it is too long for a header."""
     data = b""
     with open_text(path) as stream:
         while (
@@ -200,7 +201,7 @@ class Bad:
     """A line that cannot be read.
 
     Args:
-        line: Its number; of values that go over several lines, of the first.
+        line: Its number; the first one for values over several lines.
         expected: What should be there.
         got: What is there.
     """
@@ -212,12 +213,12 @@ class Bad:
 
 @dataclass(frozen=True)
 class Parsed:
-    """What was read of a block of lines.
+    """A parsed block of lines.
 
     Args:
         table: The wanted columns.
-        lines: int64 (n,), the line at which each of its rows begins.
-        bad: The lines that cannot be read.
+        lines: int64 (n,), the line at which each of its rows starts.
+        bad: Unreadable lines.
     """
 
     table: pa.Table
@@ -226,9 +227,9 @@ class Parsed:
 
 
 def parse_lines(blocks: Iterable[Lines], layout: Layout) -> Iterator[Parsed]:
-    """Parse the blocks of a file; a quoted value may go over several lines, and blocks.
+    """Parse the blocks of a file; a quoted value may span several lines, and blocks.
 
-    What the fast parser refuses is examined line by line. The others of these lines are all read
+    Lines that the fast parser refuses are examined one by one; the valid ones among them are read
     as TEXT, numbers too.
     """
     rest = Lines(b"", 0, 0)
@@ -256,7 +257,7 @@ def _parse(lines: Lines, layout: Layout, *, is_last: bool) -> tuple[Parsed, Line
     as_text = replace(layout, wanted=dict.fromkeys(layout.wanted, TEXT))
     table = _parse_any(kept.data, as_text) if starts else _no_rows(layout)
     if table is None or table.num_rows != len(starts):
-        # The two parsers differ, so it is not known which line is meant.
+        # The two parsers differ, so the bad line is unknown.
         first, last = lines.first_line, lines.first_line + lines.num_lines - 1
         bad = [Bad(first, f"lines of {len(layout.names)} columns up to line {last}", "others")]
         return Parsed(_no_rows(layout), np.empty(0, np.int64), tuple(bad)), rest
@@ -270,7 +271,7 @@ def _no_rows(layout: Layout) -> pa.Table:
 def parse(lines: Lines, layout: Layout) -> pa.Table | None:
     """The wanted columns; None if any line does not fit the layout by itself.
 
-    A number that is not a number is no number, so "nan" does not fit unless it is a null value.
+    "nan" is not accepted as a number, unless it is a null value.
     """
     table = _parse_fast(lines.data, layout)
     if table is None or table.num_rows != lines.num_lines:
@@ -300,7 +301,7 @@ def _parse_any(data: bytes, layout: Layout) -> pa.Table | None:
         table = pacsv.read_csv(
             pa.BufferReader(data),
             read_options=pacsv.ReadOptions(
-                # In one piece: several would each bring dictionaries of their own.
+                # In one piece: several would each have their own dictionaries.
                 column_names=list(layout.names),
                 block_size=len(data) + 1,
             ),
@@ -328,7 +329,7 @@ def _parse_records(lines: Lines, layout: Layout) -> tuple[Parsed, Lines] | None:
     """Parse lines of which several make a record, by the number of quotes before each line end.
 
     Returns:
-        None if pyarrow finds another number of records: a quote in the middle of a value is none.
+        None if pyarrow finds another number of records: a quote inside a value does not open one.
     """
     data = np.frombuffer(lines.data, np.uint8)
     ends = np.flatnonzero(data == ord("\n"))
@@ -343,7 +344,8 @@ def _parse_records(lines: Lines, layout: Layout) -> tuple[Parsed, Lines] | None:
     if table is None or table.num_rows != starts.size:
         return None
     rest = Lines(lines.data[cut:], lines.first_line + after, lines.num_lines - after)
-    # Text after a closing quote, which pyarrow takes, is a stray quote where lines are at stake.
+    # Text after a closing quote, which pyarrow accepts, makes it a stray quote if records span
+    # lines.
     begins = np.append(0, ends[is_end] + 1)
     is_long = np.diff(np.append(starts, after)) > 1
     records = zip(begins[:-1][is_long], begins[1:][is_long], strict=True)
@@ -364,8 +366,7 @@ def find_bad_lines(
     """Examine the lines one by one, but not whether values are numbers; about 200,000 lines/s.
 
     Returns:
-        Number, expected content and content of each line that cannot be read; the others, and
-        their numbers.
+        Number, expected content and content of each unreadable line; the others, and their numbers.
     """
     bad, kept, starts, _ = _examine(lines, layout, is_last=True)
     return [(one.line, one.expected, one.got) for one in bad], kept, starts
@@ -384,7 +385,7 @@ def _examine(
         end = at + 1
         if layout.is_quoted and b'"' in split[at]:
             end = _end_of_record(split, at, layout.separator)
-            if end > len(split):  # it goes on in the next block, if there is one
+            if end > len(split):  # it continues in the next block, if there is one
                 if not is_last and len(split) - at <= MAX_LINES_OF_VALUE:
                     until = at
                     break
@@ -407,9 +408,9 @@ def _examine(
 
 
 def _end_of_record(split: list[bytes], at: int, separator: str) -> int:
-    """The line after the record that begins at a line; after all lines if it has no end there.
+    """The line after the record that starts at a line; after all lines if it has no end there.
 
-    A quote that is not closed where a value ends was no beginning of one: the line stands alone.
+    A quote that is not closed at the end of a value did not open one: the line is a record itself.
     """
     text = split[at].decode(errors="replace")
     end = at + 1

@@ -1,8 +1,8 @@
-"""Ids without a row of their own, by column: in held-out samples and in files to score.
+"""Unknown ids, by column: in held-out samples and in files to score.
 
-A value that a vocabulary does not hold reads row 0, whether training has never seen it or too
-seldom. A few are normal; most of a column means that its values are written otherwise, or are of
-other users and items. Missing values do not count, and hashed ids and row numbers always have rows.
+A value that is not in the vocabulary reads row 0, because it was unseen or too rare in training. A
+few are normal; if most of a column are unknown, its values have another format, or belong to other
+users and items. Missing values do not count, and hashed ids and row numbers always have rows.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from hotrec.data.columns import Lists, Texts
 from hotrec.data.gather import gather_bags
 from hotrec.types import Rows
 
-# Shares from which columns are named in a line of text.
+# Minimum shares for which columns are named in a line of text.
 NOTABLE_FRAC = 0.05
 Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class UnknownIds:
-    """Counts of the ids of each column that reads a vocabulary; those of parts add up.
+    """Counts of the ids of each column that reads a vocabulary; instances add up.
 
     Args:
-        counts: The number of ids and of those without a row, int64 (2,), by column.
+        counts: The number of ids and of unknown ones, int64 (2,), by column.
     """
 
     counts: Mapping[str, Rows] = field(default_factory=dict)
 
     @staticmethod
     def of(column: str, raw: Texts | Lists, rows: Integers | Jagged) -> UnknownIds:
-        """Those of one column, as ``encode_inputs`` shows it."""
+        """The counts of one column, with the arguments of ``show`` of ``encode_inputs``."""
         return UnknownIds({column: count_unknown(raw, rows)})
 
     def __add__(self, other: UnknownIds) -> UnknownIds:
@@ -46,7 +46,7 @@ class UnknownIds:
 
     @property
     def fracs(self) -> dict[str, float]:
-        """The share without a row, by column that has ids, the largest first."""
+        """The share of unknown ids, by column that has ids, the largest first."""
         found = {n: int(unknown) / int(ids) for n, (ids, unknown) in self.counts.items() if ids}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
@@ -54,16 +54,16 @@ class UnknownIds:
         """A line that names the columns with notable shares; None if there are none.
 
         Args:
-            where: What the ids are of, such as "valid" or the name of a file.
-            least: The share from which a column is named.
+            where: The source of the ids, such as "valid" or the name of a file.
+            least: The minimum share for which a column is named.
         """
         shares = [f"{name} {share:.1%}" for name, share in self.fracs.items() if share >= least]
         if not shares:
             return None
-        return f"{where}: ids without a row of their own (unseen or rare): {', '.join(shares)}"
+        return f"{where}: unknown ids (unseen or rare in training): {', '.join(shares)}"
 
     def to_json(self) -> dict[str, dict[str, int | float]]:
-        """As manifests and the lines of commands have it, by column."""
+        """The form in manifests and in the lines of commands, by column."""
         return {
             column: {
                 "num_ids": int(ids),
@@ -75,7 +75,7 @@ class UnknownIds:
 
     @staticmethod
     def from_json(document: Mapping[str, Mapping[str, int | float]]) -> UnknownIds:
-        """What ``to_json`` returned."""
+        """From the result of ``to_json``."""
         names = ("num_ids", "num_unknown")
         return UnknownIds(
             {
@@ -88,11 +88,11 @@ class UnknownIds:
 def count_unknown(
     raw: Texts | Lists, rows: Integers | Jagged, is_counted: Mask | None = None
 ) -> Rows:
-    """Count the ids of a column as ``UnknownIds`` has them, int64 (2,).
+    """Count the ids of a column for ``UnknownIds``, int64 (2,).
 
     Args:
         raw: The column as it was read.
-        rows: The rows of its ids; row 0 is that of values without a row.
+        rows: The rows of its ids; row 0 is for unknown ones.
         is_counted: Whether to count each sample; None for all.
     """
     if isinstance(raw, Lists):
@@ -126,7 +126,7 @@ def _is_present(texts: Texts) -> Mask:
 
 
 def unknown_ids_of(dataset: Dataset) -> dict[str, UnknownIds]:
-    """Those of each split held out, as ``prepare`` counted them; empty where it did not."""
+    """The counts of ``prepare`` for each held-out split; empty if it recorded none."""
     with dataset.artifact.parsing():
         recorded = dataset.artifact.content["source"].get("unknown_ids", {})
         return {s: UnknownIds.from_json(recorded[s]) for s in HELD_OUT if s in recorded}

@@ -20,7 +20,7 @@ from hotrec.data.columns import Lists, Texts
 from hotrec.data.hashing import Hashes, find_sorted, hash_text
 from hotrec.types import Rows
 
-# Merging pays only when enough values are pending.
+# Merging only pays if enough values are pending.
 _MIN_PENDING = 2_000_000
 
 # Digits enough for hotrec.config.data.MAX_ROWS.
@@ -55,7 +55,7 @@ class Counted:
 
 
 def _merged(parts: list[Counted]) -> Counted:
-    """Every hash once, rising, with the sum of its counts and one of its values."""
+    """Every hash once, increasing, with the sum of its counts and one of its values."""
     hashes = np.concatenate([part.hashes for part in parts])
     order = np.argsort(hashes, kind="stable")
     hashes = hashes[order]
@@ -80,7 +80,7 @@ class ValueCounter:
     def add(
         self, values: pa.Array, counts: npt.NDArray[np.int64], hashes: Hashes | None = None
     ) -> None:
-        """Add counts; values may repeat, and nulls and zeros are left out."""
+        """Add counts; values may repeat, nulls and zeros are ignored."""
         is_counted = counts > 0
         if values.null_count:
             is_counted &= values.is_valid().to_numpy(zero_copy_only=False)
@@ -97,7 +97,7 @@ class ValueCounter:
             self._merge()
 
     def counts(self) -> Counted:
-        """Each value once, by rising hash."""
+        """Each value once, by increasing hash."""
         self._merge()
         return self._merged
 
@@ -118,7 +118,7 @@ def count_ids(
     codes = column.codes if is_counted is None else column.codes[is_counted]
     counts = np.bincount(codes[codes >= 0], minlength=size)
     if isinstance(column, Lists):
-        # How often each list is read counts for all its items.
+        # All items of a list get the count of the list.
         weights, column = np.repeat(counts, np.diff(column.offsets)), column.items
         is_item = column.codes >= 0
         size = len(column.values)
@@ -128,12 +128,12 @@ def count_ids(
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The values with a row of their own: ``table`` row r holds that of table row r + 1.
+    """The values with their own row: ``table`` row r has the value of embedding row r + 1.
 
     Args:
         table: Columns value and count. In a dataset that has grown also ``since`` and
-            ``last_seen``, int32: the generations that gave the value its row, and in which it
-            occurred last in the training split.
+            ``last_seen``, int32: the generations in which the value got its row, and in which it
+            last occurred in the training split.
         rare: Values that have no row yet, with their counts.
     """
 
@@ -147,7 +147,7 @@ class Vocabulary:
 
     def generations(self, column: str) -> npt.NDArray[np.int32]:
         """``since`` or ``last_seen`` of each value, int32."""
-        if column not in self.table.column_names:  # before it grew for the first time
+        if column not in self.table.column_names:  # before its first extension
             return np.zeros(self.table.num_rows, np.int32)
         return np.asarray(self.table[column].to_numpy(), np.int32)
 
@@ -163,14 +163,14 @@ def build_vocabulary(
     earlier: Vocabulary = EMPTY,
     generation: int = 0,
 ) -> Vocabulary:
-    """Give rows to the values that occur ``min_count`` times, by rising hash: row 1, row 2, ...
+    """Assign rows to the values that occur ``min_count`` times, by increasing hash, from row 1.
 
-    Two values of the same hash share a row. Where a vocabulary grows, its values keep their rows,
-    and new ones come after them: values that occur in this generation, ``min_count`` times in all.
-    Where that would be more than ``max_rows``, the most frequent of these in all generations get
-    the rows of those that did not occur for the most generations (of these the least frequent
-    first). What has no row stays rare with its count, what has lost its row as well; it is given a
-    row only when it occurs again, since a row that no sample reads is not trained.
+    Two values with the same hash share a row. If a vocabulary grows, its values keep their rows,
+    followed by new ones: values that occur in this generation, ``min_count`` times in all. If that
+    exceeds ``max_rows``, the most frequent of these over all generations take the rows of the
+    values that have been absent for the most generations (the least frequent first). Values without
+    a row, or that lost it, are kept as rare with their count; they only get a row when they occur
+    again, since a row that no sample reads is not trained.
 
     Args:
         counted: Counts of new training samples.
@@ -230,12 +230,12 @@ def write_vocabulary(directory: Path, table: str, vocabulary: Vocabulary) -> Non
 
 
 def read_vocabulary(directory: Path, table: str) -> pa.Table:
-    """The values with a row and their counts, as ``write_vocabulary`` wrote them, memory-mapped."""
+    """The values with a row and their counts, written by ``write_vocabulary``, memory-mapped."""
     return pa.ipc.open_file(pa.memory_map(str(directory / f"vocab/{table}.arrow"))).read_all()
 
 
 def read_whole_vocabulary(directory: Path, table: str) -> Vocabulary:
-    """What ``write_vocabulary`` wrote, memory-mapped."""
+    """The vocabulary written by ``write_vocabulary``, memory-mapped."""
     has_rare = (directory / f"vocab/{table}.rare.arrow").exists()
     rare = read_vocabulary(directory, f"{table}.rare") if has_rare else EMPTY.rare
     return Vocabulary(read_vocabulary(directory, table), rare)
@@ -244,18 +244,18 @@ def read_whole_vocabulary(directory: Path, table: str) -> Vocabulary:
 class RowEncoder:
     """Turns texts into rows of one table: by vocabulary, or by hashing.
 
-    Row 0 is for missing values and what a vocabulary does not hold. Hashing gives row
-    1 + hash mod (num_rows - 1), so values may collide.
+    Row 0 is for missing values and those that are not in the vocabulary. Hashing gives row 1 + hash
+    mod (num_rows - 1), so values may collide.
 
     Args:
         num_rows: The number of rows for hashing.
-        vocabulary: The table of a ``Vocabulary``, in place of hashing.
+        vocabulary: The table of a ``Vocabulary``, instead of hashing.
     """
 
     def __init__(self, num_rows: int = 0, vocabulary: pa.Table | None = None) -> None:
         self.num_rows = num_rows if vocabulary is None else vocabulary.num_rows + 1
         self._keys = None if vocabulary is None else hash_text(one_array(vocabulary["value"]))
-        # Rows are by rising hash only until a vocabulary grows.
+        # Rows are ordered by hash only until a vocabulary grows.
         self._order: Rows | None = None
         if self._keys is not None and (self._keys[1:] < self._keys[:-1]).any():
             self._order = np.argsort(self._keys)
@@ -263,7 +263,7 @@ class RowEncoder:
 
     @property
     def has_unknown(self) -> bool:
-        """Whether there are values without a row of their own, which read row 0."""
+        """Whether unknown values are possible, which read row 0."""
         return self._keys is not None
 
     def rows(self, values: pa.Array) -> Rows:
@@ -282,10 +282,10 @@ class RowEncoder:
 
 
 class RowNumbers(RowEncoder):
-    """Takes texts that are row numbers already, as ``find_rows`` has checked them."""
+    """Encodes texts that are row numbers already, as checked by ``find_rows``."""
 
     def rows(self, values: pa.Array) -> Rows:
-        """int64 (n,): the values as numbers, -1 for what is not a row number."""
+        """int64 (n,): the values as numbers, -1 if not a row number."""
         is_number = pc.match_substring_regex(values, _ROW_NUMBER).fill_null(False)
         rows: Rows = pc.if_else(is_number, values, "-1").cast(pa.int64()).to_numpy()
         return rows
@@ -329,6 +329,6 @@ def _first_samples(column: Texts | Lists) -> Rows:
     lengths = np.diff(column.offsets)
     first = np.full(lengths.size, -1)
     is_list = column.codes >= 0
-    # Of several samples with one list the last assignment stands.
+    # Of several samples with the same list the last assignment wins.
     first[column.codes[is_list][::-1]] = np.flatnonzero(is_list)[::-1]
     return np.repeat(first, lengths)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from hotrec.embedding.canonical import Part, canonical_parts, plain_name
+from hotrec.embedding.canonical import TensorPart, canonical_parts, plain_name
 from hotrec.embedding.snapshot import keep
 from hotrec.embedding.tables import sharded_collections
 from hotrec.routing.popularity import CountedRows, Counts, Popularity
@@ -45,7 +45,7 @@ class Swaps:
 
 
 @dataclass(frozen=True)
-class Decision:
+class HotSetDecision:
     """What all ranks decided and did.
 
     Args:
@@ -82,7 +82,7 @@ class _Found:
 
 
 @dataclass(frozen=True)
-class _Table:
+class _AdaptedTable:
     """A table with hot and cold rows.
 
     Args:
@@ -174,7 +174,7 @@ class AdaptiveHotSet:
                 "Set it to 0, or choose a placement with such tables (placement=coverage)."
             )
 
-    def _find_tables(self) -> list[_Table]:
+    def _find_tables(self) -> list[_AdaptedTable]:
         """The tables whose rows can move; collective."""
         parts = canonical_parts(self._model, self._optimizer).parts
         own = {p.name: (p.first[0], p.value.shape[0]) for p in parts if p.is_shard}
@@ -192,7 +192,7 @@ class AdaptiveHotSet:
                     if keys.numel() < counter.tables[name]:
                         floats = sum(widths[key]) / self._dim(path, name)
                         shards = [shards.get(key) for shards in of_ranks]
-                        tables.append(_Table(path, name, counter, floats, shards))
+                        tables.append(_AdaptedTable(path, name, counter, floats, shards))
         return tables
 
     def _dim(self, path: str, table: str) -> int:
@@ -202,7 +202,7 @@ class AdaptiveHotSet:
     def _all_counters(self) -> list[Popularity]:
         return [counter for counters in self._counters.values() for counter in counters]
 
-    def adapt(self) -> Decision:
+    def adapt(self) -> HotSetDecision:
         """Decide which rows are hot from now on, and move them; collective."""
         start = time.perf_counter()
         for counter in self._all_counters():
@@ -214,7 +214,7 @@ class AdaptiveHotSet:
             counter.decay(self._decay, max(_KEPT * num_hot // world_size(), _LEAST_KEPT))
         num_moved = sum(swap.rows.size for swap in swaps.values())
         pause_s = time.perf_counter() - start
-        return Decision(num_moved, num_bytes, hot_share, best_share, pause_s)
+        return HotSetDecision(num_moved, num_bytes, hot_share, best_share, pause_s)
 
     def _decide(self) -> tuple[dict[str, Swaps], float, float]:
         """The swaps by table, the share of hot lookups, and the best share; the same everywhere."""
@@ -293,7 +293,10 @@ class AdaptiveHotSet:
         return num_bytes
 
     def _promote(
-        self, swaps: Mapping[str, Swaps], hot: Sequence[Part], shards: Mapping[str, Part]
+        self,
+        swaps: Mapping[str, Swaps],
+        hot: Sequence[TensorPart],
+        shards: Mapping[str, TensorPart],
     ) -> int:
         """Broadcast the rows that become hot from their owners into the replicas' slots."""
         owners = {t.key: t.owner_of(swaps[t.key].rows) for t in self._tables if t.key in swaps}
@@ -440,7 +443,7 @@ def choose_swaps(
     return worst[:num], cold.keys[best[:num]], gain[:num]
 
 
-def _demote(swap: Swaps, replica: Part, shard: Part) -> None:
+def _demote(swap: Swaps, replica: TensorPart, shard: TensorPart) -> None:
     """Copy those of the rows that become cold which this rank owns from its replica."""
     place = swap.old_rows - shard.first[0]
     own = (place >= 0) & (place < shard.value.shape[0])

@@ -1,8 +1,8 @@
 """Rows in host memory behind device slots that hold a row with its optimizer state.
 
-Look-ahead says on the host which rows the batches in flight read. A batch reserves the slots of its
-rows when it is requested (``hotrec.embedding.slots``), and what it lacks is moved while earlier
-batches compute. Reads and updates touch slots alone.
+Look-ahead announces on the host which rows the batches in flight read. A batch reserves the slots
+of its rows when it is requested (``hotrec.embedding.slots``), and missing rows are moved while
+earlier batches compute. Reads and updates only touch slots.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.cpu_rows import RowsInMemory, fbgemm_rows, mapped_rows
 from hotrec.embedding.flat import put_rows
@@ -35,12 +34,12 @@ def to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
     return here.to(device, non_blocking=True)
 
 
-# Rows that are moved at once where slots begin, and where all are written back.
+# Rows that are moved at once when slots are filled initially, and when all are written back.
 MOST_AT_ONCE = 1 << 16
 
 
 class _MovesOnHost:
-    """What the host has to know of moves, on its way there; asked for by the mover's threads."""
+    """The facts of moves that the host needs, being copied; read by the mover's threads."""
 
     def __init__(self, moves: Moves) -> None:
         self._moves = moves
@@ -60,7 +59,7 @@ class _MovesOnHost:
         return self._part(0)
 
     def out_rows(self) -> torch.Tensor:
-        """Rows that may be changed, of those that leave."""
+        """The possibly changed ones among the evicted rows."""
         is_changed = self._part(2).bool()
         return self._part(1)[is_changed]
 
@@ -74,24 +73,23 @@ class _MovesOnHost:
         return self._moves.out_slots.index_select(0, at)
 
     def next_read(self) -> int:
-        """The first batch that may read a row that leaves."""
+        """The first batch that may read an evicted row."""
         return self._moves.next_read(float(self._part(3).int().view(torch.float32)))
 
 
 class RowMover:
-    """Moves rows between host memory and slots, both ways at once.
+    """Moves rows between host memory and slots in both directions at once.
 
-    Host memory, the link and the slots each have a thread and a stream for a way, but both ways use
-    the slots in turn. So the host gathers the rows of one movement while those of another one cross
-    the link. Each thread keeps its order. A row that is fetched while it is still being written
-    back waits for that.
+    Host memory, link and slots each have a thread and a stream per direction; only the slots are
+    shared. The host gathers the rows of one move while those of another cross the link. Each thread
+    keeps its order. A row that is fetched while it is still being written back waits for that.
 
     Args:
         host: Weights and states in host memory, each (R, ...).
         slots: The same of the slots, each (S, ...), on the device.
         device: The device.
-        mapped: Host tensors as the device sees them, None where it does not. It reads these itself;
-            the host gathers the others.
+        mapped: Device views of the host tensors that the device reads directly; None for those that
+            the host gathers.
     """
 
     def __init__(
@@ -104,7 +102,7 @@ class RowMover:
         self._parts = list(zip(host, mapped or [None] * len(host), slots, strict=True))
         self._device = device
         self._gathering = CommunicationThread(torch.device("cpu"), "gather rows")
-        # Only what reads or writes slots has to wait for the steps before.
+        # Only tasks that read or write slots have to wait for earlier steps.
         self._fetching = CommunicationThread(device, "fetch rows", is_apart=True)
         self._filling = CommunicationThread(device, "fill slots")
         self._returning = CommunicationThread(device, "return rows", is_apart=True)
@@ -114,7 +112,7 @@ class RowMover:
         self.num_written = 0
 
     def submit(self, moves: Moves, key: int) -> CommunicationFuture[None]:
-        """Start to move rows, see ``put_back``; those fetched are there with the result."""
+        """Start to move rows (see ``put_back``); the result is ready once they are in slots."""
         while self._leaving and self._leaving[0][1].done():
             self._leaving.popleft()
         here, before = _MovesOnHost(moves), list(self._leaving)
@@ -147,7 +145,7 @@ class RowMover:
         return self._filling.submit(lambda: self.put_in_slots(moves.in_slots, fetched.wait()))
 
     def gather(self, rows: torch.Tensor) -> list[torch.Tensor | None]:
-        """Rows int64 (K,) of host memory with states, None for what the device reads itself."""
+        """Rows int64 (K,) of host memory with states, None for what the device reads directly."""
         with named_range("gather rows"):
             return [
                 None if mapped is not None else self._staged(host, rows)
@@ -164,7 +162,7 @@ class RowMover:
     def copy_to_device(
         self, rows: torch.Tensor, gathered: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor]:
-        """What ``gather`` returned on the device, with what it left to the device of these rows."""
+        """Copy the result of ``gather`` to the device, and add what the device reads directly."""
         with named_range("fetch rows"):
             arrived = []
             for (_, mapped, _), staged in zip(self._parts, gathered, strict=True):
@@ -176,7 +174,7 @@ class RowMover:
             return arrived
 
     def put_in_slots(self, slots: torch.Tensor, fetched: Sequence[torch.Tensor]) -> None:
-        """Write what ``copy_to_device`` returned into slots int64 (K,)."""
+        """Write the result of ``copy_to_device`` into slots int64 (K,)."""
         record_use(slots, *fetched)
         for (_, _, of_slots), values in zip(self._parts, fetched, strict=True):
             put_rows(of_slots, slots, values.to(of_slots.dtype))
@@ -187,7 +185,7 @@ class RowMover:
         return [of_slots.index_select(0, slots) for _, _, of_slots in self._parts]
 
     def copy_to_host(self, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What ``read_slots`` returned, on its way to the host."""
+        """Start to copy the result of ``read_slots`` to the host."""
         if self._device.type == "cpu":
             return list(held)
         record_use(*held)
@@ -195,9 +193,9 @@ class RowMover:
         return [to.copy_(part, non_blocking=True) for to, part in zip(here, held, strict=True)]
 
     def put_back(self, rows: torch.Tensor, returned: Sequence[torch.Tensor], key: int) -> None:
-        """Write to rows int64 (K,) of the host what ``copy_to_host`` returned.
+        """Write the result of ``copy_to_host`` to host rows int64 (K,).
 
-        Rows of another type than in the slots are rounded at random, by a key of this moment.
+        Rows of another type than in the slots are rounded stochastically, keyed by the update.
         """
         with named_range("write rows back"):
             if self._device.type == "cuda":
@@ -220,7 +218,7 @@ class RowMover:
             thread.drain()
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Stop the threads."""
         for thread in self._threads:
             thread.close()
 
@@ -233,19 +231,19 @@ class RowMover:
 class CachedRows:
     """The rows of a fused FBGEMM module, in host memory, behind slots on a device.
 
-    A batch has a number; numbers rise. ``reserve`` gives a batch slots for its rows, ``wait`` waits
-    until they are filled, ``read`` and ``update`` take slots, and ``release`` gives all batches up
-    to a number back. ``flush`` writes changed rows back, which state dicts read. One thread at a
-    time may call these.
+    Batches have increasing numbers. ``reserve`` allocates slots for a batch, ``wait`` waits until
+    they are filled, ``read`` and ``update`` take slots, and ``release`` frees the slots of all
+    batches up to a number. ``flush`` writes changed rows back, which state dicts read. One thread
+    at a time may call these.
 
     Args:
         host: Rows and states in host memory.
         num_slots: The number of slots S.
-        popular: Rows whose popularity is known, distinct; as many as fit begin in slots.
-        optimizer: Has the learning rate.
+        popular: Rows of known popularity, distinct; as many as fit are in slots at the start.
+        optimizer: Provides the learning rate.
         spec: The update rule.
         device: Where the slots are.
-        mapped: What the device reads in host memory itself, see ``RowMover``.
+        mapped: Tensors that the device reads directly in host memory, see ``RowMover``.
         is_distinct: Whether a batch never repeats a row, as with one rank.
     """
 
@@ -281,7 +279,7 @@ class CachedRows:
         self.wait_s = 0.0
         self.restart()
 
-    def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
+    def look_up(self, rows_K: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(
             "placement.cold_tier=cached: expected the pipeline look_ahead, which fills the slots, "
             "got a lookup without it. Set pipeline=look_ahead."
@@ -308,31 +306,31 @@ class CachedRows:
 
     @property
     def _mover(self) -> RowMover:
-        # Made when rows first move: the streams of a process are few.
+        # Created when rows first move: a process has few streams.
         if self._started is None:
             self._started = RowMover(*self._tensors, self._device, self._mapped)
         return self._started
 
     def restart(self) -> None:
-        """Forget what the slots hold, since the rows may have been written; start new numbers."""
+        """Invalidate all slots, because host rows may have changed; restart batch numbers."""
         self._written_bytes, self._started = self.written_bytes, None
-        # What was started for each batch, in the order of their numbers.
+        # The started moves of each batch, in the order of their numbers.
         self._moved: deque[tuple[int, CommunicationFuture[None]]] = deque()
         # Fetched later: the rows may not have been initialised or loaded.
         self._first: Moves | None = self.slots.clear()
 
     def foresee(self, rows_K: torch.Tensor, number: int) -> None:
-        """Say which rows, int64 (K,), a batch will reserve slots for."""
+        """Announce the rows int64 (K,) of a future batch."""
         self.slots.foresee(rows_K if self._is_distinct else rows_K.unique(), number)
 
     def reserve(self, rows_K: torch.Tensor, number: int) -> torch.Tensor:
-        """Give a batch slots for its rows, int64 (K,), and start to fill them.
+        """Allocate slots for the rows of a batch, int64 (K,), and start to fill them.
 
         Returns:
             The slot of each row, int64 (K,), on the device.
 
         Raises:
-            TooFewSlotsError: if the batches in flight hold too many slots.
+            TooFewSlotsError: if the batches in flight use too many slots.
         """
         rows_U, inverse_K = rows_K, None
         if not self._is_distinct:
@@ -359,7 +357,7 @@ class CachedRows:
             self.read_bytes += moves.in_rows.numel() * self._mover.row_bytes
 
     def wait(self, number: int) -> None:
-        """Wait until the slots of all batches up to a number hold their rows."""
+        """Wait until the slots of all batches up to a number are filled."""
         start = time.perf_counter()
         while self._moved and self._moved[0][0] <= number:
             self._moved.popleft()[1].wait()
@@ -383,14 +381,14 @@ class CachedRows:
         self._rows.update(slots_K, grad_KD, learning_rate, num_updates, is_distinct=is_distinct)
 
     def release(self, number: int, *, is_changed: bool) -> None:
-        """Give back the slots of the batches up to ``number``, whose updates are all made."""
+        """Free the slots of all batches up to ``number``, once their updates are done."""
         self.slots.release(number, is_changed=is_changed)
 
     def flush(self) -> None:
         """Write the changed rows of all slots back.
 
-        If that rounds them and no batch is in flight, the slots are emptied. So a run that goes on
-        after a checkpoint reads the rows that one resumed from it reads, and evicts as it does.
+        If that rounds them and no batch is in flight, the slots are emptied. So a run that
+        continues after a checkpoint and a run resumed from it read the same rows and evict alike.
         """
         self._mover.drain()
         # In parts, since the slots may fill the device.
@@ -401,7 +399,7 @@ class CachedRows:
             self._first = self.slots.clear()
 
     def refresh(self, rows: Rows) -> None:
-        """Fetch rows again that were written in host memory, with no batch in flight."""
+        """Refetch rows that were written in host memory, with no batch in flight."""
         wanted = to_device(torch.from_numpy(rows), self._device)
         slots = self.slots.slots_of(wanted)
         here = slots >= 0
@@ -409,12 +407,12 @@ class CachedRows:
         self._mover.submit(fetches(wanted[here], slots[here]), int(self.update_count)).wait()
 
     def _wait_for_writes(self) -> None:
-        """Wait for what the device was told to write in host memory, which the mover does not."""
+        """Wait for the device's queued writes to host memory, which the mover does not."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
-        """Let the mover's threads end."""
+        """Stop the mover's threads."""
         if self._started is not None:
             self._started.close()
 
@@ -432,9 +430,9 @@ def is_cached(placement: Placement, tables: Sequence[str]) -> bool:
     cached = [table for table in tables if placement.tables[table].tier is Tier.CACHED]
     if cached and len(cached) < len(tables):
         raise ValueError(
-            f"placement tier: expected cached for all tables of one dimension or for none, got "
-            f"{len(cached)} of {len(tables)}. Give {sorted(set(tables) - set(cached))[0]} the "
-            "tier of the others."
+            "placement tier: expected cached for all tables of one dimension or for none, got "
+            f"{len(cached)} of {len(tables)}. Set the same tier for "
+            f"{sorted(set(tables) - set(cached))[0]}."
         )
     return bool(cached)
 
@@ -473,7 +471,7 @@ def use_cached_rows(
 
 
 def refresh_slots(lookup: nn.Module, written: Mapping[str, Rows]) -> bool:
-    """Fetch rows again that were written in host memory, by table; whether the lookup has slots."""
+    """Refetch rows that were written in host memory, by table; whether the lookup has slots."""
     has_slots = False
     for kernel in kernels(lookup):
         if isinstance(kernel.replacement, CachedRows):

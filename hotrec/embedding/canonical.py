@@ -28,7 +28,7 @@ _UPDATES = "step"
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """What this rank holds of a canonical tensor, in the memory of the model or optimizer.
 
     Args:
@@ -58,7 +58,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Parts:
+class TensorParts:
     """The tensors of a model on this rank.
 
     Args:
@@ -68,7 +68,7 @@ class Parts:
         sharded: Names of the parameters that have shards, on this rank or on others.
     """
 
-    parts: list[Part]
+    parts: list[TensorPart]
     counters: list[torch.Tensor]
     weights: Mapping[str, Any]
     sharded: frozenset[str]
@@ -84,7 +84,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class _Table:
+class _StoredTable:
     """The canonical name of a table; for a replica its rows int64 (H,) and those of the table."""
 
     name: str
@@ -92,7 +92,7 @@ class _Table:
     hot_rows: torch.Tensor | None = None
 
 
-def canonical_parts(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> Parts:
+def canonical_parts(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> TensorParts:
     """Find the parts of all tensors that this rank holds; not a collective.
 
     Args:
@@ -104,12 +104,12 @@ def canonical_parts(model: nn.Module, optimizer: KeyedOptimizer | None = None) -
     """
     weights = model.state_dict()
     tables = _tables(model, weights)
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     for key, value in weights.items():
         if isinstance(value, torch.Tensor | ShardedTensor):
-            parts += _parts(tables.get(key, _Table(key)), value, of_table=key in tables)
+            parts += _parts(tables.get(key, _StoredTable(key)), value, of_table=key in tables)
     is_sharded = [key for key, value in weights.items() if isinstance(value, ShardedTensor)]
-    sharded = frozenset(tables.get(key, _Table(key)).name for key in is_sharded)
+    sharded = frozenset(tables.get(key, _StoredTable(key)).name for key in is_sharded)
     counters: list[torch.Tensor] = []
     if optimizer is not None:
         for fused in fused_modules(model):
@@ -122,34 +122,34 @@ def canonical_parts(model: nn.Module, optimizer: KeyedOptimizer | None = None) -
                 if not isinstance(value, torch.Tensor | ShardedTensor):
                     continue
                 if param not in tables:
-                    parts += _parts(_Table(param), value, state=name)
+                    parts += _parts(_StoredTable(param), value, state=name)
                 elif name == _UPDATES:
                     assert isinstance(value, torch.Tensor)
                     counters.append(value)
                 else:
                     name = _STATE_NAMES.get(name, name)
                     parts += _parts(tables[param], value, state=name, of_table=True)
-    return Parts(parts, counters, weights, sharded)
+    return TensorParts(parts, counters, weights, sharded)
 
 
-def _tables(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, _Table]:
+def _tables(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, _StoredTable]:
     """The tables of TorchRec's and our collections, by the names of their parameters."""
     paths = tuple(path for path, _ in modules_of(model, ShardedModule))
-    tables = {key: _Table(key) for key in weights if key.startswith(paths)} if paths else {}
+    tables = {key: _StoredTable(key) for key in weights if key.startswith(paths)} if paths else {}
     for path, collection in sharded_collections(model):
         partition = collection.partition
         for dim, group in collection.router.groups.items():
             prefix = f"{path}rows.dim{dim}.embeddings."
             for table in group.cold_tables:
-                tables[f"{prefix}{table}.weight"] = _Table(plain_name(path, table))
+                tables[f"{prefix}{table}.weight"] = _StoredTable(plain_name(path, table))
             for table in group.hot_tables:
                 rows = hot_rows(partition, table)
                 key = f"{prefix}{hot_name(table)}.weight"
-                tables[key] = _Table(plain_name(path, table), partition.num_rows[table], rows)
+                tables[key] = _StoredTable(plain_name(path, table), partition.num_rows[table], rows)
         pooled = collection.router.pooled
         for table in () if pooled is None else pooled.tables:
             key = f"{path}pooled.embedding_bags.{table}.weight"
-            tables[key] = _Table(plain_name(path, table))
+            tables[key] = _StoredTable(plain_name(path, table))
     return tables
 
 
@@ -182,8 +182,12 @@ def _param_of(key: str, weights: Mapping[str, Any]) -> str:
 
 
 def _parts(
-    table: _Table, value: torch.Tensor | ShardedTensor, *, state: str = "", of_table: bool = False
-) -> Iterator[Part]:
+    table: _StoredTable,
+    value: torch.Tensor | ShardedTensor,
+    *,
+    state: str = "",
+    of_table: bool = False,
+) -> Iterator[TensorPart]:
     table_name = table.name.removesuffix(".weight").rpartition(".")[2] if of_table else None
     name = f"{table.name}/{state}" if state else table.name
     shape = tuple(value.metadata().size) if isinstance(value, ShardedTensor) else tuple(value.shape)
@@ -194,9 +198,9 @@ def _parts(
             first = tuple(shard.metadata.shard_offsets)[: len(shape)]
             held = shard.tensor.detach()
             held = held.view(-1) if len(shape) == 1 else held
-            yield Part(name, shape, held, first, is_shard=True, table=table_name)
+            yield TensorPart(name, shape, held, first, is_shard=True, table=table_name)
         return
     held = value.detach().view(shape)
     if table.hot_rows is not None:
         shape = (table.num_rows, *shape[1:])
-    yield Part(name, shape, held, (0,) * len(shape), table.hot_rows, table=table_name)
+    yield TensorPart(name, shape, held, (0,) * len(shape), table.hot_rows, table=table_name)

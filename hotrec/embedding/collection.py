@@ -1,7 +1,7 @@
 """The unsharded hot/cold embedding bag collection.
 
 Each table becomes up to two tables of an ``EmbeddingCollection``: ``<table>_hot`` with the hot
-rows, by hot slot, and ``<table>`` with all rows, in original ids, of which the cold ones are live.
+rows, by hot slot, and ``<table>`` with all rows, in original ids; only its cold rows are used.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def check_partition(tables: Sequence[EmbeddingBagConfig], partition: Partition) 
             )
         if table.data_type != DataType.FP32:
             raise ValueError(
-                f"table {table.name} data_type: expected FP32, got {table.data_type.name}. "
-                "Other types cannot be kept equal on both halves."
+                f"table {table.name} data_type: expected FP32, got {table.data_type.name}. Other "
+                "types would diverge between hot and cold rows. Use FP32."
             )
         if partition.num_hot(table.name) and hot_name(table.name) in names:
             raise ValueError(
@@ -70,7 +70,7 @@ def columns_by_dim(
 
 
 class PooledLayout:
-    """Puts the pooled columns of the groups, and of TorchRec, into the order of the keys."""
+    """Reorders the pooled columns of the groups and of TorchRec to the order of the keys."""
 
     def __init__(
         self, tables: Sequence[EmbeddingBagConfig], pooled_tables: Collection[str] = ()
@@ -214,13 +214,12 @@ class HotColdEmbeddingBagCollection(nn.Module):
 
 
 def route(router: Router, features: KeyedJaggedTensor | RoutedFeatures) -> RoutedFeatures:
-    """Route features unless a loader worker has, which must be for this collection."""
+    """Route features unless a loader worker already routed them for this collection."""
     if not isinstance(features, RoutedFeatures):
         return router(features)
     if features.fingerprint != router.fingerprint:
         raise ValueError(
-            f"features: expected them routed by this collection's router "
-            f"{router.fingerprint:08x}, got {features.fingerprint:08x}. Give the loader the "
-            "router of the collection that is trained."
+            f"features: expected routing by this collection's router {router.fingerprint:08x}, got "
+            f"{features.fingerprint:08x}. Pass the trained collection's router to the loader."
         )
     return features

@@ -41,7 +41,7 @@ def use_hot_cold(model: nn.Module, placement: Placement | Partition) -> nn.Modul
     if not found:
         raise ValueError(
             f"model {type(model).__name__}: expected an EmbeddingBagCollection in it, got none. "
-            "Pass the model before it is sharded."
+            "Pass the unsharded model."
         )
     # A collection used in several places stays one collection.
     converted: dict[nn.Module, nn.Module] = {}
@@ -85,8 +85,9 @@ def shard(
     """Shard a model by a plan and make the hot replicas of all ranks equal to rank 0's.
 
     Without ``data_parallel`` the dense layers are not wrapped in DDP, for the pipeline look_ahead,
-    which reduces their gradients itself. Without ``broadcast_hot`` the caller makes the replicas
-    equal, say by ``initialize_embeddings``: on a slow network large ones take minutes to send.
+    which reduces their gradients itself. Without ``broadcast_hot`` the caller must make the
+    replicas equal, for example with ``initialize_embeddings``: sending large ones takes minutes on
+    a slow network.
     """
     sharded = DistributedModelParallel(
         model,
@@ -103,9 +104,9 @@ def shard(
 
 
 def _keep_buckets(model: nn.Module) -> None:
-    """Let DDP make its final buckets before the first step, in the reverse order of the parameters.
+    """Build DDP's final buckets before the first step, in the reverse order of the parameters.
 
-    It makes them after a process's first step, in the order in which gradients were ready, and the
+    It builds them after a process's first step, in the order in which gradients were ready, and the
     sums of three ranks or more depend on a value's place in its bucket: the first step of a resumed
     run would differ. The last layers' gradients are ready first, so all-reduces overlap as before.
     """

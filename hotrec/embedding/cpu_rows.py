@@ -13,9 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.snapshot import keep
 from hotrec.embedding.torchrec import kernels
 from hotrec.embedding.update_rules import OptimizerSpec, sum_by_row, update_rows
@@ -170,11 +168,10 @@ class ColdRowsOnCpu(RowsInMemory):
         spec: OptimizerSpec,
     ) -> None:
         super().__init__(*fbgemm_rows(module, spec), optimizer, spec)
-        self._begins_T = table_begins([part.shape[0] for part in module.split_embedding_weights()])
         self._anchor = torch.zeros((), requires_grad=True)
 
-    def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        rows_K = flat_rows(features, self._begins_T)
+    def look_up(self, rows_K: torch.Tensor) -> torch.Tensor:
+        """Read rows float (K, D); backward updates them, at the optimizer's learning rate."""
         out: torch.Tensor = _ReadAndUpdate.apply(self._anchor, self, rows_K)
         return out
 

@@ -35,7 +35,7 @@ def cut_lengths(lengths_T: torch.Tensor, num_ids: int) -> torch.Tensor:
 
 
 def cut_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Split ids, jagged (T, S), into bags of at most ``MOST_BAG_IDS``, where nothing is pooled."""
+    """Split ids, jagged (T, S), into bags of at most ``MOST_BAG_IDS``; without pooling."""
     if not features.keys():  # on a rank without tables
         return features
     lengths_T = features.lengths().view(len(features.keys()), -1).sum(1)
@@ -55,15 +55,15 @@ def table_begins(num_rows: list[int]) -> torch.Tensor:
     return rows_T.cumsum(0) - rows_T
 
 
-# Values from which several cores write them in less time than one with numpy.
+# Number of values above which several cores are faster than one with numpy.
 MANY_VALUES = 1 << 18
 
 
 def put_rows(target_RD: torch.Tensor, rows_U: torch.Tensor | None, values_UD: torch.Tensor) -> None:
     """target[rows] = values, in place, for distinct rows, or None for all in order.
 
-    On one core numpy takes half to nine tenths of the time of ``index_copy_``, which several cores
-    share (``benchmarks/cpu_rows.py``).
+    On one core numpy takes 50% to 90% of the time of ``index_copy_``, which uses several cores
+    (``benchmarks/cpu_rows.py``).
     """
     is_shared = torch.get_num_threads() > 1 and values_UD.numel() >= MANY_VALUES
     if rows_U is None:

@@ -27,7 +27,7 @@ _FBGEMM_OPTIMIZER = {
     OptimizerKind.adam: EmbOptimType.ADAM,
 }
 _KIND_OF_FBGEMM = {fbgemm: kind for kind, fbgemm in _FBGEMM_OPTIMIZER.items()}
-# These ignore arguments that only FBGEMM knows.
+# These ignore arguments that only FBGEMM supports.
 _CLASS_OF_KIND: dict[OptimizerKind, type[torch.optim.Optimizer]] = {
     OptimizerKind.sgd: optim.SGD,
     OptimizerKind.adagrad: optim.Adagrad,
@@ -41,10 +41,10 @@ def rule_of(
 ) -> OptimizerSpec:
     """The update rule of a class and its arguments, as given to ``apply_optimizer_in_backward``.
 
-    TorchRec hands the arguments to FBGEMM, so defaults are FBGEMM's: an eps of 1e-8.
+    TorchRec passes the arguments to FBGEMM, so defaults are FBGEMM's: an eps of 1e-8.
 
     Raises:
-        ValueError: If the rule has no hot form, or its learning rate is not given.
+        ValueError: If the rule is not supported for hot rows, or its learning rate is missing.
     """
     kind = _KIND_OF_FBGEMM.get(optimizer_type_to_emb_opt_type(optimizer_class))
     name = optimizer_class.__name__
@@ -57,13 +57,13 @@ def rule_of(
     given = {key: value for key, value in kwargs.items() if key != "optimizer"}
     rate = given.pop("lr", given.pop("learning_rate", None))
     if rate is None:
-        raise ValueError(f"embedding optimizer {name}: expected its lr, got none. Give it.")
+        raise ValueError(f"embedding optimizer {name}: expected lr, got none. Pass lr.")
     constants = {key: given.pop(key) for key in ("eps", "beta1", "beta2") if key in given}
     unknown = {key: value for key, value in given.items() if value}
     if unknown:
         raise ValueError(
-            f"embedding optimizer {name}: expected lr, eps, beta1 and beta2 alone, got {unknown}. "
-            'Leave them out, or keep TorchRec\'s own plan with hot="off".'
+            f"embedding optimizer {name}: expected only lr, eps, beta1 and beta2, got {unknown}. "
+            'Remove them, or keep TorchRec\'s own plan with hot="off".'
         )
     return OptimizerSpec(kind, float(rate), **constants)
 
@@ -113,7 +113,7 @@ def update_counters(module: nn.Module) -> list[torch.Tensor]:
 
 def update_count(module: nn.Module) -> int:
     """The number of updates that a fused module has made so far."""
-    # That on the host is 0 until the first update after loading.
+    # The host's count is 0 until the first update after loading.
     return next(filter(None, map(int, reversed(update_counters(module)))), 0)
 
 

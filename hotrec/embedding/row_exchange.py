@@ -1,183 +1,119 @@
-"""The rows of one embedding dimension, sharded, and the exchange of ids that looks them up."""
+"""The rows of one embedding dimension, sharded, and their exchange in line.
+
+Look-ahead (``prefetch/exchange.py``) shares who owns a row, what a request is, and how owned rows
+are read and updated (``owned_rows.py``). What differs is who calls. In line it is the module's own
+forward and autograd's backward, so any loop can: that of TorchRec's pipelines, which send the ids
+of the next batch ahead, one that accumulates gradients, one without a loop of hotrec's. Messages go
+over the model's group, in TorchRec's codecs, and backward sends gradients when it reaches the rows.
+Look-ahead has a thread and a group of its own, one message for all dimensions, and an order of
+messages that keeps rows exact which are fetched before they are final. At depth 0 that hides less:
+a request is sent only when its step starts, which TorchRec's sparse_dist does a step earlier, and
+gradients leave when backward has reached the rows of all dimensions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embedding_sharding import bucketize_kjt_before_all2all
-from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
-from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
+from torchrec.distributed.types import (
+    Awaitable,
+    CommOp,
+    NoWait,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingType,
+)
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.cached_rows import is_cached, refresh_slots, use_cached_rows
 from hotrec.embedding.cpu_rows import use_cpu_rows
-from hotrec.embedding.flat import cut_bags
-from hotrec.embedding.fused import fused_params, undo_update_count
+from hotrec.embedding.fused import fused_params
 from hotrec.embedding.hot_rows import HotReplicas, HotRowCounts
+from hotrec.embedding.owned_rows import Joined, OwnedRows, RequestedRows, RowOwners
 from hotrec.embedding.torchrec import (
-    IdsRoute,
     RowCollection,
     keep_buckets,
     kernels,
     lookups,
-    output_dists,
-    tables_by_lookup,
+    send_rows,
 )
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.comm_thread import HostInts
-from hotrec.runtime.stages import backward_point, mark, mark_backward
+from hotrec.runtime.ranks import all_gather_object
+from hotrec.runtime.stages import mark
 from hotrec.types import HotExchange, Placement, Rows, WireType
 
 
-class IdsExchange(nn.Module):
-    """Sends row ids to the owners of the rows, in place of TorchRec's input dist."""
+class IdsRequest(Awaitable[Awaitable["IdsRequest"]]):
+    """The cold rows of a batch on both sides of the exchange.
 
-    def __init__(self, route: IdsRoute) -> None:
-        super().__init__()
-        self.group, self.num_keys_W = route.group, route.num_keys_W
-        self.world_size = dist.get_world_size(self.group)
-        self.rank = dist.get_rank(self.group)
-        self._block_sizes_T = route.block_sizes_T
-        num_keys = self.num_keys_W[self.rank]
-        # Ids arrive ordered by rank and key; lookups expect them by key and rank.
-        by_rank = torch.arange(self.world_size * num_keys, dtype=torch.int32, device=route.device)
-        self.by_key = by_rank.view(self.world_size, num_keys).t().flatten()
-
-    def forward(self, features: KeyedJaggedTensor) -> IdsRequest:
-        """Start the exchange of the distinct rows of each table, jagged (T, 1)."""
-        with torch.no_grad():
-            if self._block_sizes_T is None:
-                return IdsRequest(self, features, None)
-            is_cuda = features.values().is_cuda
-            bucketized, order = bucketize_kjt_before_all2all(
-                cut_bags(features) if is_cuda else features,
-                num_buckets=self.world_size,
-                block_sizes=self._block_sizes_T,
-                output_permute=True,
-            )
-            return IdsRequest(self, bucketized, order)
-
-
-class Permuted(torch.autograd.Function):
-    """Rows (U, D) by a permutation, whose gradient is a copy too.
-
-    Backward of ``index_select``, which TorchRec calls here, adds rows to zeros: 6 times a copy on
-    CPU, and atomic additions on CUDA.
+    Waiting for it waits for the numbers of rows and starts the exchange of their positions; waiting
+    for what that returns completes the request. It takes the place of a batch's ids, and of their
+    context, in TorchRec's pipelines.
     """
 
-    @staticmethod
-    def forward(ctx: Any, rows_UD: torch.Tensor, order_U: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order_U)
-        return rows_UD.index_select(0, order_U)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (order_U,) = ctx.saved_tensors
-        inverse_U = torch.empty_like(order_U)
-        inverse_U[order_U.long()] = torch.arange(
-            order_U.numel(), dtype=order_U.dtype, device=order_U.device
-        )
-        return grads[0].index_select(0, inverse_U), None
-
-
-class IdsRequest(Awaitable[Awaitable[KeyedJaggedTensor]]):
-    """Waits for the lengths, then starts the exchange of ids.
-
-    Keys of ``features`` are in the order of their ranks; ``order`` is the position of each
-    requested row among the values, None if unchanged.
-    """
-
-    def __init__(
-        self, exchange: IdsExchange, features: KeyedJaggedTensor, order: torch.Tensor | None
-    ) -> None:
+    def __init__(self, requested: RequestedRows, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.exchange, self._features, self._order = exchange, features, order
-        self._context: SequenceShardingContext | None = None
-        lengths = features.lengths().view(len(features.keys()), -1).sum(1)
-        num_here = exchange.num_keys_W[exchange.rank]
-        self._sent, self.arriving = lengths, lengths.new_empty(exchange.world_size * num_here)
+        self.order_U, self.positions_R = requested.order_U, requested.positions_U
+        self.num_requested_W = self.num_served_W = [self.positions_R.numel()]
+        self._group, self._num_to_W = group, requested.num_to_W
+        if self._num_to_W is None:  # one rank
+            return
+        self._num_from_W = torch.empty_like(self._num_to_W)
         self._work: Any = dist.all_to_all_single(
-            self.arriving,
-            lengths,
-            [num_here] * exchange.world_size,
-            exchange.num_keys_W,
-            group=exchange.group,
-            async_op=True,
+            self._num_from_W, self._num_to_W, group=group, async_op=True
         )
         self._counts: HostInts | None = None
-        if lengths.is_cuda:
+        if self._num_to_W.is_cuda:
             self._work.wait()  # blocks the stream, not the host
-            self._counts = HostInts(torch.cat([lengths, self.arriving]))
+            self._counts = HostInts(torch.cat([self._num_to_W, self._num_from_W]))
 
-    def set_context(self, context: SequenceShardingContext) -> None:
-        """Set TorchRec's context, which receives the order and splits that return the rows."""
-        self._context = context
-        context.unbucketize_permute_tensor = self._order
-
-    def _wait_impl(self) -> Awaitable[KeyedJaggedTensor]:
-        exchange, values = self.exchange, self._features.values()
+    def _wait_impl(self) -> Awaitable[IdsRequest]:
+        if self._num_to_W is None:
+            return NoWait(self)
         if self._counts is None:
             self._work.wait()
-            self._counts = HostInts(torch.cat([self._sent, self.arriving]))
-        counts = self._counts.wait()
-        num_sent = _sums(counts[: self._sent.numel()], exchange.num_keys_W)
-        arriving, num_here = counts[self._sent.numel() :], exchange.num_keys_W[exchange.rank]
-        num_received = _sums(arriving, [num_here] * exchange.world_size)
-        if self._context is not None:
-            self._context.input_splits, self._context.output_splits = num_sent, num_received
-        received = values.new_empty(sum(num_received))
-        work: Any = dist.all_to_all_single(
-            received, values, num_received, num_sent, group=exchange.group, async_op=True
+            self._counts = HostInts(torch.cat([self._num_to_W, self._num_from_W]))
+        counts, world_size = self._counts.wait(), self._num_to_W.numel()
+        self.num_requested_W, self.num_served_W = counts[:world_size], counts[world_size:]
+        requested_U = self.positions_R
+        self.positions_R = requested_U.new_empty(sum(self.num_served_W))
+        self._work = dist.all_to_all_single(
+            self.positions_R,
+            requested_U,
+            self.num_served_W,
+            self.num_requested_W,
+            group=self._group,
+            async_op=True,
         )
-        per_key = [sum(arriving[key::num_here]) for key in range(num_here)]
-        return _IdsArriving(self, work, received, per_key)
+        return _PositionsArriving(self, self._work, requested_U)
 
-    def keys_here(self) -> list[str]:
-        """The tables of which this rank holds rows."""
-        sizes, rank = self.exchange.num_keys_W, self.exchange.rank
-        return self._features.keys()[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
-
-
-def _sums(values: list[int], sizes: list[int]) -> list[int]:
-    rest = iter(values)
-    return [sum(islice(rest, size)) for size in sizes]
+    def record_stream(self, stream: torch.Stream) -> None:
+        for tensor in (self.order_U, self.positions_R):
+            if tensor is not None:
+                tensor.record_stream(stream)
 
 
-class _IdsArriving(Awaitable[KeyedJaggedTensor]):
-    def __init__(
-        self, request: IdsRequest, work: Any, values: torch.Tensor, length_per_key: list[int]
-    ) -> None:
+class _PositionsArriving(Awaitable[IdsRequest]):
+    def __init__(self, request: IdsRequest, work: Any, sent_U: torch.Tensor) -> None:
         super().__init__()
-        self._request, self._work = request, work
-        self._values, self._length_per_key = values, length_per_key
+        self._request, self._work, self._sent_U = request, work, sent_U
 
-    def _wait_impl(self) -> KeyedJaggedTensor:
-        """Wait for the ids that all ranks request, jagged (local keys, W)."""
+    def _wait_impl(self) -> IdsRequest:
         self._work.wait()
-        exchange, keys = self._request.exchange, self._request.keys_here()
-        lengths, values = self._request.arriving, self._values
-        if keys and exchange.world_size > 1:
-            by_rank_and_key, values, _ = torch.ops.fbgemm.permute_2D_sparse_data(
-                exchange.by_key, lengths.view(-1, 1), values, None, values.numel()
-            )
-            lengths = by_rank_and_key.view(-1)
-        return KeyedJaggedTensor(
-            keys=keys,
-            values=values,
-            lengths=lengths,
-            stride=exchange.world_size,
-            length_per_key=self._length_per_key,
-        )
+        self._request.positions_R = self._request.positions_R.long()
+        return self._request
+
+
+# Lookups in progress: hot rows, and what waits for the cold ones, in the order of their owners.
+StartedRows = tuple[torch.Tensor | None, Awaitable[torch.Tensor] | None]
 
 
 @dataclass(frozen=True)
@@ -254,116 +190,111 @@ class ShardedRows(RowCollection):
         self._num_hot = len(hot_tables)
         self.dim, self.spec = module.embedding_dim(), spec
         self._keys = [config.name for config in module.embedding_configs()]
-        self._arriving = tables_by_lookup(self)
-        arriving = [name for names in self._arriving for name in names]
-        if sorted(arriving) != sorted(self._keys):
-            raise RuntimeError(
-                f"torchrec grouped tables: expected each of {self._keys} once, got {arriving}. Use "
-                "the pinned torchrec (see `hotrec doctor`)."
-            )
-        self._is_in_order = arriving == self._keys
-        self._is_cuda = device.type == "cuda"
+        self._group, self._device = env.process_group, device
+        self._codecs = None
+        if codecs is not None:
+            self._codecs = codecs[CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name]
         cold_tables = [name for name in self._keys if name not in hot_tables]
-        has_slots = is_cached(placement, cold_tables)
+        self.is_cached = is_cached(placement, cold_tables)
         for lookup in lookups(self):
             if isinstance(lookup, DistributedDataParallel):
                 tables = [c for c in module.embedding_configs() if c.name in hot_tables]
                 num_rows_T = [config.num_embeddings for config in tables]
                 self.hot = _hook_up(lookup, num_rows_T, self.dim, settings)
-            elif has_slots:
+            elif self.is_cached:
                 is_distinct = env.world_size == 1
                 use_cached_rows(lookup, spec, placement, device, is_distinct=is_distinct)
-            elif not self._is_cuda:
+            elif device.type == "cpu":
                 use_cpu_rows(lookup, spec)
+        self.owned = OwnedRows(self._cold_lookups, self.dim, spec)
+        self.owners: RowOwners | None = None
+        if cold_tables:
+            num_rows = {config.name: config.num_embeddings for config in module.embedding_configs()}
+            self.owners = RowOwners(
+                cold_tables, num_rows, all_gather_object(self.owned.shards), device
+            )
 
-    def make_ids_exchange(self, route: IdsRoute) -> IdsExchange:
-        return IdsExchange(route)
+    @property
+    def _cold_lookups(self) -> list[Any]:
+        return [part for part in lookups(self) if not isinstance(part, DistributedDataParallel)]
 
-    def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Any:
-        """Start the exchange of ids; one awaitable and one sharding context per sharding."""
-        requests = super().input_dist(ctx, features)
-        num = len(requests.awaitables)
-        contexts = ctx.sharding_contexts[len(ctx.sharding_contexts) - num :]
-        for request, sharding_ctx in zip(requests.awaitables, contexts, strict=True):
-            if isinstance(request, IdsRequest):
-                request.set_context(sharding_ctx)
-        return requests
+    def num_hot(self, rows: KeyedJaggedTensor) -> int:
+        """The number of distinct hot rows of a batch."""
+        return sum(rows.length_per_key()[: self._num_hot])
+
+    def request(self, rows: KeyedJaggedTensor) -> IdsRequest | None:
+        """Start to request the cold rows of a batch from their owners; None without cold tables."""
+        if self.owners is None:
+            return None
+        with torch.no_grad():
+            return IdsRequest(self.find_owners(rows), self._group)
+
+    def find_owners(self, rows: KeyedJaggedTensor) -> RequestedRows:
+        """Find the owners of the cold rows of a batch."""
+        assert self.owners is not None
+        return self.owners.find(rows, self._num_hot)
+
+    def hot_slots(self, rows: KeyedJaggedTensor) -> torch.Tensor:
+        """The slots of the hot rows of a batch in the replica, int64, distinct, in their order."""
+        assert self.hot is not None
+        lengths_T, num_hot = rows.lengths()[: self._num_hot], self.num_hot(rows)
+        begins_U = torch.repeat_interleave(self.hot.begins_T, lengths_T, output_size=num_hot)
+        return rows.values()[:num_hot] + begins_U
 
     def gather_hot_counts(self, rows: KeyedJaggedTensor) -> HotRowCounts | None:
         """``HotReplicas.gather_counts`` for the rows that the batch reads, hot tables first."""
-        if self.hot is None:
-            return None
-        return self.hot.gather_counts(sum(rows.length_per_key()[: self._num_hot]))
+        return None if self.hot is None else self.hot.gather_counts(self.num_hot(rows))
 
     def drop_cached_rows(self) -> None:
         """Invalidate the UVM caches, after rows in host memory were written directly."""
-        for lookup in lookups(self):
-            if not isinstance(lookup, DistributedDataParallel):
-                lookup.purge()
+        for lookup in self._cold_lookups:
+            lookup.purge()
 
     def refresh_cached_rows(self, written: Mapping[str, Rows]) -> None:
         """Let caches hold what was written to rows in host memory, by table, between steps."""
-        for lookup in lookups(self):
-            if isinstance(lookup, DistributedDataParallel):
-                continue
-            if not refresh_slots(lookup, written) and self._is_cuda:
+        for lookup in self._cold_lookups:
+            if not refresh_slots(lookup, written) and self._device.type == "cuda":
                 lookup.purge()
 
     def start_lookups(
-        self,
-        features: list[KeyedJaggedTensor],
-        contexts: list[Any],
-        hot_counts: HotRowCounts | None,
-    ) -> list[Awaitable[torch.Tensor]]:
+        self, rows: KeyedJaggedTensor, request: IdsRequest | None, hot_counts: HotRowCounts | None
+    ) -> StartedRows:
         """Look up this rank's rows and start to send them to the ranks that requested them.
 
-        Takes the received ids and TorchRec's context of each sharding, and ``gather_hot_counts`` of
-        the same batch. Returns an awaitable per sharding, of float (U_sharding, D), hot first.
+        Takes a batch's rows, hot tables first, and ``request`` and ``gather_hot_counts`` of them.
         """
-        if self.hot is not None:
-            self.hot.next_counts = hot_counts
-        awaitables = []
-        stages = list(zip(lookups(self), output_dists(self), features, contexts, strict=True))
+        hot, cold = None, None
         # Cold rows first: they are sent while hot rows are read. Backward runs in reverse order,
         # so it sends hot gradients before it updates cold rows.
-        for lookup, output_dist, ids, sharding_ctx in reversed(stages):
-            sharding_ctx.lengths_after_input_dist = ids.lengths().view(-1, ids.stride())
-            is_hot = isinstance(lookup, DistributedDataParallel)
-            rows = lookup(ids) if is_hot else self._look_up_fused(lookup, ids)
+        if request is not None:
+            served_RD = self.owned.look_up(request.positions_R)
             mark("row_lookup")
-            order = sharding_ctx.unbucketize_permute_tensor
-            sharding_ctx.unbucketize_permute_tensor = None
-            awaitable = output_dist(rows.view(-1, self.dim), sharding_ctx)
-            if order is not None:
-                awaitable.callbacks.append(partial(self._put_in_order, order))
-            awaitables.append(awaitable)
+            cold = send_rows(
+                served_RD,
+                request.num_served_W,
+                request.num_requested_W,
+                self._group,
+                self._codecs,
+            )
             mark("rows_exchange")
-        return awaitables[::-1]
+        if self.hot is not None:
+            self.hot.next_counts = hot_counts
+            [lookup] = [p for p in lookups(self) if isinstance(p, DistributedDataParallel)]
+            num_cold = len(self._keys) - self._num_hot
+            hot = lookup(rows.split([self._num_hot, num_cold])[0]).view(-1, self.dim)
+            mark("row_lookup")
+        return hot, cold
 
-    def _look_up_fused(self, lookup: nn.Module, ids: KeyedJaggedTensor) -> torch.Tensor:
-        rows: torch.Tensor
-        if self._is_cuda:
-            point = backward_point("row_update", ids.values())
-            rows = mark_backward(lookup(cut_bags(ids)), "grads_exchange", point)
-        else:
-            rows = lookup(ids)  # hotrec's own rows mark their update themselves
-        if not torch.is_grad_enabled():
-            undo_update_count(lookup)
-        return rows
-
-    def _put_in_order(self, order_U: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        ordered: torch.Tensor = Permuted.apply(rows.view(-1, self.dim), order_U)
-        return ordered
-
-    def join(
-        self, awaitables: list[Awaitable[torch.Tensor]], requested: KeyedJaggedTensor
-    ) -> torch.Tensor:
-        """The rows of ``start_lookups``, float (U, D), in the order of the requested ids."""
-        parts = [awaitable.wait() for awaitable in awaitables]
-        if self._is_in_order:
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-        lengths = dict(zip(requested.keys(), requested.length_per_key(), strict=True))
-        found: dict[str, torch.Tensor] = {}
-        for names, part in zip(self._arriving, parts, strict=True):
-            found |= zip(names, part.split([lengths[name] for name in names]), strict=True)
-        return torch.cat([found[key] for key in self._keys])
+    def join(self, started: StartedRows, request: IdsRequest | None) -> torch.Tensor:
+        """The rows of ``start_lookups``, float (U, D), in the order of the batch's rows."""
+        hot_HD, arriving = started
+        if arriving is None or request is None:
+            assert hot_HD is not None
+            return hot_HD
+        cold_CD = arriving.wait().view(-1, self.dim)
+        if hot_HD is None and request.order_U is None:
+            return cold_CD
+        if hot_HD is None:
+            hot_HD = cold_CD.detach()[:0]
+        joined_UD: torch.Tensor = Joined.apply(hot_HD, cold_CD, request.order_U)
+        return joined_UD

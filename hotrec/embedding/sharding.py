@@ -40,8 +40,10 @@ from hotrec.embedding.pooling import pool_rows
 from hotrec.embedding.row_exchange import (
     COLD_SHARDINGS,
     HOT_SHARDINGS,
+    IdsRequest,
     ShardedRows,
     ShardSettings,
+    StartedRows,
 )
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.features import RoutedFeatures
@@ -59,7 +61,7 @@ class HotColdContext(EmbeddingCollectionContext):
         # the ``__init__`` of a plain parent.
         super().__init__()
         self.routed: RoutedFeatures | None = None
-        self.num_shardings: list[int] = []
+        self.requests: list[IdsRequest | None] = []
         self.hot_counts: list[HotRowCounts | None] = []
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -70,7 +72,7 @@ class HotColdContext(EmbeddingCollectionContext):
 
 # Lookups in progress: rows of each embedding dimension, see ``ShardedRows.start_lookups``, and the
 # columns that TorchRec pools.
-Started = tuple[list[list[Awaitable[torch.Tensor]]], LazyAwaitable[KeyedTensor] | None]
+Started = tuple[list[StartedRows], LazyAwaitable[KeyedTensor] | None]
 
 
 class _PooledAwaitable(LazyAwaitable[KeyedTensor]):
@@ -184,9 +186,12 @@ class ShardedHotColdEmbeddingBagCollection(
         awaitables: list[Any] = []
         for rows, group in zip(self.sharded_rows(), ctx.routed.groups, strict=True):
             ctx.hot_counts.append(rows.gather_hot_counts(group.rows))
-            splits = rows.input_dist(ctx, group.rows)
-            ctx.num_shardings.append(len(splits.awaitables))
-            awaitables += splits.awaitables
+            request = rows.request(group.rows)
+            ctx.requests.append(request)
+            if request is not None:
+                awaitables.append(request)
+                # TorchRec pairs what it waits for with contexts.
+                ctx.sharding_contexts.append(request)
         if self.pooled is not None:
             pooled_ctx = self.pooled.create_context()
             awaitables += self.pooled.input_dist(pooled_ctx, ctx.routed.pooled).awaitables
@@ -212,36 +217,39 @@ class ShardedHotColdEmbeddingBagCollection(
 
     def compute(self, ctx: HotColdContext, dist_input: KJTList) -> Started:
         mark("ids_exchange")
-        features, contexts = list(dist_input), list(ctx.sharding_contexts)
         # Pooled vectors first: they are sent while rows are read. Backward runs in reverse order,
         # so it sends hot gradients before it updates these tables.
-        pooled, num_rows = None, sum(ctx.num_shardings)
+        assert ctx.routed is not None
+        pooled, num = None, sum(request is not None for request in ctx.requests)
         if self.pooled is not None:
-            pooled = self.pooled.start_lookups(features[num_rows:], contexts[num_rows:])
-        started = []
-        for rows, num, hot_counts in zip(
-            self.sharded_rows(), ctx.num_shardings, ctx.hot_counts, strict=True
-        ):
-            started.append(rows.start_lookups(features[:num], contexts[:num], hot_counts))
-            features, contexts = features[num:], contexts[num:]
+            pooled = self.pooled.start_lookups(list(dist_input)[num:], ctx.sharding_contexts[num:])
+        started = [
+            rows.start_lookups(group.rows, request, hot_counts)
+            for rows, group, request, hot_counts in zip(
+                self.sharded_rows(), ctx.routed.groups, ctx.requests, ctx.hot_counts, strict=True
+            )
+        ]
         return started, pooled
 
     def output_dist(self, ctx: HotColdContext, output: Started) -> LazyAwaitable[KeyedTensor]:
         assert ctx.routed is not None
-        return _PooledAwaitable(partial(self._pool, output, ctx.routed))
+        return _PooledAwaitable(partial(self._pool, output, ctx.routed, ctx.requests))
 
-    def _pool(self, started: Started, routed: RoutedFeatures) -> KeyedTensor:
+    def _pool(
+        self, started: Started, routed: RoutedFeatures, requests: list[IdsRequest | None]
+    ) -> KeyedTensor:
         mark("dense")
-        awaitables_of_dim, from_owners = started
+        of_dims, from_owners = started
         layout, pooled = self.layout, []
-        for awaitables, rows, group, columns in zip(
-            awaitables_of_dim,
+        for of_dim, request, rows, group, columns in zip(
+            of_dims,
+            requests,
             self.sharded_rows(),
             routed.groups,
             layout.groups.values(),
             strict=True,
         ):
-            rows_UD = rows.join(awaitables, group.rows)
+            rows_UD = rows.join(of_dim, request)
             mark("rows_exchange")
             pooled.append(pool_rows(rows_UD, group, len(columns)))
             mark("pool")

@@ -1,14 +1,15 @@
-"""Which rows have a device slot: decided where the slots are, from the rows that batches read.
+"""Chooses the rows with a device slot, on the device, from the rows that batches read.
 
-Slots begin with the rows that the profile found most popular. Rows of batches in flight stay. Of
-the rest, rows that no known batch reads go first, by the smallest decayed count of lookups, which
-begins with the profile's, then those that known batches read last (Colossal-AI's frequency-ordered
-cache and ScratchPipe's look-forward cache, in one; Belady's rule as far as batches are known).
+Slots are initialized with the most popular rows of the profile. Rows of batches in flight are never
+evicted. Of the rest, rows that no known batch reads are evicted first, lowest decayed count of
+lookups first (counts are initialized from the profile), then those whose next read is latest
+(Colossal-AI's frequency-ordered cache combined with ScratchPipe's look-forward cache; Belady's rule
+as far as batches are known).
 
-No step looks at all rows or all slots. A hand goes round over the slots, as that of a clock, and
-the rows to be given up are the least of those that it passes, a few times as many as are needed
-(CLOCK: Corbato, 1968; ranking a sample: Redis). What is looked up here lies where the slots are, so
-a device decides alone; of a step the host reads how many rows are missing, and later their numbers.
+No step scans all rows or all slots. A clock hand sweeps over the slots; victims are the
+lowest-ranked of the slots it passes, a few times as many as needed (CLOCK: Corbato, 1968; ranking a
+sample: Redis). The map is stored next to the slots, so the device decides alone; the host only
+reads the number of missing rows of a step, and later their numbers.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ from hotrec.embedding.flat import put_rows
 from hotrec.runtime.mapped_memory import ask_for_huge_pages
 from hotrec.types import PopularRows
 
-# Batches after which a lookup counts half.
+# Half-life of a lookup's count, in batches.
 HALF_LIFE = 512
-# New lookups weigh more instead of old ones less, up to this weight.
+# New lookups get a larger weight instead of decaying old ones, up to this weight.
 MOST_WEIGHT = 1e20
 # More than the decayed lookups of any row, at most MOST_WEIGHT / (1 - 2^(-1 / HALF_LIFE)). A power
 # of two, so that a sum of bits times this is never rounded to less than its highest bit.
 FORESEEN_WORTH = 2.0**80
 # More than that of any row that known batches read.
 IN_FLIGHT = 1e37
-# Slots that the hand passes, beside those of batches in flight: for each that is needed, and for
-# each row of the batch where few are needed. With fewer, more rows miss (docs/gpus.md).
+# Slots that the hand passes, besides those of batches in flight: per needed slot, and per row of
+# the batch if few are needed. With fewer, more rows miss (docs/gpus.md).
 EXAMINED = 6
 EXAMINED_OF_READ = 3
-# Batches that may be known and not yet have slots: each has a bit of a row's int32, but the sign.
+# Maximum number of known batches without slots: each has a bit of a row's int32, except the sign.
 MOST_KNOWN = 31
 _ALL_BITS = (1 << MOST_KNOWN) - 1
 
 
 class TooFewSlotsError(ValueError):
-    """The batches in flight read more rows than there are slots for."""
+    """The batches in flight need more slots than there are."""
 
     def __init__(self, num_needed: int, num_slots: int) -> None:
         super().__init__(f"expected at least {num_needed} slots, got {num_slots}")
@@ -52,13 +53,13 @@ class TooFewSlotsError(ValueError):
 
 @dataclass(frozen=True)
 class Moves:
-    """Rows to write back from slots, then rows to fetch, into these slots among others.
+    """Rows to write back from slots, then rows to fetch, into these slots and others.
 
     Args:
-        out_rows: Rows that leave, int64 (O,).
+        out_rows: Evicted rows, int64 (O,).
         out_slots: Their slots, int64 (O,).
-        is_changed: Whether host memory may hold another value than the slot, bool (O,).
-        out_worth: Minus what the one of these is worth that is worth most, float32 (1,).
+        is_changed: Whether host memory may have another value than the slot, bool (O,).
+        out_worth: Minus the highest worth among the evicted rows, float32 (1,).
         in_rows: Rows to fetch, int64 (I,), distinct.
         in_slots: Their slots, int64 (I,).
         number: The batch that reads them.
@@ -75,7 +76,7 @@ class Moves:
     last_known: int = -1
 
     def next_read(self, out_worth: float) -> int:
-        """The first batch that may read one of the rows that leave, from the value above."""
+        """The first batch that may read one of the evicted rows, from the value above."""
         bits = -out_worth / FORESEEN_WORTH
         if bits < 1:
             return self.last_known + 1
@@ -83,12 +84,12 @@ class Moves:
 
 
 def fetches(rows: torch.Tensor, slots: torch.Tensor) -> Moves:
-    """Moves of rows int64 (I,) into slots int64 (I,), which give up nothing."""
+    """Moves of rows int64 (I,) into slots int64 (I,), without evictions."""
     return Moves(rows[:0], slots[:0], rows[:0].bool(), rows[:0].float(), rows, slots)
 
 
 class SlotMap:
-    """Gives batches slots for their rows; batches have rising numbers.
+    """Allocates slots for the rows of batches, which have increasing numbers.
 
     Rows and slots have places: that of a row is its number, that of slot s is R + s. A place has
     two numbers. For a row that is not in a slot they are minus the decayed count of its lookups
@@ -99,7 +100,7 @@ class SlotMap:
     Args:
         num_rows: The number of rows R.
         num_slots: The number of slots S.
-        popular: Rows whose popularity is known, distinct; as many as fit begin in slots.
+        popular: Rows of known popularity, distinct; as many as fit are in slots at the start.
         device: Where the map is.
 
     Raises:
@@ -117,7 +118,7 @@ class SlotMap:
             )
         self.num_slots, self._num_rows = num_slots, num_rows
         self._popular = popular[np.argsort(-popular["prob"], kind="stable")]
-        # As one number for moving both.
+        # As one number, to move both together.
         self._pairs = ask_for_huge_pages(torch.empty(num_places, dtype=torch.int64, device=device))
         self._places, self._reads = _halves(self._pairs)
         self._counts = self._places.view(torch.float32)
@@ -133,25 +134,25 @@ class SlotMap:
 
     @property
     def has_batches(self) -> bool:
-        """Whether batches hold slots, or are known and will."""
+        """Whether batches have slots, or are announced."""
         return bool(self._held or self._announced) or self._last_known > self._last_reserved
 
     def clear(self) -> Moves:
-        """Forget slots, lookups and numbers; the rows to fetch, with which the slots begin."""
+        """Reset slots, counts and batch numbers; returns the initial rows to fetch."""
         device = self._pairs.device
         self._counts.fill_(-0.0)
         self._reads.zero_()
         rows = torch.from_numpy(self._popular["row"].copy()).to(device)
-        # As many as if batches had read them for ever: 1 + 2^(-1 / HALF_LIFE) + ... in each.
+        # The steady state of constant lookups: 1 + 2^(-1 / HALF_LIFE) + ... in each.
         most = 1 / -math.expm1(-math.log(2) / HALF_LIFE)
         counts = torch.from_numpy(self._popular["prob"].astype(np.float32))
         self._counts.index_copy_(0, rows, counts.to(device) * -most)
         self._weight = 1.0  # of a lookup now
         self._row_of_slot.fill_(-1)
         self._last_use.fill_(-1)
-        self._held: deque[tuple[int, int]] = deque()  # batches that hold slots, and how many
+        self._held: deque[tuple[int, int]] = deque()  # batches with slots, and how many
         self._num_held = 0
-        # Slots that only batches up to these read: may be given up; hold what host memory holds.
+        # Slots that only batches up to these read: may be evicted; equal to host memory.
         self._released = self._unchanged = -1
         self._last_reserved = self._last_known = -1
         self._announced: deque[tuple[torch.Tensor, int]] = deque()
@@ -163,12 +164,12 @@ class SlotMap:
         return fetches(rows, slots)
 
     def foresee(self, rows: torch.Tensor, number: int) -> None:
-        """Say which rows, int64 (U,), distinct, a batch will reserve slots for."""
+        """Announce the rows int64 (U,), distinct, of a future batch."""
         self._announced.append((rows, number))
         self._learn()
 
     def _learn(self) -> None:
-        """Know the rows of as many announced batches as there are bits for."""
+        """Mark the rows of as many announced batches as there are bits."""
         while self._announced and self._announced[0][1] <= self._last_reserved + MOST_KNOWN:
             rows, number = self._announced.popleft()
             found = self._find(rows)[1]
@@ -178,24 +179,24 @@ class SlotMap:
             self._last_known = number
 
     def _find(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of rows int64 (U,) the slots' places, negative for none, and where their numbers are."""
+        """The places of the slots of rows int64 (U,), negative for none, and of their numbers."""
         places = _halves(self._pairs.index_select(0, rows))[0]
         return places, torch.maximum(places, rows)  # a slot's place is beyond those of rows
 
     def reserve(self, rows: torch.Tensor, number: int) -> tuple[torch.Tensor, Moves]:
-        """Give a batch slots for its rows, int64 (U,), distinct, until ``release(number)``.
+        """Allocate slots for the rows of a batch, int64 (U,), distinct, until ``release(number)``.
 
-        The host waits for the number of rows that are missing, and for nothing else.
+        The host only waits for the number of missing rows.
 
         Returns:
-            The slot of each row, int64 (U,), and what has to be moved.
+            The slot of each row, int64 (U,), and the moves.
 
         Raises:
-            TooFewSlotsError: if the batches in flight hold too many slots.
+            TooFewSlotsError: if the batches in flight use too many slots.
         """
         places, found = self._find(rows)
         pairs = self._pairs.index_select(0, found)
-        # Before others are given up; the first is for rows without a slot.
+        # Before evictions; the first is for rows without a slot.
         before = self._num_rows - 1
         self._last_use.index_fill_(0, found.clamp(min=before).sub_(before), number)
         missing = _positions(places < 0)
@@ -212,7 +213,7 @@ class SlotMap:
         return found - self._num_rows, moves
 
     def _take(self, rows: torch.Tensor, num_read: int, number: int) -> tuple[Moves, torch.Tensor]:
-        """Give rows slots, of those that a batch reads, first those of no row; their places."""
+        """Allocate slots for rows of a batch, free ones first; returns their places."""
         num_empty = min(rows.numel(), self.num_slots - self._num_filled)
         empty, places = rows[:0], rows[:0]
         if num_empty:
@@ -233,7 +234,7 @@ class SlotMap:
         return moves, torch.cat([places, given]) if num_empty else given
 
     def _give(self, rows: torch.Tensor, slots: torch.Tensor, number: int) -> torch.Tensor:
-        """Give rows slots for a batch, but not yet their numbers; the slots' places."""
+        """Assign slots to rows for a batch, not yet their numbers; returns the slots' places."""
         places = slots + self._num_rows
         put_rows(self._pairs, rows, places)  # and no bits
         put_rows(self._row_of_slot, slots, rows)
@@ -241,7 +242,7 @@ class SlotMap:
         return places
 
     def _choose(self, num: int, num_read: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots of rows to be given up, of no batch in flight, int64 (num,), and their worth."""
+        """Slots of rows to evict, of no batch in flight, int64 (num,), and their worth."""
         most_held = self._num_held + num_read - num
         passed = max(EXAMINED * num, EXAMINED_OF_READ * num_read)
         size = min(self.num_slots, passed + most_held)
@@ -283,7 +284,7 @@ class SlotMap:
         return torch.where(places < 0, -1, places - self._num_rows)
 
     def release(self, number: int, *, is_changed: bool) -> None:
-        """Give back the slots of the batches up to ``number``, whose updates are all made."""
+        """Free the slots of all batches up to ``number``, once their updates are done."""
         while self._held and self._held[0][0] <= number:
             self._num_held -= self._held.popleft()[1]
         if not is_changed and self._unchanged == self._released:
@@ -291,7 +292,7 @@ class SlotMap:
         self._released = number
 
     def take_changed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows that may be changed and their slots, which from now on count as unchanged."""
+        """Return the possibly changed rows and their slots, and mark them unchanged."""
         slots = _positions(self._last_use[1:] > self._unchanged)
         self._unchanged = self._released
         return self._row_of_slot.index_select(0, slots), slots
@@ -311,7 +312,7 @@ def _halves(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _spread(num: int, device: torch.device) -> torch.Tensor:
     """0..num - 1 in an order in which neighbours are far apart.
 
-    The hand should find rows of all popularities wherever it is.
+    The hand should meet rows of all popularities at every position.
     """
     step = max(1, round(0.618 * num))
     while math.gcd(step, num) > 1:

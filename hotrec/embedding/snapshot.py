@@ -1,9 +1,9 @@
-"""Reads tables as they were at one moment, while training goes on to update them.
+"""Reads tables as of one moment while training updates them.
 
-Whoever updates rows of a table in place says so first (``keep``): rows that have not been read yet
-are copied aside, and a reader gets the copies. Beside the tables there are only the rows that were
-updated since, until their tensor has been read, and a byte for each row. Memory that is not watched
-has to be copied at once.
+Code that updates rows in place must call ``keep`` first: rows that have not been read yet are
+copied, and a reader gets the copies. Besides the tables this needs memory only for the rows that
+were updated since, until their tensor has been read, and a byte for each row. Unwatched memory must
+be copied immediately.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _TAKEN: list[Snapshot] = []
 
 
 def keep(value: torch.Tensor, rows: torch.Tensor) -> None:
-    """Say that rows int64 (K,) of a tensor are about to be updated, in any order."""
+    """Mark rows int64 (K,) of a tensor, in any order, before they are updated."""
     for snapshot in _TAKEN:
         snapshot.keep(value, rows)
 
 
 class Snapshot:
-    """The values of host tensors at the moment of its making, until ``close``.
+    """The values of host tensors at construction, until ``close``.
 
     Args:
-        watched: Tensors (R, ...) or (R,), each contiguous, whose updates ``keep`` announces.
-        modules: FBGEMM's modules on CPU whose tables and states are watched, too. Their updates
+        watched: Tensors (R, ...) or (R,), each contiguous, whose updates are marked with ``keep``.
+        modules: FBGEMM's modules on CPU whose tables and states are also watched. Their updates
             follow a lookup of the same rows, at which they are kept.
     """
 
@@ -65,7 +65,7 @@ class Snapshot:
         _TAKEN.append(self)
 
     def close(self) -> None:
-        """Watch no longer; nothing can be read any more."""
+        """Stop watching; reads are no longer possible."""
         if self in _TAKEN:
             _TAKEN.remove(self)
         for hook in self._hooks:
@@ -73,7 +73,7 @@ class Snapshot:
         self._tables = []
 
     def watches(self, value: torch.Tensor) -> bool:
-        """Whether a tensor is, or is a range of rows of, one that is watched."""
+        """Whether a tensor, or the tensor of which it is a range of rows, is watched."""
         return self._find(value) is not None
 
     def read(self, value: torch.Tensor, begin: int, end: int) -> torch.Tensor:
@@ -152,7 +152,7 @@ class _Watched:
         self.value = value.detach()
         self.begin, self.num_bytes = value.data_ptr(), value.nbytes
         self.row_bytes = value[:1].nbytes
-        # Of each row, whether it was read or kept.
+        # For each row, whether it was read or kept.
         self._is_done = torch.zeros(len(value), dtype=torch.bool)
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_unread = len(value)

@@ -33,7 +33,7 @@ def memory_by_tier(model: nn.Module, optimizer: CombinedOptimizer) -> dict[str, 
 
     Counts tensors without reading the device: replicas and their gradient buffers ("hot_rows"),
     shards ("cold_rows"), the optimizer state of both, FBGEMM's cache of host rows with its maps,
-    and the router's maps. On CPU all of it is on the host.
+    and the router's maps. On CPU everything is host memory.
     """
     total = {kind: {DEVICE: 0, HOST: 0} for kind in KINDS}
     seen: set[int] = set()
@@ -103,7 +103,7 @@ class CacheFigures:
     num_hits: float = 0  # of these rows
     num_misses: float = 0  # including conflict misses
     num_conflict_misses: float = 0  # without a free way in their set; accessed in host memory
-    num_evictions: float = 0  # which are written back
+    num_evictions: float = 0  # these are written back
     read_bytes: float = 0  # from host memory over the bus
     written_bytes: float = 0  # to host memory
     wait_s: float = 0  # for which the exchange of rows waited for slots to be filled
@@ -146,7 +146,7 @@ def take_snapshot(model: nn.Module) -> Snapshot:
 
 
 class SlotCounters:
-    """Reads the counters of this rank's slots, as ``CacheCounters`` does those of FBGEMM."""
+    """Reads the counters of this rank's slots, like ``CacheCounters`` for FBGEMM."""
 
     def __init__(self, model: nn.Module) -> None:
         self._caches = cached_rows(model)

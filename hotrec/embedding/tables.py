@@ -48,7 +48,7 @@ def torchrec_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def outermost_sharded(model: nn.Module) -> dict[str, nn.Module]:
-    """The sharded modules of a model that are inside no other one, by their names."""
+    """The sharded modules that are not inside another one, by their names."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -111,7 +111,7 @@ def _whole(value: torch.Tensor | ShardedTensor) -> torch.Tensor:
 def gather_tables(model: nn.Module) -> dict[str, torch.Tensor]:
     """Gather every embedding table of a sharded model, float (R, D) in original ids, on every rank.
 
-    A collective for tests, small models and export: it holds all tables in memory.
+    A collective for tests, small models and export: it needs memory for all tables.
     """
     tables: dict[str, torch.Tensor] = {}
     for part in table_parts(model):
@@ -119,8 +119,8 @@ def gather_tables(model: nn.Module) -> dict[str, torch.Tensor]:
         if part.hot_rows is None:
             if part.table in tables:
                 raise ValueError(
-                    f"table {part.table}: expected one table of this name in the model, got two. "
-                    "Rename one of them."
+                    f"table {part.table}: expected a unique table name in the model, got two "
+                    "tables. Rename one of them."
                 )
             tables[part.table] = value
         else:

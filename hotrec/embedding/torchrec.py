@@ -18,15 +18,14 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
+from torchrec.distributed.comm_ops import alltoall_sequence
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
-from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
-from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
 from torchrec.distributed.train_pipeline import TrainPipelineBase
+from torchrec.distributed.types import Awaitable, QuantizedCommCodecs
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.types import Rows
 
@@ -42,20 +41,6 @@ def lookups(collection: Any) -> list[Any]:
     return found
 
 
-def output_dists(collection: Any) -> list[Any]:
-    """What sends the rows of each lookup to the ranks that requested them."""
-    found: list[Any] = collection._output_dists
-    return found
-
-
-def tables_by_lookup(collection: ShardedEmbeddingCollection) -> list[list[str]]:
-    """The tables of each lookup, in the order of its rows.
-
-    TorchRec groups tables by sharding, by owner if table-wise, and by compute kernel.
-    """
-    return [list(names) for names in collection._embedding_names_per_sharding]
-
-
 def table_configs(collection: nn.Module) -> list[BaseEmbeddingConfig]:
     """The tables of a sharded collection; only unsharded ones have a method for them."""
     is_pooled = isinstance(collection, ShardedEmbeddingBagCollection)
@@ -68,29 +53,17 @@ def is_weighted(collection: ShardedEmbeddingBagCollection) -> bool:
     return bool(collection._is_weighted)
 
 
-@dataclass(frozen=True)
-class IdsRoute:
-    """Where TorchRec would send the ids of one way of sharding.
-
-    Args:
-        group: The ranks.
-        num_keys_W: The number of tables sent to each rank.
-        block_sizes_T: The number of rows per rank of each table; None if tables are whole on one.
-        device: The device of the ids.
-    """
-
-    group: dist.ProcessGroup
-    num_keys_W: list[int]
-    block_sizes_T: torch.Tensor | None
-    device: torch.device
-
-
 class RowCollection(ShardedEmbeddingCollection):
-    """TorchRec's sharded collection of unpooled rows, whose exchange of ids can be replaced.
+    """TorchRec's sharded collection of unpooled rows, without its exchange of ids and rows.
 
     It never sends rank 0's replicated rows to the others, as TorchRec does in both of the first
     methods: ``shard`` makes replicas equal later, or ``initialize_embeddings`` without a message.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # TorchRec's pipelines refuse a module that has yet to make it.
+        self._has_uninitialized_input_dist = False
 
     def reset_parameters(self) -> None:
         """Draw the initial weights of all rows on this rank."""
@@ -113,22 +86,30 @@ class RowCollection(ShardedEmbeddingCollection):
                     init_sync=False,
                 )
 
-    def make_ids_exchange(self, route: IdsRoute) -> nn.Module:
-        """Make what sends ids to the owners of rows; not called for replicated rows."""
-        raise NotImplementedError
 
-    def _create_input_dist(self, *args: Any, **kwargs: Any) -> None:
-        # TorchRec calls this at the first batch.
-        super()._create_input_dist(*args, **kwargs)
-        for at, replaced in enumerate(self._input_dists):
-            if not isinstance(replaced, RwSparseFeaturesDist | TwSparseFeaturesDist):
-                continue
-            block_sizes_T = None
-            if isinstance(replaced, RwSparseFeaturesDist):
-                block_sizes_T = replaced._feature_block_sizes_tensor.to(self._device)
-            exchange = replaced._dist
-            route = IdsRoute(exchange._pg, list(exchange._splits), block_sizes_T, self._device)
-            self._input_dists[at] = self.make_ids_exchange(route)
+def send_rows(
+    rows_RD: torch.Tensor,
+    num_to_W: list[int],
+    num_from_W: list[int],
+    group: dist.ProcessGroup,
+    codecs: QuantizedCommCodecs | None,
+) -> Awaitable[torch.Tensor]:
+    """Start to send rows, in the order of the ranks, to these; what waits for those of all ranks.
+
+    Backward sends gradients back, divided by the number of ranks. TorchRec would sort rows by table
+    and rank on the way; these are values that belong to no table.
+    """
+    dim, nothing = rows_RD.shape[1], torch.empty(0, dtype=torch.int32)
+    return alltoall_sequence(
+        rows_RD.view(-1, 1),
+        nothing,
+        nothing,
+        nothing,
+        [num * dim for num in num_from_W],
+        [num * dim for num in num_to_W],
+        group=group,
+        codecs=codecs,
+    )
 
 
 # ---- Kernels -------------------------------------------------------------------------------------
@@ -183,11 +164,11 @@ class Kernel:
         """What ``replace`` was given; None where FBGEMM looks rows up."""
         return vars(self._module).get("forward")
 
-    def replace(self, look_up: Callable[[KeyedJaggedTensor], torch.Tensor]) -> None:
-        """Look rows up by another function; FBGEMM's module remains their owner.
+    def replace(self, look_up: Any) -> None:
+        """Look rows up by another function or object; FBGEMM's module remains their owner.
 
         The forward of TorchRec's module is replaced, not the module, whose state dict and optimizer
-        TorchRec reads.
+        TorchRec reads. TorchRec calls it for replicated rows alone.
         """
         self._module.forward = look_up
 

@@ -80,7 +80,7 @@ def update_rows(
     learning_rate: float,
     num_updates: int,
 ) -> None:
-    """Apply one update to rows int64 (U,), in place; other rows and their state stay.
+    """Apply one update to rows int64 (U,), in place; other rows and their state do not change.
 
     With w weight, g gradient of the global batch's mean loss, m and v state:
 
@@ -97,7 +97,7 @@ def update_rows(
         spec: The rule and its constants.
         weights_RD: The weights float (R, D).
         states: State tensors by ``spec.state_names``, of shape ``spec.state_shape(R, D)``.
-        rows_U: The rows; distinct, or on CUDA with equal gradients where they are equal.
+        rows_U: The rows; distinct, or on CUDA repeated with equal gradients.
         grad_UD: Their gradients float (U, D), which are overwritten.
         learning_rate: The learning rate of this step.
         num_updates: The update count t, 1 at the first update.
@@ -131,7 +131,7 @@ def update_rows(
 
 
 class RowSums:
-    """Sums rows by key, in their order and so bitwise reproducible.
+    """Sums rows by key in input order, bitwise reproducible.
 
     Args:
         keys_K: Keys int64 (K,), in any order, with repetition.
@@ -156,7 +156,7 @@ def sum_by_row(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The distinct rows int64 (U,), ascending, and the sums of their gradients float (U, D).
 
-    On CUDA, where the host would wait for U, rows repeat (K,), each time with the whole sum.
+    On CUDA, where the host would wait for U, rows repeat (K,), each time with the full sum.
     """
     if rows_K.numel() == 0:
         return rows_K, grad_KD
@@ -171,7 +171,7 @@ def repeat_sums(rows_K: torch.Tensor, grad_KD: torch.Tensor) -> tuple[torch.Tens
     sorted_K, order_K = torch.sort(rows_K, stable=True)
     first_K = torch.searchsorted(sorted_K, sorted_K)
     ends_K = torch.searchsorted(sorted_K, sorted_K, right=True)
-    # The first gradient of a row begins a bag of all of them, the others have empty bags after it.
+    # The first gradient of a row starts a bag of all of them, the others have empty bags after it.
     is_first_K = first_K == torch.arange(rows_K.numel(), device=rows_K.device)
     begins_K = torch.where(is_first_K, first_K, ends_K)
     sums_KD = embedding_bag(order_K, grad_KD, begins_K, mode="sum")

@@ -24,14 +24,14 @@ def use_precision(precision: Precision, device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         if precision is not Precision.fp32 and major < 8:
             raise ValueError(
-                f"trainer.precision: expected fp32 on a GPU of compute capability "
-                f"{major}.{minor}, got {precision.name}, which takes 8.0. Set "
-                "trainer.precision=fp32, or compute on a newer GPU."
+                f"trainer.precision: expected fp32 on a GPU of compute capability {major}.{minor}, "
+                f"got {precision.name}, which needs 8.0. Set trainer.precision=fp32, or compute on "
+                "a newer GPU."
             )
     elif precision is Precision.tf32:
         raise ValueError(
             f"trainer.precision: expected fp32 or bf16 on {device.type}, got tf32, which only GPUs "
-            "have. Set trainer.precision=fp32, or compute on a GPU."
+            "support. Set trainer.precision=fp32, or compute on a GPU."
         )
     # The only setting that works without warnings from torch 2.11 to 2.14.
     torch.set_float32_matmul_precision("high" if precision is Precision.tf32 else "highest")
@@ -73,7 +73,7 @@ def set_up_dense_layers(
     for part in model.dense_parts():
         forward: Callable[..., torch.Tensor] = part.forward
         if is_compiled:
-            # Raise for graph breaks, rather than run slowly.
+            # Raise for graph breaks instead of running slowly.
             forward = torch.compile(forward, dynamic=True, fullgraph=True)
         if precision is Precision.bf16:
             forward = torch.autocast(device.type, torch.bfloat16)(forward)

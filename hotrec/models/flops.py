@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hotrec.config.groups import Dcnv2Config, LayeredConfig
 from hotrec.models.interaction import padded_vectors
 from hotrec.models.plain import Architecture
+from hotrec.types import ModelKind
 
 
 class DenseWork(NamedTuple):
@@ -27,30 +27,22 @@ class DenseWork(NamedTuple):
     num_dense_values: int
 
 
-def dense_flops(
-    model: LayeredConfig, num_dense: int, num_columns: int, num_labels: int = 1
-) -> DenseWork:
+def dense_flops(shape: Architecture) -> DenseWork:
     """Count the multiplications and additions of matrix products, which dominate.
 
-    A product of (m, k) and (k, n) takes 2 m k n. Backward takes it twice, for the gradients of
-    both factors, but for the first layer, whose input needs none. DLRM's interaction multiplies
-    the F + 1 vectors of a sample, and some zeros, with one another (Naumov et al. 2019, section 2),
-    and in backward once, see ``hotrec.models.interaction``; DCNv2's cross
-    layer x0 * (W V x + b) + x has V (r, n) and W (n, r) for n = (F + 1) D (Wang et al. 2021,
-    section 3.4).
-
-    Args:
-        model: The configuration of a DLRM or DCNv2.
-        num_dense: The number N of dense columns.
-        num_columns: The number F of pooled columns.
-        num_labels: The number L of labels.
+    The model is a DLRM or DCNv2. A product of (m, k) and (k, n) takes 2 m k n. Backward takes it
+    twice, for the gradients of both factors, but for the first layer, whose input needs none.
+    DLRM's interaction multiplies the F + 1 vectors of a sample, and some zeros, with one another
+    (Naumov et al. 2019, section 2), and in backward once, see ``hotrec.models.interaction``;
+    DCNv2's cross layer x0 * (W V x + b) + x has V (r, n) and W (n, r) for n = (F + 1) D (Wang et
+    al. 2021, section 3.4).
     """
-    dim, num_vectors = model.embedding_dim, num_columns + 1
-    num_inputs = num_bottom_inputs(num_dense)
-    bottom_flops, bottom_values = _layers(num_inputs, model.dense_layer_sizes, is_first=True)
-    if isinstance(model, Dcnv2Config):
+    dim, num_columns = shape.embedding_dim, len(shape.features)
+    num_vectors, num_inputs = num_columns + 1, num_bottom_inputs(len(shape.dense))
+    bottom_flops, bottom_values = _layers(num_inputs, shape.dense_layer_sizes, is_first=True)
+    if shape.kind == ModelKind.dcnv2.name:
         width = num_vectors * dim
-        rank, num_layers = model.cross_low_rank_dim, model.cross_num_layers
+        rank, num_layers = shape.cross_low_rank_dim, shape.cross_num_layers
         cross_flops = 3 * 2 * 2 * width * rank * num_layers
         cross_values = (2 * width * rank + width) * num_layers
     else:
@@ -58,14 +50,14 @@ def dense_flops(
         padded = padded_vectors(num_columns)
         cross_flops = 2 * dim * (padded * padded + num_columns * padded + num_columns)
         cross_values = 0
-    over_sizes = [*model.over_layer_sizes[:-1], num_labels]
+    over_sizes = [*shape.over_layer_sizes[:-1], len(shape.labels)]
     over_flops, over_values = _layers(width, over_sizes, is_first=False)
     flops = bottom_flops + cross_flops + over_flops
     return DenseWork(flops, bottom_flops / flops, bottom_values + cross_values + over_values)
 
 
 def count_work(shape: Architecture, layers: Any) -> DenseWork:
-    """The same of any layers, counted by PyTorch in forward and backward.
+    """The same for any layers, counted by PyTorch in forward and backward.
 
     Args:
         shape: Their architecture.
@@ -85,7 +77,7 @@ def count_work(shape: Architecture, layers: Any) -> DenseWork:
 
 
 def num_bottom_inputs(num_dense: int) -> int:
-    """Inputs of the bottom MLP: the dense columns, or a column of ones in place of none."""
+    """Inputs of the bottom MLP: the dense columns, or a column of ones if there are none."""
     return max(num_dense, 1)
 
 

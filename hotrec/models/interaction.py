@@ -1,4 +1,4 @@
-"""How DLRM and DCNv2 let features interact: TorchRec's arches with fewer passes over memory.
+"""Feature interactions of DLRM and DCNv2: TorchRec's arches with fewer passes over memory.
 
 Same results to rounding. Pairs are picked by columns both ways, not by two index tensors, whose
 backward is a scattered sum; the gradient of X is one product with a symmetric matrix.
@@ -26,7 +26,7 @@ def dot_interaction(
     """Dense vector and the dot products of all pairs; see ``DotInteraction``."""
     device = sparse_BFD.device.type
     if torch.is_autocast_enabled(device):
-        # Backward runs outside of autocast, so both ways are made in one type here.
+        # Backward runs outside of autocast, so both directions use one type here.
         dtype = torch.get_autocast_dtype(device)
         dense_BD, sparse_BFD = dense_BD.to(dtype), sparse_BFD.to(dtype)
     out: torch.Tensor = _DotInteraction.apply(dense_BD, sparse_BFD, pairs, mirror)
@@ -98,7 +98,8 @@ class DotInteraction(InteractionArch):
         super().__init__(num_sparse_features)
         num_vectors = padded_vectors(self.F)
         first, second = self.triu_indices
-        # Where pair k stands in Z, flattened; and where (f, p) finds its pair's gradient.
+        # The position of pair k in the flattened Z; and the position of the gradient of pair (f,
+        # p).
         pairs = first * num_vectors + second
         mirror = torch.full((num_vectors, num_vectors), len(pairs))
         numbers = torch.arange(len(pairs))

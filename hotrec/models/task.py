@@ -17,13 +17,13 @@ torch.fx.wrap("mark_backward")
 
 
 class ClickTask(nn.Module):
-    """Binary cross entropy of a click model; of several labels, their weighted sum.
+    """Binary cross entropy of a click model; with several labels, their weighted sum.
 
     Args:
         model: (dense (B, N), sparse) -> logits (B, L).
         world_size: W. The loss of a rank is W / num_global_samples times the sum over its samples,
             so that DDP's mean over the ranks is the gradient of the mean over the global batch,
-            also in the last step of an epoch, where ranks hold unequal shares.
+            also in the last step of an epoch, in which ranks have unequal shares.
         label_weights: The weights of the L labels by name, in their order; None for one label.
     """
 
@@ -42,7 +42,7 @@ class ClickTask(nn.Module):
         self, batch: Batch
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Loss (), then (detached loss (), logits (B,), labels (B,)); (B, L) of several labels."""
-        # The loss is a float32 one, whatever the model computes in.
+        # The loss is float32 for every precision of the model.
         logits_B = self.model(batch.dense, batch.sparse).float()
         if not self.label_weights:
             logits_B = logits_B.squeeze(-1)

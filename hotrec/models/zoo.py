@@ -1,4 +1,4 @@
-"""Click models: TorchRec's own arches, and lookups with any layers behind them."""
+"""Click models: TorchRec's own arches, and lookups followed by any layers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from hotrec.models.plain import Architecture, make_layers
 from hotrec.runtime.stages import backward_point, mark, mark_backward
 from hotrec.types import ModelKind
 
+# Built from TorchRec's parts, and their work is known by formula.
+OF_TORCHREC = (ModelKind.dlrm.name, ModelKind.dcnv2.name)
+
 
 def _stack_columns(pooled: KeyedTensor, names: list[str], dim: int) -> torch.Tensor:
     """Pooled columns in the order of ``names``; (B, F, D)."""
@@ -28,11 +31,11 @@ def _stack_columns(pooled: KeyedTensor, names: list[str], dim: int) -> torch.Ten
 
 
 def _dense_inputs(dense_BN: torch.Tensor) -> torch.Tensor:
-    """The dense columns; in place of none a column of ones, (B, 1), as inputs of the bottom MLP."""
+    """The inputs of the bottom MLP: the dense columns, or a column of ones, (B, 1)."""
     return dense_BN if dense_BN.size(1) else dense_BN.new_ones(dense_BN.size(0), 1)
 
 
-# Leaves for the tracer of TorchRec's pipelines, which cannot follow what is decided by a tensor.
+# Leaves for the tracer of TorchRec's pipelines, which cannot follow data-dependent branches.
 torch.fx.wrap("_stack_columns")
 torch.fx.wrap("_dense_inputs")
 torch.fx.wrap("backward_point")
@@ -42,15 +45,15 @@ torch.fx.wrap("mark_backward")
 class ClickModel(nn.Module, ABC):
     """A model whose lookups start before its bottom layers, and are used after them.
 
-    So the rows travel while the bottom layers compute, and their gradients while those compute
-    backward.
+    So the rows are sent while the bottom layers compute, and their gradients during the backward of
+    those layers.
     """
 
     sparse_arch: SparseArch
 
     @abstractmethod
     def before_rows(self, dense_BN: torch.Tensor) -> torch.Tensor:
-        """What the bottom layers make of the dense columns."""
+        """The output of the bottom layers for the dense columns."""
 
     @abstractmethod
     def with_rows(self, early: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
@@ -58,7 +61,7 @@ class ClickModel(nn.Module, ABC):
 
     @abstractmethod
     def dense_parts(self) -> list[nn.Module]:
-        """The modules that compute these, to compile and to compute in another precision."""
+        """The modules of both, to compile and to run in another precision."""
 
     def forward(self, dense_features: torch.Tensor, sparse_features: Any) -> torch.Tensor:
         """Dense (B, N) and ids -> logits (B, L)."""
@@ -128,30 +131,19 @@ def build_architecture(
 ) -> ClickModel:
     """The model of an architecture on these embeddings, its dense layers on ``device``.
 
-    The seed gives the dense layers the same weights whatever holds the embeddings.
+    The seed determines the dense layers' weights, independent of the embeddings' implementation.
 
     Raises:
-        ValueError: If the sizes do not fit together, or a class of your own does not fit.
+        ValueError: If the sizes do not match, or a user's class does not fit.
     """
-    if shape.kind in (ModelKind.dlrm.name, ModelKind.dcnv2.name):
-        return build_model(
-            ModelKind[shape.kind],
-            embeddings,
-            num_dense=len(shape.dense),
-            num_labels=len(shape.labels),
-            dense_layer_sizes=shape.dense_layer_sizes,
-            over_layer_sizes=shape.over_layer_sizes,
-            cross_num_layers=shape.cross_num_layers,
-            cross_low_rank_dim=shape.cross_low_rank_dim,
-            seed=seed,
-            device=device,
-        )
+    if shape.kind in OF_TORCHREC:
+        return _build_of_torchrec(shape, embeddings, seed, device)
     layers = make_checked_layers(shape, seed).to(device)
     return PooledModel(embeddings, layers, has_bottom=shape.has_bottom)
 
 
 def make_checked_layers(shape: Architecture, seed: int) -> nn.Module:
-    """The layers on the CPU, whose generator gives the same weights whatever the device.
+    """The layers on the CPU, whose generator makes weights independent of the device.
 
     Raises:
         ValueError: If ``forward`` does not map two samples to their logits.
@@ -177,72 +169,35 @@ def make_checked_layers(shape: Architecture, seed: int) -> nn.Module:
     return layers
 
 
-def build_model(
-    kind: ModelKind,
-    embeddings: nn.Module,
-    *,
-    num_dense: int,
-    dense_layer_sizes: Sequence[int],
-    over_layer_sizes: Sequence[int],
-    cross_num_layers: int = 3,
-    cross_low_rank_dim: int = 512,
-    seed: int,
-    device: torch.device,
-    num_labels: int = 1,
+def _build_of_torchrec(
+    shape: Architecture, embeddings: nn.Module, seed: int, device: torch.device
 ) -> _Dlrm:
-    """A model that maps (dense (B, N), sparse) to logits (B, L).
-
-    Args:
-        kind: The model, DLRM or DCNv2.
-        embeddings: ``EmbeddingBagCollection`` or ``HotColdEmbeddingBagCollection``; all tables of
-            the same dimension D.
-        num_dense: The number N of dense columns. Without any the bottom MLP reads a column of
-            ones, so that its output is a learned vector, the same for all samples.
-        dense_layer_sizes: The bottom MLP's; the last must be D.
-        over_layer_sizes: The top MLP's; the last must be 1, which stands for a logit per label.
-        cross_num_layers: The number of DCNv2's cross layers.
-        cross_low_rank_dim: The rank of DCNv2's cross matrices.
-        seed: Gives the dense layers the same weights whatever holds the embeddings.
-        device: The device of the dense layers.
-        num_labels: The number L of labels.
-
-    Raises:
-        ValueError: if the sizes do not fit together.
-    """
     configs = embeddings.embedding_bag_configs()  # type: ignore[operator]
     dims = {table.embedding_dim for table in configs}
     if len(dims) != 1:
         raise ValueError(
             f"model.embedding_dim: expected one dimension for all tables, got {sorted(dims)}. "
-            f"{kind.value} needs equal dimensions."
+            f"{ModelKind[shape.kind].value} needs equal dimensions."
         )
-    dim, num_inputs = dims.pop(), num_bottom_inputs(num_dense)
-    if _last(dense_layer_sizes) != dim:
+    dim, num_inputs = dims.pop(), num_bottom_inputs(len(shape.dense))
+    bottom, top = list(shape.dense_layer_sizes), list(shape.over_layer_sizes)
+    if _last(bottom) != dim:
         raise ValueError(
             f"model.dense_layer_sizes: expected the last to be the embedding dimension {dim}, "
-            f"got {_last(dense_layer_sizes)}."
+            f"got {_last(bottom)}."
         )
-    if _last(over_layer_sizes) != 1:
-        raise ValueError(
-            f"model.over_layer_sizes: expected the last to be 1, got {_last(over_layer_sizes)}."
-        )
-    over = [*over_layer_sizes[:-1], num_labels]
-    # Made on CPU, whose generator gives the same weights whatever the device; then moved.
+    if _last(top) != 1:
+        raise ValueError(f"model.over_layer_sizes: expected the last to be 1, got {_last(top)}.")
+    top[-1] = len(shape.labels)
+    # Created on CPU, whose generator makes weights independent of the device; then moved.
     made_on = device if device.type == "meta" else torch.device("cpu")
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
-        if kind is ModelKind.dlrm:
-            model = _Dlrm(embeddings, num_inputs, list(dense_layer_sizes), over, made_on)
+        if shape.kind == ModelKind.dlrm.name:
+            model = _Dlrm(embeddings, num_inputs, bottom, top, made_on)
         else:
-            model = _Dcnv2(
-                embeddings,
-                num_inputs,
-                list(dense_layer_sizes),
-                over,
-                cross_num_layers,
-                cross_low_rank_dim,
-                made_on,
-            )
+            cross = shape.cross_num_layers, shape.cross_low_rank_dim
+            model = _Dcnv2(embeddings, num_inputs, bottom, top, *cross, made_on)
     _take_faster_parts(model)
     for name, part in model.named_children():
         if name != "sparse_arch":
@@ -251,7 +206,7 @@ def build_model(
 
 
 def _take_faster_parts(model: DLRM) -> None:
-    """Put hotrec's parts in the place of TorchRec's; the weights stay what they were drawn."""
+    """Replace TorchRec's parts by hotrec's; the drawn weights are kept."""
     if isinstance(model, DLRM_DCN):
         drawn = model.inter_arch.crossnet
         with torch.device("meta"):

@@ -22,7 +22,7 @@ from hotrec.types import Tier
 
 
 @dataclass(frozen=True)
-class Loader:
+class LoaderWorkers:
     """The loader of each rank, which shares the host's cores with the ranks."""
 
     num_workers: int
@@ -47,7 +47,7 @@ class Situation:
     workload: Workload
     costs: Costs
     note: str | None = None
-    loader: Loader | None = None
+    loader: LoaderWorkers | None = None
 
     @property
     def world(self) -> World:

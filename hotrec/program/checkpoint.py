@@ -1,4 +1,4 @@
-"""Checkpoints of a program of its own: on any ranks, and with any hot rows, like those of a run."""
+"""Checkpoints of a user's program: for any ranks and hot rows, like those of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hotrec.train.checkpoint import Checkpoints, Position
 
 @dataclass
 class _Kept:
-    """What the program keeps in a checkpoint, where a run keeps the position of its loader."""
+    """The program's state in a checkpoint, in place of a run's loader position."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -44,15 +44,15 @@ def save_checkpoint(
 ) -> Path:
     """Save a sharded model and its optimizer as ``step-...`` in a directory; collective.
 
-    Tables are saved in their own rows, under the names of the model before it was sharded, in
+    Tables are saved in their original row order, under the names of the unsharded model, in
     safetensors files. Random generators of each rank are saved with them.
 
     Args:
-        directory: Holds the checkpoints of one training, on a file system that all ranks share.
+        directory: Directory of one training's checkpoints, on a file system shared by all ranks.
         model: The model that ``parallelize`` returned, or another sharded one.
         optimizer: Its optimizer.
-        step: Updates made so far, from which Adam's bias correction goes on.
-        state: JSON values to keep, such as the position in the data; equal on every rank.
+        step: Updates made so far, for Adam's bias correction.
+        state: JSON values to save, such as the position in the data; equal on every rank.
         keep_last: Number of newest checkpoints to keep.
         hot_set: Hot rows that follow the data, if they do.
 
@@ -80,17 +80,17 @@ def load_checkpoint(
 ) -> tuple[int, dict[str, Any]]:
     """Load the newest checkpoint of a directory, before the pipeline is made; collective.
 
-    The ranks, the hot rows, the sharding plan and the pipeline may be others than at saving. With
-    the same ranks, random generators go on where they were.
+    The ranks, the hot rows, the sharding plan and the pipeline may differ from those at saving.
+    With the same ranks, random generators are restored.
 
     Args:
         directory: As at saving.
         model: A sharded model of the same tables and layers.
         optimizer: Its optimizer, of the same kind.
-        hot_set: Hot rows that follow the data; takes those of the checkpoint, if it has any.
+        hot_set: Hot rows that follow the data; gets those of the checkpoint, if it has any.
 
     Returns:
-        Updates made, and the ``state`` that was kept; 0 and {} if there is no checkpoint.
+        Updates made, and the saved ``state``; 0 and {} if there is no checkpoint.
 
     Raises:
         ArtifactError: If the checkpoint is damaged, or of another model or optimizer.

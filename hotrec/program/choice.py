@@ -1,4 +1,4 @@
-"""What a model is trained with: hot rows or TorchRec's own plan, and the pipeline."""
+"""How a model is trained: with hot rows or TorchRec's own plan, and the pipeline."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ from hotrec.types import (
 logger = logging.getLogger(__name__)
 
 OFF = "off"
-# As `hotrec calibrate` writes them by default.
+# The default output of `hotrec calibrate`.
 COSTS_PATH = Path("data/costs")
-# Forward and backward multiply each weight of a linear layer three times with a sample's values.
+# Forward and backward use each weight of a linear layer in three products per sample.
 FLOPS_PER_WEIGHT = 6
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What ``parallelize`` chose; pass it instead of a profile to get the same again.
+    """The choice of ``parallelize``; pass it instead of a profile to reproduce it.
 
     Args:
         plan: The plan.
         why: The reason as a sentence.
         placement: Hot rows and the place of the others; None for plans of TorchRec.
-        batch_size: Samples of a rank's batch that it was chosen for; None if that is unknown.
+        batch_size: Batch size per rank that it was chosen for; None if unknown.
         step_s: Predicted seconds of a step; None without a prediction.
         cache_stats: Statistics of the device caches of host tables, by table.
-        is_off: Whether plain TorchRec was asked for, whose sharders and planner shard the model.
+        is_off: Whether plain TorchRec was requested, whose sharders and planner shard the model.
     """
 
     plan: Plan
@@ -87,21 +87,21 @@ class Choice:
 
 
 def choose_off(kind: PipelineKind) -> Choice:
-    """Plain TorchRec, in sparse_dist unless another of its pipelines is asked for."""
+    """Plain TorchRec, in sparse_dist unless another of its pipelines is requested."""
     spec = PipelineSpec(PipelineKind.sparse_dist if kind is PipelineKind.auto else kind)
-    why = "TorchRec's own plan and pipeline were asked for."
+    why = "TorchRec's own plan and pipeline were requested."
     return Choice(Plan(TorchrecTables(), spec), why, is_off=True)
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of a model and what a prediction needs to know of the rest.
+    """The tables of a model and the facts about the rest that a prediction needs.
 
     Args:
         configs: The tables.
         rule: Their update rule.
         num_dense_values: Parameters of the dense layers.
-        kinds: The pipelines that ``auto`` may choose, because they train the model as it is.
+        kinds: The pipelines that ``auto`` may choose, because they support the model.
         plan: Runs TorchRec's planner on the unsplit model under constraints.
     """
 
@@ -124,7 +124,7 @@ class Tables:
         ]
 
     def request(self, tables: ByCost | GivenTables, kind: PipelineKind, name: str) -> PlanRequest:
-        """What is asked of the planner; the caller's pipeline may be any."""
+        """The request to the planner; the caller may set any pipeline."""
         kinds = self.kinds if kind is PipelineKind.auto else (kind, *self.kinds)
         return PlanRequest(tables, PipelineSpec(kind), tuple(kinds), name=name)
 
@@ -150,10 +150,10 @@ def choose_by_cost(
     machine: Machine,
     costs: str | Path,
 ) -> Choice:
-    """What is predicted to be fastest, on one process.
+    """The choice that is predicted to be fastest, on one process.
 
     Raises:
-        ValueError: If the profile is of other tables, or the rows do not fit the memory.
+        ValueError: If the profile is of other tables, or the rows exceed the memory.
         ArtifactError, CostsError: If the costs are missing, invalid or of another kind of device.
     """
     found = {table.name: table.num_embeddings for table in tables.configs}

@@ -37,20 +37,20 @@ def profile(
 
         hot = hotrec.profile(loader, model, num_batches=500)
 
-    With a process group, every rank counts its own loader, and all ranks get the sums: a
-    collective then.
+    With a process group it is a collective: every rank counts its own loader, and all ranks get the
+    sums.
 
     Args:
-        source: Batches with ``KeyedJaggedTensor`` in them, such as a loader, whose first batches
-            are read; or arrays by feature, int32 or int64 (S,) with an id per sample, or
-            (ids (K,), lengths (S,)) with a bag per sample; or the directory of a profile that
-            ``Profile.save`` or `hotrec profile` wrote.
-        model: The model, not sharded yet, whose ``EmbeddingBagCollection`` name the tables and
-            their features; only a saved profile needs none.
+        source: Batches that contain a ``KeyedJaggedTensor``, such as a loader, whose first batches
+            are read; or arrays by feature, int32 or int64 (S,) with an id per sample, or (ids (K,),
+            lengths (S,)) with a bag per sample; or the directory of a profile written by
+            ``Profile.save`` or `hotrec profile`.
+        model: The unsharded model, whose ``EmbeddingBagCollection`` modules define the tables and
+            their features; not needed for a saved profile.
         num_batches: Batches to count on this rank; None for all.
 
     Returns:
-        The profile, in 8 bytes per row; ``save`` writes it.
+        The profile, with 8 bytes per row; ``save`` writes it.
 
     Raises:
         ValueError: If there is no batch, a feature is missing, or an id is outside its table.
@@ -84,7 +84,7 @@ def profile(
         counted = count_rows(blocks(), schema)
         if counted.num_samples == 0:
             raise ValueError(
-                "profile: expected a batch or more to count, got none. Pass a loader that has "
+                "profile: expected at least one batch to count, got none. Pass a loader that has "
                 "batches left."
             )
         return replace(counted, batch_size=max(sizes, default=None))
@@ -142,8 +142,8 @@ def _block_of_arrays(arrays: Mapping[str, Ids], schema: Schema) -> Block:
         sizes.add(len(ids if of_bags is None else of_bags))
     if len(sizes) != 1:
         raise ValueError(
-            f"profile arrays: expected as many samples in each, got {sorted(sizes)}. Give a "
-            "feature with several ids per sample as (ids, lengths)."
+            f"profile arrays: expected the same number of samples in each, got {sorted(sizes)}. "
+            "Pass a feature with several ids per sample as (ids, lengths)."
         )
     return Block(sizes.pop(), rows, lengths)
 

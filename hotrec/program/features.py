@@ -1,4 +1,4 @@
-"""What a sharded model gives and takes, so that it means what it does unsplit."""
+"""Inputs and outputs of a sharded model, equivalent to those of the unsplit one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hotrec.routing.checks import check_names, check_own_bags, declared_weights
 
 
 def read_as_declared(model: nn.Module) -> None:
-    """Let TorchRec's own collections ignore weights that they do not declare, and miss others.
+    """Make TorchRec's own collections ignore undeclared weights, and raise for missing ones.
 
-    TorchRec multiplies by any weights that features have, and by one where they have none.
+    TorchRec multiplies by any weights of the features, and by one if there are none.
     """
     for _, collection in torchrec_collections(model):
-        if isinstance(collection, ShardedPooledBags):  # whose router does so
+        if isinstance(collection, ShardedPooledBags):  # its router does so
             continue
         wanted = [name for table in table_configs(collection) for name in table.feature_names]
         of_torchrec: Any = collection.input_dist
@@ -63,7 +63,7 @@ def _without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
 def allow_one_call(model: nn.Module) -> None:
     """Refuse a second call of an embedding module in one forward of the model.
 
-    Its kernels would update rows once for each call, each time by a part of the gradient.
+    Its kernels would update rows once per call, each time with a part of the gradient.
     """
     calls: dict[nn.Module, int] = {}
 
@@ -86,12 +86,12 @@ def allow_one_call(model: nn.Module) -> None:
 
 
 def name_of_user(name: str) -> str:
-    """The name of a module or parameter before the model was sharded."""
+    """The name of a module or parameter in the unsharded model."""
     return name.replace("_dmp_wrapped_module.", "").removeprefix("module.")
 
 
 def take_losses(model: nn.Module) -> None:
-    """Let the model return the loss alone to a pipeline, which expects (loss, anything)."""
+    """Adapts a model that only returns the loss to a pipeline, which expects (loss, anything)."""
 
     def pair(module: nn.Module, _: Any, output: Any) -> Any:
         return _loss_and_output(module, output) if vars(module).get(_IN_PIPELINE) else None
@@ -104,7 +104,7 @@ _IN_PIPELINE = "hotrec_in_pipeline"
 
 @contextmanager
 def in_pipeline(model: nn.Module) -> Iterator[None]:
-    """Let a pipeline call the model inside the block."""
+    """Allow a pipeline to call the model inside the block."""
     setattr(model, _IN_PIPELINE, True)
     try:
         yield
@@ -113,7 +113,7 @@ def in_pipeline(model: nn.Module) -> Iterator[None]:
 
 
 def _loss_and_output(model: nn.Module, output: Any) -> tuple[torch.Tensor, Any]:
-    """The loss, and the rest: of a loss alone a copy without gradient.
+    """The loss, and the rest: a detached copy if there is only a loss.
 
     Raises:
         ValueError: If the model returns something else, or a loss without gradient in training.
@@ -126,14 +126,14 @@ def _loss_and_output(model: nn.Module, output: Any) -> tuple[torch.Tensor, Any]:
             found += f" of {', '.join(type(part).__name__ for part in output) or 'nothing'}"
         raise ValueError(
             f"model: expected forward to return (loss, anything), or the loss, got {found}. Return "
-            "the loss first, and all else in one value."
+            "the loss first, and everything else in one value."
         )
     loss = parts[0]
     if model.training and torch.is_grad_enabled():
         if loss.dim() > 1 and loss.numel() > 1:
             raise ValueError(
-                f"model: expected a loss that is a number, got one of shape {tuple(loss.shape)}. "
-                "Return its mean."
+                f"model: expected a scalar loss, got one of shape {tuple(loss.shape)}. Return its "
+                "mean."
             )
         if not loss.requires_grad:
             raise ValueError(

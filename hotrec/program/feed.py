@@ -1,7 +1,7 @@
-"""Batches of a program's iterator, each handed out once every rank is known to have one.
+"""Batches of a program's iterator, each yielded once every rank has one.
 
-A rank that ran out of batches, or failed to make one, would leave the others in a collective that
-it never joins.
+Otherwise a rank without another batch, or with an error, would leave the others in a collective
+that it never joins.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.routing.batches import features_in
 from hotrec.runtime.ranks import Group, rank, same_verdict, world_size
 
-# What a rank has next.
+# The next item of a rank.
 _BATCH, _END, _ERROR = range(3)
 
 
@@ -29,7 +29,7 @@ class Agreement:
         self._group = Group("batches", backend="gloo") if world_size() > 1 else None
 
     def start(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """Start to gather; what it returns waits, and returns the values of each rank."""
+        """Start to gather; returns a function that waits for the values of each rank."""
         own = torch.tensor(values)
         if self._group is None:
             return lambda: [own.tolist()]
@@ -51,7 +51,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class _Taken:
-    """What was taken from an iterator: a batch, its end, or what it raised."""
+    """The next item of an iterator: a batch, its end, or its exception."""
 
     source: Iterator[Any]
     number: int
@@ -66,12 +66,11 @@ class _Taken:
 
 @dataclass(frozen=True)
 class Handed:
-    """A batch that was handed out and is not computed yet.
+    """A batch that was yielded and is not computed yet.
 
     Args:
-        factor: By which this rank's loss is multiplied, so that the mean over the ranks is that of
-            all samples.
-        is_doubtful: Whether its features did not pass the check on some rank, on all ranks.
+        factor: Factor of this rank's loss, so that the mean over the ranks is that of all samples.
+        is_doubtful: Whether its features failed the check on some rank; equal on all ranks.
     """
 
     factor: float
@@ -79,17 +78,17 @@ class Handed:
 
 
 class Feed(Iterator[Any]):
-    """The batches of an iterator, as many on every rank; a collective per batch.
+    """The batches of an iterator, the same number on every rank; a collective per batch.
 
-    One batch is taken ahead, whose facts the ranks exchange meanwhile.
+    One batch is prefetched, whose facts the ranks exchange in the background.
 
     Args:
         source: The program's iterator.
         agreement: Exchanges the facts.
         check: Raises if this rank cannot look up a batch's features.
-        is_strict: Whether no rank takes a batch that does not pass; else it is handed out as
-            doubtful.
-        before: The feeds of the iterators before it, whose last batches come first.
+        is_strict: Whether a batch that fails the check is refused on all ranks; otherwise it is
+            yielded as doubtful.
+        before: The feeds of earlier iterators, whose last batches come first.
     """
 
     def __init__(
@@ -126,8 +125,8 @@ class Feed(Iterator[Any]):
             is_doubtful = any(doubt for *_, doubt in facts)
             if not any(sizes):
                 raise ValueError(
-                    f"batch {taken.number}: expected a sample on some rank, got none. Leave out "
-                    "batches that are empty on all ranks."
+                    f"batch {taken.number}: expected a sample on some rank, got none. Skip batches "
+                    "that are empty on all ranks."
                 )
             self.held.append(Handed(factor_of(sizes), is_doubtful))
             if not self._taken:
@@ -139,7 +138,7 @@ class Feed(Iterator[Any]):
         batch, error, size, is_doubtful = None, None, -1, False
         try:
             batch = next(self.source, None)
-        except Exception as caught:  # of any kind: all ranks must hear of it
+        except Exception as caught:  # of any kind: all ranks must be informed
             error = caught
         if batch is not None:
             try:
@@ -154,7 +153,7 @@ class Feed(Iterator[Any]):
 
 
 def num_samples(batch: Any) -> int:
-    """The bags of each feature of a batch; -1 if that is unknown, or not the same for all."""
+    """The number of bags of each feature of a batch; -1 if unknown, or not the same for all."""
     sizes = {
         -1 if isinstance(f, KeyedJaggedTensor) and f.variable_stride_per_key() else f.stride()
         for f in features_in(batch)
@@ -163,30 +162,30 @@ def num_samples(batch: Any) -> int:
 
 
 def factor_of(sizes: Sequence[int]) -> float:
-    """What this rank's mean is multiplied by, for the mean of all ranks' to be that of all samples.
+    """The factor of this rank's mean that makes the mean over the ranks that of all samples.
 
     Args:
-        sizes: Samples of each rank's batch; -1 if that is unknown.
+        sizes: Samples of each rank's batch; -1 if unknown.
     """
     is_known = min(sizes) >= 0 and sum(sizes) > 0
     return sizes[rank()] * len(sizes) / sum(sizes) if is_known else 1.0
 
 
 def check_sizes(sizes: Sequence[int]) -> None:
-    """Raise a ValueError if batches differ in size, where there is no loss to multiply."""
+    """Raise a ValueError if batches differ in size, for models without a loss to weight."""
     if len(set(sizes)) > 1:
         other = next(at for at, size in enumerate(sizes) if size != sizes[0])
         raise ValueError(
-            f"batches: expected as many samples on every rank, got {sizes[0]} on rank 0 and "
-            f"{sizes[other]} on rank {other}. Let the model return (loss, anything), whose loss is "
-            "weighed then, or give all ranks as many."
+            f"batches: expected the same number of samples on every rank, got {sizes[0]} on rank 0 "
+            f"and {sizes[other]} on rank {other}. Return (loss, anything) from the model, so that "
+            "the loss can be weighted, or use equal batches."
         )
 
 
 def _uneven(number: int, states: Sequence[int]) -> RuntimeError:
     fewer, more = states.index(_END), states.index(_BATCH)
     return RuntimeError(
-        f"batches: expected as many on every rank, got {number} on rank {fewer} and more than "
-        f"{number} on rank {more}. Give all ranks as many, such as by drop_last=True, and pad the "
-        "last ones."
+        f"batches: expected the same number on every rank, got {number} on rank {fewer} and more "
+        f"than {number} on rank {more}. Make them equal, for example with drop_last=True or by "
+        "padding."
     )

@@ -1,4 +1,4 @@
-"""Refuses loops in which the model that ``parallelize`` returned would be trained wrongly."""
+"""Refuses loops that would train the model of ``parallelize`` incorrectly."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from hotrec.types import PipelineKind
 
 
 @dataclass(frozen=True)
-class Lookup:
-    """What a sharded module reads in the features of a batch."""
+class GuardedLookup:
+    """The features of a batch that a sharded module reads."""
 
     name: str
     module: nn.Module
@@ -49,12 +49,12 @@ class Lookup:
     num_rows: Mapping[str, int]
 
     def check(self, features: Any) -> None:
-        """Raise a ValueError if these features cannot be looked up; what is routed was checked."""
+        """Raise a ValueError if these features cannot be looked up; routed ones are checked."""
         if isinstance(features, KeyedJaggedTensor):
             check_features(features, self.columns, self.num_rows)
 
 
-def lookups(model: nn.Module) -> list[Lookup]:
+def lookups(model: nn.Module) -> list[GuardedLookup]:
     """The modules of a sharded model whose ids are rows of their tables."""
     found = []
     for name, module in outermost_sharded(model).items():
@@ -70,7 +70,9 @@ def lookups(model: nn.Module) -> list[Lookup]:
             for table in tables
             for feature in table.feature_names
         ]
-        found.append(Lookup(name, module, columns, {t.name: t.num_embeddings for t in tables}))
+        found.append(
+            GuardedLookup(name, module, columns, {t.name: t.num_embeddings for t in tables})
+        )
     return found
 
 
@@ -78,9 +80,9 @@ class Guard:
     """Watches the steps of a model, in ``hotrec.Pipeline`` and in other loops; by ``guard``.
 
     Under look-ahead a pass outside of a ``Pipeline`` would train the dense layers of each rank on
-    its own samples. It is refused and not made right there: it would work without what the plan
-    was chosen for. The other choices train in any loop that makes one backward pass per step, since
-    cold rows are updated in backward.
+    its own samples. It is refused instead of corrected: it would lose the overlap that the plan was
+    chosen for. The other choices train in any loop with one backward pass per step, since cold rows
+    are updated in backward.
     """
 
     def __init__(self, model: DistributedModelParallel, choice: Choice) -> None:
@@ -105,7 +107,7 @@ class Guard:
         if self._is_ahead:
             for module in (model, _unwrapped(model), *(lookup.module for lookup in self._lookups)):
                 module.register_forward_pre_hook(self._check_forward)
-        # Gradients of replicated rows as backward left them.
+        # Gradients of replicated rows after backward.
         self._left: dict[torch.Tensor, tuple[int, int] | None] = {}
         self._rows: list[torch.Tensor] = []
         if self._is_plain:
@@ -117,7 +119,7 @@ class Guard:
             parameter.register_post_accumulate_grad_hook(partial(self._note_gradient, name))
 
     def watch_rows(self, model: DistributedModelParallel, optimizer: ModelOptimizer) -> None:
-        """Watch the gradients of rows that ``optimizer.step()`` updates, and backward not."""
+        """Watch the gradients of rows that are updated by ``optimizer.step()``, not in backward."""
         self._rows = [replica.weight for replica in hot_replicas(model).values()]
         for name, part in optimizer.optimizers:
             if name == TABLES:
@@ -140,16 +142,16 @@ class Guard:
         """How a pipeline checks batches before any rank computes them.
 
         Returns:
-            What raises a ValueError if a batch cannot be looked up as it is; and whether it is then
-            wrong for sure, or may be what forward computes features from.
+            A function that raises a ValueError if a batch cannot be looked up unchanged; and
+            whether such a batch is certainly wrong, or forward may compute features from it.
         """
         if self._is_ahead:
             return self._check_by_names, True
-        if self._kind is PipelineKind.base:  # which need not be traceable
+        if self._kind is PipelineKind.base:  # it need not be traceable
             return self._check_by_names, False
         try:
             paths = features_read(_unwrapped(model), _is_sharded)
-        except ValueError:  # TorchRec's pipeline says so, or reads in line
+        except ValueError:  # TorchRec's pipeline reports it, or reads in line
             return self._check_by_names, False
         return partial(self._check_by_paths, paths), True
 
@@ -164,20 +166,20 @@ class Guard:
             if lookup.name in paths:
                 self._check(lookup, follow(paths[lookup.name], batch))
 
-    def _check(self, lookup: Lookup, features: Any) -> None:
+    def _check(self, lookup: GuardedLookup, features: Any) -> None:
         if not (self._is_plain and _has_kernel_for_variable(features)):
             lookup.check(features)
 
     def enter_pipeline(self, pipeline: object) -> None:
-        """Let a pipeline train the model.
+        """Register a pipeline that trains the model.
 
         Raises:
             RuntimeError: If another one does, under look-ahead.
         """
         if self._is_ahead and self._pipeline is not None:
             raise RuntimeError(
-                "hotrec.Pipeline: expected one at a time for a model with look-ahead, got a second."
-                " Close the first, or train and evaluate with the same."
+                "hotrec.Pipeline: expected one at a time for a model with look-ahead, got a "
+                "second. Close the first, or use the same one for training and evaluation."
             )
         self._pipeline = pipeline
 
@@ -186,7 +188,7 @@ class Guard:
             self._pipeline = None
 
     def check_step(self) -> None:
-        """Raise a RuntimeError if ``optimizer.step()`` is called in a loop that is not right."""
+        """Raise a RuntimeError if ``optimizer.step()`` is called in an incorrect loop."""
         has_gradient, sizes, left = bool(self._arrived), self._sizes, self._left
         is_changed = any(_state_of(rows.grad) != state for rows, state in left.items())
         is_cleared = has_gradient and all(layer.grad is None for layer in self._arrived)
@@ -199,13 +201,13 @@ class Guard:
         if self._pipeline is not None and self._has_dense and not has_gradient:
             raise RuntimeError(
                 "optimizer.step(): expected a backward pass before it, got none since the last "
-                "step. hotrec.Pipeline.progress makes its own steps; leave this one out."
+                "step. hotrec.Pipeline.progress calls it itself; remove this call."
             )
         if is_changed or (is_cleared and not self._is_plain):
             raise RuntimeError(
-                "optimizer.step(): expected the gradients that backward left, got "
+                "optimizer.step(): expected the gradients of backward, got "
                 f"{'none' if is_cleared else 'others of replicated rows'}, while all other rows "
-                "were updated in backward. Clip or scale those of dense layers alone, and call "
+                "were updated in backward. Only clip or scale those of dense layers, and call "
                 "optimizer.zero_grad() before backward."
             )
         if sizes is not None:
@@ -239,11 +241,11 @@ class Guard:
 
     def _check_cleared(self, name: str, parameter: torch.Tensor, _: torch.Tensor) -> None:
         if self._feed is not None or not self._is_called or parameter in self._arrived:
-            return  # inside of a pipeline, or refused by what comes next
+            return  # inside a pipeline, or refused by the next check
         if parameter.grad is not None and bool(parameter.grad.any()):
             raise RuntimeError(
                 f"parameter {name}: expected no gradient before backward, got that of an earlier "
-                "step. Rows are updated in backward, by the gradients of that step alone: call "
+                "step. Rows are updated in backward, only by the gradients of that step: call "
                 "optimizer.zero_grad() before it."
             )
 
@@ -261,7 +263,7 @@ class Guard:
         self._left = {rows: _state_of(rows.grad) for rows in self._rows}
 
     def _check_features(
-        self, lookup: Lookup, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
+        self, lookup: GuardedLookup, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
         features = next(iter((*args, *kwargs.values())), None)
         if self._feed is not None:
@@ -270,16 +272,16 @@ class Guard:
             return
         if self._is_plain:
             return
-        if not isinstance(module, ShardedHotColdEmbeddingBagCollection):  # which checks itself
+        if not isinstance(module, ShardedHotColdEmbeddingBagCollection):  # it checks itself
             lookup.check(features)
         is_first = lookup is self._lookups[0]
         if is_first and module.training and torch.is_grad_enabled() and not self._is_ahead:
             self._agreement = self._agreement or Agreement()
-            # Of no use yet, so that it takes no time: the model's forward, or its step, waits.
+            # Not used yet, so it costs no time: the model's forward, or its step, waits.
             self._sizes = self._agreement.start([num_samples(features)])
 
     def _weigh(self, model: nn.Module, _: Any, output: Any) -> Any:
-        """Make the mean of the ranks' losses that of all samples, if batches differ in size."""
+        """Weight the losses, if batches differ in size, so that the mean is over all samples."""
         if not (model.training and torch.is_grad_enabled()):
             return None
         if self._feed is not None:
@@ -298,7 +300,7 @@ class Guard:
 
 
 def guard(model: DistributedModelParallel, choice: Choice, optimizer: CombinedOptimizer) -> None:
-    """Note what was chosen for a model, and watch how it is trained."""
+    """Store the choice for a model, and watch how it is trained."""
     model.hotrec_choice, model.hotrec_guard = choice, Guard(model, choice)
     if isinstance(optimizer, ModelOptimizer):
         optimizer.before_step = model.hotrec_guard.check_step
@@ -319,7 +321,7 @@ def _unwrapped(model: DistributedModelParallel) -> nn.Module:
 
 
 def _state_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
-    """What differs once a gradient was changed or replaced."""
+    """A value that changes when a gradient is modified or replaced."""
     return None if gradient is None else (gradient.data_ptr(), num_writes(gradient))
 
 
@@ -328,7 +330,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _has_kernel_for_variable(features: Any) -> bool:
-    """Whether features have bags that samples share, on a device where FBGEMM reads them."""
+    """Whether features have bags shared by samples, on a device where FBGEMM reads them."""
     is_variable = isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key()
     return is_variable and features.device().type != "cpu"
 

@@ -1,4 +1,4 @@
-"""Shards a TorchRec model with its hot rows replicated, in the place of TorchRec's own wrapper."""
+"""Shards a TorchRec model with its hot rows replicated, instead of TorchRec's own wrapper."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from hotrec.assemble.constraints import placement_constraints
-from hotrec.assemble.job import make_machine
+from hotrec.assemble.machine import make_machine
 from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.assemble.trainable import check_host_memory
-from hotrec.config.roots import PlannerConfig
 from hotrec.cost_model.profile import Profile
 from hotrec.embedding.convert import shard, use_hot_cold
 from hotrec.embedding.fused import check_optimizer
@@ -67,10 +66,10 @@ from hotrec.types import OptimizerKind, Partition, PipelineKind, Placement
 
 logger = logging.getLogger(__name__)
 
-# Makes an optimizer from parameters, as a class of torch.optim does.
+# Creates an optimizer from parameters, like a class of torch.optim.
 DenseOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 Hot = Profile | Partition | Placement | Choice | str
-# Of a rank, for TorchRec's estimates where no batch was seen; that of TorchRec's planner.
+# Batch size per rank for TorchRec's estimates if unknown; the default of TorchRec's planner.
 ASSUMED_BATCH_SIZE = 512
 
 
@@ -90,7 +89,7 @@ def parallelize(
     plan: ShardingPlan | None = None,
     seed: int | None = None,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """Shard a TorchRec model over the ranks and make its optimizer; a collective.
+    """Shard a TorchRec model over the ranks and create its optimizer; a collective.
 
     ::
 
@@ -103,33 +102,34 @@ def parallelize(
         )
         pipeline = hotrec.Pipeline(model, optimizer, device)
 
-    Each ``EmbeddingBagCollection`` is split into hot rows, which every rank holds, and cold rows,
-    which are sharded, if that is predicted to be faster than TorchRec's own plan on the unsplit
-    tables (``choice_of`` says what was chosen). Other sharded modules stay TorchRec's. Losses and
-    weights are those of the unsplit model.
+    Each ``EmbeddingBagCollection`` is split into hot rows, which are replicated on every rank, and
+    cold rows, which are sharded, if that is predicted to be faster than TorchRec's own plan on the
+    unsplit tables (``choice_of`` returns the choice). Other sharded modules are left to TorchRec.
+    Losses and weights are those of the unsplit model.
 
     Args:
-        model: The model, not sharded yet; its forward returns (loss, anything), as TorchRec's
-            pipelines expect, or the loss alone. It is changed in place. Tables on the device meta
-            get initial weights that depend on seed, table and row alone; others keep theirs.
+        model: The unsharded model; its forward returns (loss, anything), as TorchRec's pipelines
+            expect, or only the loss. It is modified in place. Tables on the device meta get initial
+            weights that only depend on seed, table and row; others keep theirs.
         hot: Counts of ``profile``, from which hot rows and the pipeline are chosen on rank 0;
             or the hot rows (``Partition``), with the place of the others (``Placement``); or the
             ``Choice`` of an earlier run; or "off" for plain TorchRec.
-        dense_optimizer: Makes the optimizer of the dense layers from their parameters, such as
+        dense_optimizer: Creates the optimizer of the dense layers from their parameters, such as
             ``torch.optim.Adagrad`` or ``functools.partial`` of it.
         embedding_optimizer: Update rule of all embedding rows, such as
             ``functools.partial(RowWiseAdagrad, lr=0.1)``; None if the tables have theirs by
             ``apply_optimizer_in_backward``.
-        pipeline: look_ahead, sparse_dist, base, or auto for the one that is predicted to be
-            fastest; with "off" it is sparse_dist. With look_ahead, which ``choice_of`` tells, only
-            ``Pipeline`` trains the model; any other loop is an error.
-        device: Device of this rank; None for that of the process group, or cuda where there is one.
+        pipeline: look_ahead, sparse_dist, base, or auto for the one that is predicted to be fastest
+            (sparse_dist with "off"). With look_ahead (see ``choice_of``) only ``Pipeline`` can
+            train the model; any other loop is an error.
+        device: Device of this rank; None for that of the process group, or cuda if available.
         batch_size: Samples of a rank's batch; None for the profile's.
-        machine: The machine to plan for; None for what is found on rank 0.
+        machine: The machine to plan for; None to detect it on rank 0.
         costs: Directory of measured costs, "measured" (at data/costs), a built-in set, or "auto".
-        hot_budget_mib: Most memory for hot rows and their state, in MiB; None for what is free.
-        may_decline: Whether TorchRec's own plan may be chosen; where the tables exceed the GPU's
-            memory, also one that keeps them in the host's.
+        hot_budget_mib: Maximum memory for hot rows and their state, in MiB; None for the free
+            memory.
+        may_decline: Whether TorchRec's own plan may be chosen; if the tables exceed the GPU's
+            memory, also one that keeps them on the host.
         plan: TorchRec's sharding plan for "off"; None for that of ``DistributedModelParallel``.
         seed: Seed of initial weights; None for torch's on rank 0.
 
@@ -138,7 +138,7 @@ def parallelize(
 
     Raises:
         ValueError: On every rank, if a table has no update rule, or cannot be split; if arguments
-            contradict one another; if nothing fits the memory.
+            conflict; if no plan fits the memory.
         RankError: On the other ranks, if one rank raised.
     """
     kind = same_verdict(lambda: _check_arguments(hot, pipeline, plan))
@@ -156,7 +156,7 @@ def parallelize(
     bags, initial = same_verdict(check)
     initial.take_first(ranks.device)
     given_seed = broadcast_object(torch.initial_seed() if seed is None else seed)
-    # TorchRec draws other numbers for each choice, on which what the model draws must not depend.
+    # TorchRec draws different numbers for each choice, which must not affect the model's.
     devices = [ranks.device] if ranks.device.type == "cuda" else []
     with torch.random.fork_rng(devices), once_in_tree(model):
         same_verdict(lambda: make_layers(model, ranks.device))
@@ -175,7 +175,6 @@ def parallelize(
 
         def make_machine_here() -> Machine:
             return machine or make_machine(
-                PlannerConfig(),
                 world_size=ranks.world_size,
                 ranks_per_host=ranks.local_world_size,
                 device=ranks.device.type,
@@ -214,7 +213,7 @@ def parallelize(
         initial.set(sharded, given_seed)
         read_as_declared(sharded)
         take_losses(sharded)
-        if choice.pipeline is not PipelineKind.look_ahead:  # which adds the gradients up
+        if choice.pipeline is not PipelineKind.look_ahead:  # it adds the gradients up
             allow_one_call(sharded)
         optimizer = make_optimizer(sharded, rule, dense_optimizer)
         guard(sharded, choice, optimizer)
@@ -222,16 +221,16 @@ def parallelize(
 
 
 def choice_of(model: nn.Module) -> Choice:
-    """What ``parallelize`` chose for the model that it returned.
+    """The choice of ``parallelize`` for its model.
 
     Raises:
-        ValueError: If the model is another.
+        ValueError: If the model is not from ``parallelize``.
     """
     choice = getattr(model, "hotrec_choice", None)
     if not isinstance(choice, Choice):
         raise ValueError(
-            f"model {type(model).__name__}: expected the one that hotrec.parallelize returned, got "
-            "another. Pass that one."
+            f"model {type(model).__name__}: expected the result of hotrec.parallelize, got another "
+            "model. Pass that one."
         )
     return choice
 
@@ -246,8 +245,8 @@ def _check_arguments(
         )
     if plan is not None and hot != OFF:
         raise ValueError(
-            "plan: expected none with hot rows, whose tables the plan does not know, got one. "
-            f"Leave it out, or train it with hot={OFF!r}."
+            "plan: expected none with hot rows (the plan lacks their tables), got one. Remove it, "
+            f"or train it with hot={OFF!r}."
         )
     names = [kind.value for kind in (PipelineKind.auto, PipelineKind.look_ahead, *_IN_LINE)]
     name = pipeline.value if isinstance(pipeline, PipelineKind) else pipeline
@@ -255,11 +254,11 @@ def _check_arguments(
         raise ValueError(f"pipeline: expected one of {names}, got {name!r}. Choose one of these.")
     if isinstance(hot, Choice) and name != PipelineKind.auto.value:
         raise ValueError(
-            f"pipeline: expected auto with a choice, which has its own, got {name!r}. Leave it out."
+            f"pipeline: expected auto with a choice, which has its own, got {name!r}. Remove it."
         )
     if isinstance(hot, str) and name == PipelineKind.look_ahead.value:
         raise ValueError(
-            f"pipeline: expected one of TorchRec's with {OFF!r}, got {name!r}. Leave it out."
+            f"pipeline: expected one of TorchRec's with {OFF!r}, got {name!r}. Remove it."
         )
     return PipelineKind(name)
 
@@ -293,8 +292,8 @@ def _plain(
     others = sorted(name for name in rest if name in replicated)
     if others:
         logger.warning(
-            "hot=%r: as in TorchRec's recipe, the dense optimizer trains the tables that the plan "
-            "replicates and whose rule only fused kernels have: %s",
+            "hot=%r: as in TorchRec's recipe, the dense optimizer trains replicated tables whose "
+            "rule only fused kernels support: %s",
             *(OFF, others[:4]),
         )
     if rest:
@@ -308,12 +307,12 @@ def _count_dense(model: nn.Module) -> int:
 
 
 def _has_layers(model: nn.Module) -> bool:
-    """Whether DDP has something to do: it refuses models without a trained parameter."""
+    """Whether DDP can wrap the model: it refuses models without a trained parameter."""
     return _count_dense(model) > 0
 
 
 def _without_ddp(model: DistributedModelParallel, device: torch.device) -> None:
-    """Do what DDP would do at its start."""
+    """Do the same as DDP at its start."""
     model.to(device)
     share_first(model)
 
@@ -329,16 +328,16 @@ def _check_ahead(model: nn.Module) -> None:
 
 
 def _fitting_pipelines(model: nn.Module) -> list[PipelineKind]:
-    """The pipelines that train a model whatever its forward does, and whatever its layers are.
+    """The pipelines that can train a model with this forward and these layers.
 
-    The others read features before forward; look_ahead reads those of hotrec's collections alone,
+    All but base read features before forward; look_ahead only reads those of hotrec's collections,
     and has no DDP.
     """
     embeddings = set(embedding_modules(model))
     try:
         features_read(model, embeddings.__contains__)
     except ValueError as error:
-        logger.info("no pipeline but base: %s", error)
+        logger.info("only the pipeline base: %s", error)
         return [PipelineKind.base]
     try:
         check_modules(model)
@@ -352,7 +351,7 @@ def _fitting_pipelines(model: nn.Module) -> list[PipelineKind]:
 def _shard(
     model: nn.Module, choice: Choice, tables: Tables, machine: Machine, ranks: Ranks
 ) -> DistributedModelParallel:
-    """Split the tables where the choice does, plan and shard."""
+    """Split the tables if the choice has hot rows, plan and shard."""
     sharders, placement = default_sharders(), choice.placement
     if placement is None:
         assert isinstance(choice.plan.tables, TorchrecTables)

@@ -1,4 +1,4 @@
-"""The training pipeline of a program of its own, in the place of TorchRec's."""
+"""The training pipeline of a user's program, instead of TorchRec's."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hotrec.train.pipelines import EndOfDataError, LookAhead, make_pipeline
 
 
 class _Part(Iterator[Any]):
-    """The batches until the next decision of which rows are hot.
+    """The batches until the next decision on hot rows.
 
     Args:
         source: The program's iterator.
-        most: Batches to take.
-        before: What was taken and computed of another iterator since the last decision.
+        most: Maximum number of batches to take.
+        before: Batches taken and computed of another iterator since the last decision.
     """
 
     def __init__(self, source: Iterator[Any], most: int, before: _Part | None = None) -> None:
@@ -42,7 +42,7 @@ class _Part(Iterator[Any]):
 
 
 class Pipeline:
-    """Trains what ``parallelize`` returned, as ``TrainPipelineSparseDist`` would.
+    """Trains the model of ``parallelize``, like ``TrainPipelineSparseDist``.
 
     ::
 
@@ -55,29 +55,29 @@ class Pipeline:
                 break
 
     Batches are of any type with ``to(device, non_blocking=...)`` and ``record_stream``
-    (``torchrec.streamable.Pipelineable``) and hold ``KeyedJaggedTensor`` in their attributes.
-    Ranks with other numbers of batches get an error once the batches that all have are computed.
-    Where batches differ in size, losses are weighted, so that their mean is that of all samples.
+    (``torchrec.streamable.Pipelineable``) and have ``KeyedJaggedTensor`` in their attributes. If
+    ranks have different numbers of batches, they get an error once the common batches are computed.
+    If batches differ in size, losses are weighted, so that their mean is that of all samples.
 
-    In evaluation mode each batch is computed at once, and those that were read ahead for training
-    wait. With hot="off" steps are made by TorchRec's pipeline.
+    In evaluation mode each batch is computed immediately, and batches prefetched for training are
+    kept. With hot="off" TorchRec's pipeline runs the steps.
 
-    With look-ahead, gradients may still travel when ``progress`` returns. Reading the state of the
-    model or the optimizer waits for them; ``drain`` does so at other times.
+    With look-ahead, gradients may still be in flight when ``progress`` returns. Reading the state
+    of the model or the optimizer waits for them; ``drain`` does so at other times.
 
-    Making and closing one is a collective.
+    Creating and closing one is a collective.
 
     Args:
         model: The sharded model.
         optimizer: Its optimizer.
         device: The model's device; None for the one it was sharded on.
-        grad_clip_norm: Largest joint norm of the dense layers' mean gradients; None for no
+        grad_clip_norm: Maximum joint norm of the dense layers' mean gradients; None for no
             clipping. Rows are not clipped: their owners update them in backward.
         hot_set: Hot rows that follow the data; None to keep those of the choice.
-        adapt_every: Steps between its decisions, before which no batch is read ahead.
+        adapt_every: Steps between its decisions, across which no batch is prefetched.
 
     Raises:
-        ValueError: If the model or the optimizer is not one of ``parallelize``.
+        ValueError: If the model or the optimizer is not from ``parallelize``.
     """
 
     def __init__(
@@ -121,28 +121,28 @@ class Pipeline:
     def progress(self, batches: Iterator[Any]) -> Any:
         """Compute the next batch and, in training mode, update the model.
 
-        Some batches are read ahead in training. With another iterator than before, those of the one
-        before come first.
+        Some batches are prefetched in training. With a new iterator, those of the previous one come
+        first.
 
         Returns:
-            What the model returns beside the loss; the loss, detached, if that is all.
+            The model's second output; the detached loss if it only returns a loss.
 
         Raises:
             StopIteration: If all batches are computed.
-            RuntimeError: If the ranks have different numbers of batches, once those that all have
-                are computed; if the model changes the features before a collection reads them.
+            RuntimeError: If the ranks have different numbers of batches, once the common ones are
+                computed; if the model changes the features before a collection reads them.
             ValueError: If a batch cannot be looked up; if the model returns no loss, or one without
                 gradient in training.
-            RankError: On the ranks that raised none of this themselves.
+            RankError: On the ranks without an error of their own.
         """
         if self._is_closed:
             raise RuntimeError(
-                "hotrec.Pipeline: expected it open, got it closed. Make another one."
+                "hotrec.Pipeline: expected an open pipeline, got a closed one. Create a new one."
             )
         if not hasattr(batches, "__next__"):
             raise TypeError(
                 f"batches: expected an iterator, got {type(batches).__name__}. Pass iter(...) of "
-                "it, the same one until it ends."
+                "it, the same one until it is exhausted."
             )
         is_training = self._model.training
         feed = self._feed_of(batches, is_training=is_training)
@@ -184,7 +184,7 @@ class Pipeline:
         return feed
 
     def _evaluate(self, feed: Feed) -> Any:
-        """Compute a batch in line, so that batches that are read ahead for training stay."""
+        """Compute a batch in line, keeping the batches prefetched for training."""
         batch = next(feed, None)
         if batch is None:
             raise EndOfDataError
@@ -203,11 +203,11 @@ class Pipeline:
         return output
 
     def drain(self) -> None:
-        """Wait until all updates are applied on this rank; batches that were read stay."""
+        """Wait until all updates are applied on this rank; prefetched batches are kept."""
         self._pipeline.drain()
 
     def close(self) -> None:
-        """Apply all updates, and end the pipeline's threads and process groups.
+        """Apply all updates, and stop the pipeline's threads and process groups.
 
         A ``with`` block does this at its end, and after an error it does not wait for other ranks.
         """

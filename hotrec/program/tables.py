@@ -1,4 +1,4 @@
-"""The embedding tables of a TorchRec model: what they must be, and what they start with."""
+"""The embedding tables of a TorchRec model: their requirements and initial weights."""
 
 from __future__ import annotations
 
@@ -37,22 +37,23 @@ from hotrec.embedding.torchrec import (
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.ranks import all_gather_object, rank, world_size
 
-# FBGEMM's kernels read a row in pieces of as many values.
+# FBGEMM's kernels read a row in pieces of this many values.
 DIM_MULTIPLE = 4
-# Values of a table by which ranks compare their weights, and bytes sent at once where they differ.
+# Number of values of a table by which ranks compare their weights, and bytes sent at once if they
+# differ.
 _NUM_COMPARED, _PIECE_BYTES = 4096, 1 << 26
 # An update rule as ``functools.partial(RowWiseAdagrad, lr=0.1)``, or as hotrec's own object.
 EmbeddingOptimizer = partial[torch.optim.Optimizer] | OptimizerSpec
 
 
 def default_sharders() -> list[ModuleSharder[nn.Module]]:
-    """TorchRec's sharders, for the modules that stay as they are."""
+    """TorchRec's sharders, for the unchanged modules."""
     sharders: list[ModuleSharder[nn.Module]] = get_default_sharders()
     return sharders
 
 
 def embedding_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Every module that TorchRec would shard, once; those inside another one are its own affair."""
+    """Every outermost module that TorchRec would shard, once."""
     kinds = tuple(sharder.module_type for sharder in default_sharders())
     seen: set[nn.Module] = set()
 
@@ -79,7 +80,7 @@ def embedding_bags(model: nn.Module, *, at_least: int = 1) -> list[EmbeddingBagC
     if len(bags) < at_least:
         raise ValueError(
             f"model {type(model).__name__}: expected an EmbeddingBagCollection in it, got none. "
-            'Pass the model before it is sharded, or train it with hot="off".'
+            'Pass the unsharded model, or train it with hot="off".'
         )
     names = [table.name for table in tables_of(bags)]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -92,10 +93,10 @@ def embedding_bags(model: nn.Module, *, at_least: int = 1) -> list[EmbeddingBagC
 
 
 def check_tables(model: nn.Module) -> None:
-    """See that every choice would train the tables of a model as the unsplit model does.
+    """Check that every choice trains the tables of a model like the unsplit model.
 
     Raises:
-        ValueError: If one would not, which names the table or the module.
+        ValueError: If one does not; the message names the table or the module.
     """
     names = {module: name for name, module in model.named_modules()}
     kinds = {sharder.module_type for sharder in default_sharders()}
@@ -104,21 +105,21 @@ def check_tables(model: nn.Module) -> None:
         if type(module) not in kinds:
             raise ValueError(
                 f"module {names[module]}: expected one of the classes that TorchRec shards, got "
-                f"their subclass {kind}, which it leaves whole. Wrap that class in a module "
+                f"their subclass {kind}, which it does not shard. Wrap that class in a module "
                 "instead of deriving from it."
             )
         for name, parameter in module.named_parameters():
             if not parameter.requires_grad:
                 raise ValueError(
-                    f"table {_table_of(name)}: expected a table that is trained, got it frozen "
-                    "(requires_grad=False), which TorchRec's kernels would train. Hold it in an "
+                    f"table {_table_of(name)}: expected a trained table, got a frozen one "
+                    "(requires_grad=False), which TorchRec's kernels would train. Use an "
                     "nn.EmbeddingBag, which is a dense layer and may be frozen."
                 )
             if parameter.dtype != torch.float32:
-                # Configurations keep the type that tables were made with.
+                # Configurations keep the type that tables were created with.
                 raise ValueError(
                     f"table {_table_of(name)} weight: expected torch.float32, got "
-                    f"{parameter.dtype}, whose updates are rounded. Make the table in FP32, or "
+                    f"{parameter.dtype}, whose updates are rounded. Create the table in FP32, or "
                     "convert the model with .float() first."
                 )
         for config in _configs_of(module):
@@ -164,7 +165,7 @@ def _check_config(config: BaseEmbeddingConfig, *, is_weighted: bool) -> None:
     if is_weighted and getattr(config, "pooling", None) == PoolingType.MEAN:
         raise ValueError(
             f"table {config.name} pooling: expected SUM in a weighted collection, as torch does, "
-            "got MEAN. Divide the weights by their number, or leave them out."
+            "got MEAN. Divide the weights by their number, or omit them."
         )
 
 
@@ -179,15 +180,15 @@ def _check_shared(model: nn.Module) -> None:
             full = f"{path}.{name}" if path else name
             if parameter in holder:
                 raise ValueError(
-                    f"table {_table_of(holder[parameter])}: expected weights of its own, got those "
-                    f"of {full} too, of which sharding makes a copy. Let several features read "
-                    "one table: EmbeddingBagConfig(feature_names=[...])."
+                    f"table {_table_of(holder[parameter])}: expected separate weights, got those "
+                    f"of {full}, which sharding would copy. Use one table for several features: "
+                    "EmbeddingBagConfig(feature_names=[...])."
                 )
             holder[parameter] = full
 
 
 def make_layers(model: nn.Module, device: torch.device) -> None:
-    """Give dense layers on the device meta their initial weights, as sharding would do later.
+    """Initialize dense layers on the device meta, as sharding would do later.
 
     Raises:
         ValueError: If a layer has no ``reset_parameters``.
@@ -201,7 +202,7 @@ def make_layers(model: nn.Module, device: torch.device) -> None:
         if reset is None:
             raise ValueError(
                 f"dense layer {name}: expected reset_parameters() or weights, got "
-                f"{type(module).__name__} on the device meta without. Make it on the CPU."
+                f"{type(module).__name__} on the device meta without. Create it on the CPU."
             )
         module.to_empty(device=device, recurse=False)
         reset()
@@ -209,10 +210,10 @@ def make_layers(model: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def once_in_tree(model: nn.Module) -> Iterator[None]:
-    """Let each embedding module be at one place of the model inside the block, then at all again.
+    """Keep each embedding module at only one place of the model inside the block.
 
-    TorchRec replaces a module where it finds it first; at another place it would stay unsharded,
-    with weights of its own.
+    TorchRec only replaces a module at its first place; at other places it would stay unsharded,
+    with separate weights.
     """
     first: dict[nn.Module, tuple[nn.Module, str]] = {}
     others: list[tuple[nn.Module, str, nn.Module]] = []
@@ -239,10 +240,10 @@ def tables_of(bags: list[EmbeddingBagCollection]) -> list[EmbeddingBagConfig]:
 
 
 def apply_rule(model: nn.Module, rule: EmbeddingOptimizer | None) -> None:
-    """Give every table that rule, or see that each has one by ``apply_optimizer_in_backward``.
+    """Set the rule of every table, or check that each has one by ``apply_optimizer_in_backward``.
 
     Raises:
-        ValueError: If a table has no rule, or one beside the one that is given.
+        ValueError: If a table has no rule, or two.
     """
     named = _table_parameters(model)
     has_rule = {name: bool(rules_in_backward(p)) for name, p in named.items()}
@@ -252,7 +253,7 @@ def apply_rule(model: nn.Module, rule: EmbeddingOptimizer | None) -> None:
         if rule is None:
             found = "neither of embedding_optimizer and apply_optimizer_in_backward"
         raise ValueError(
-            f"embedding optimizer of {wrong[:3]}: expected {expected}, got {found}. Give one of "
+            f"embedding optimizer of {wrong[:3]}: expected {expected}, got {found}. Pass one of "
             "the two, such as embedding_optimizer=functools.partial(RowWiseAdagrad, lr=0.1)."
         )
     if rule is None:
@@ -282,7 +283,7 @@ def _table_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def rules_of(model: nn.Module) -> dict[str, OptimizerSpec]:
-    """The update rules of the tables by the parameter's name, of those that hotrec knows."""
+    """The update rules of the tables by the parameter's name, as far as known to hotrec."""
     rules = {}
     for name, parameter in _table_parameters(model).items():
         with suppress(ValueError):
@@ -317,10 +318,10 @@ def shared_rule(bags: list[EmbeddingBagCollection]) -> OptimizerSpec:
 
 @dataclass(frozen=True)
 class InitialTables:
-    """What the tables of a model start with, whatever is chosen.
+    """The initial weights of a model's tables, independent of the choice.
 
     Args:
-        weights: Those of the tables that have some, float (R, D).
+        weights: Those of initialized tables, float (R, D).
         bounds: The bounds of the others, on the device meta.
     """
 
@@ -329,10 +330,10 @@ class InitialTables:
 
     @classmethod
     def of(cls, bags: list[EmbeddingBagCollection]) -> InitialTables:
-        """Note them before the model is sharded.
+        """Store them before the model is sharded.
 
         Raises:
-            ValueError: If a table on the device meta has an ``init_fn`` of its own.
+            ValueError: If a table on the device meta has its own ``init_fn``.
         """
         bounds = _initial_bounds(bags)
         weights = {
@@ -345,7 +346,7 @@ class InitialTables:
 
     @torch.no_grad()
     def take_first(self, device: torch.device) -> None:
-        """Let every rank have the first rank's weights, as DDP does for dense layers; collective.
+        """Broadcast rank 0's weights, as DDP does for dense layers; collective.
 
         Raises:
             ValueError: If the ranks have different tables.
@@ -390,10 +391,10 @@ def _facts(table: torch.Tensor) -> tuple[tuple[int, ...], int]:
 
 
 def _initial_bounds(bags: list[EmbeddingBagCollection]) -> dict[str, Bounds]:
-    """The bounds of the initial weights of each table that has no weights yet (device meta).
+    """The bounds of the initial weights of each table without weights (device meta).
 
     Raises:
-        ValueError: If such a table has an ``init_fn`` of its own.
+        ValueError: If such a table has its own ``init_fn``.
     """
     bounds: dict[str, Bounds] = {}
     for bag in bags:
@@ -404,7 +405,7 @@ def _initial_bounds(bags: list[EmbeddingBagCollection]) -> dict[str, Bounds]:
             if not isinstance(init, partial) or init.func is not nn.init.uniform_:
                 raise ValueError(
                     f"table {table.name} init_fn: expected TorchRec's default on the device meta, "
-                    f"got {init!r}. Make the collection on the CPU, so that it has its weights."
+                    f"got {init!r}. Create the collection on the CPU, so that it has its weights."
                 )
             bounds[table.name] = (init.keywords["a"], init.keywords["b"])
     return bounds

@@ -1,4 +1,4 @@
-"""Whether two runs can be compared: what was not the same in their data and their evaluation."""
+"""Whether two runs can be compared: the differences in their data and their evaluation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _SHOWN_HASH = 8
 
 
 def differences(run: Run, other: Run) -> list[str]:
-    """What differs in the data and the evaluation of two runs; empty if their quality compares.
+    """The differences in data and evaluation of two runs; empty if their quality is comparable.
 
-    Each is "what X against Y"; what neither is known to have in common is said, too.
+    Each is "what X vs. Y"; unknown facts are included.
     """
     pairs = [
         ("dataset", *map(_dataset, (run, other))),
@@ -24,25 +24,25 @@ def differences(run: Run, other: Run) -> list[str]:
     found = []
     for what, ours, theirs in pairs:
         if ours is None or theirs is None:
-            found.append(f"the {what} of one is not recorded")
+            found.append(f"the {what} is not recorded for one of them")
         elif ours != theirs:
-            found.append(f"{what} {ours} against {theirs}")
+            found.append(f"{what} {ours} vs. {theirs}")
     return found
 
 
 def is_alike(runs: Sequence[Run]) -> bool:
-    """Whether the quality of all these runs compares."""
+    """Whether the quality of all these runs is comparable."""
     return not any(differences(run, runs[0]) for run in runs[1:])
 
 
 def is_as_large(run: Run, other: Run) -> bool:
-    """Whether two runs trained the same data with as many ranks and samples in a batch."""
+    """Whether two runs trained on the same data with the same number of ranks and batch size."""
     same = all(run.number(name) == other.number(name) for name in ("world_size", "batch_size"))
     return same and _dataset(run) == _dataset(other) is not None
 
 
 def unlike_sentences(runs: Sequence[Run], baseline: Run | None) -> list[str]:
-    """A sentence for each run whose quality does not compare with the baseline's, or the first's.
+    """A sentence for each run whose quality is not comparable with the baseline's, or the first's.
 
     Runs that were not evaluated have nothing to compare.
     """
@@ -52,8 +52,8 @@ def unlike_sentences(runs: Sequence[Run], baseline: Run | None) -> list[str]:
     for run in evaluated:
         if other is not None and run is not other and (found := differences(run, other)):
             sentences.append(
-                f"{run.name} and {other.name} do not compare, neither in quality nor in bytes or "
-                f"time: {'; '.join(found)}."
+                f"{run.name} and {other.name} are not comparable in quality, bytes or time: "
+                f"{'; '.join(found)}."
             )
     return sentences
 
@@ -70,7 +70,7 @@ def _dataset(run: Run) -> str | None:
 
 
 def _labels(run: Run) -> str | None:
-    """The labels with their weights in the mean AUC; of one label its name says nothing."""
+    """The labels with their weights in the mean AUC; empty for one label."""
     weights = run.by_name("label_weights")
     if weights:
         return ", ".join(f"{name} (weight {weight:g})" for name, weight in weights.items())

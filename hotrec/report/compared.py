@@ -1,4 +1,4 @@
-"""What ``hotrec compare`` measured of plans that took turns, and what may be said of it."""
+"""Measurements of ``hotrec compare`` on interleaved plans, and their conclusions."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from hotrec.report.read import Run, parse_object
 
 COMPARED_JSON = "compare.json"
-# Where the interval of a ratio is wider than this, the blocks disagree: on a quiet machine it is a
+# If the interval of a ratio is wider than this, the blocks disagree: on a quiet machine it is a
 # fifth of it.
 MOST_WIDE = 1.5
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as long the step of a plan takes as another's.
+    """The ratio of the step times of two plans.
 
     Args:
-        middle: As measured.
-        low, high: The interval in which it would be in another comparison of both.
+        middle: As measured. low, high: The interval that would contain it in another comparison of
+        both.
     """
 
     middle: float
@@ -44,7 +44,7 @@ class Ratio:
 
     @property
     def size(self) -> str:
-        """Such as ``15% to 23%``, without the sign; the ends are equal if they are rounded so."""
+        """Such as ``15% to 23%``, without the sign; one number if both ends round to it."""
         ends = sorted(f"{abs(end - 1):.0%}" for end in (self.low, self.high))
         ends.sort(key=lambda end: int(end.rstrip("%")))
         return ends[0] if ends[0] == ends[1] else " to ".join(ends)
@@ -52,11 +52,11 @@ class Ratio:
 
 @dataclass(frozen=True)
 class ComparedPlan:
-    """A plan among those that took turns.
+    """One of the interleaved plans.
 
     Args:
         step_s: Seconds of a step.
-        ratios: How much longer it takes than each of the others, by resolved directory.
+        ratios: Its step time relative to each of the others, by resolved directory.
         replicated_frac: Share of the lookups that a replica on the rank of the sample serves.
         owned_fracs: Share that the shards of each rank serve.
     """
@@ -72,7 +72,7 @@ class ComparedPlan:
         return self.replicated_frac + sum(self.owned_fracs) / len(self.owned_fracs)
 
     @property
-    def most_over_mean(self) -> float | None:
+    def max_over_mean(self) -> float | None:
         """Lookups that the busiest owner serves over those of the mean; None if none is owned."""
         total = sum(self.owned_fracs)
         return max(self.owned_fracs) * len(self.owned_fracs) / total if total else None
@@ -88,10 +88,10 @@ class Comparison:
 
     @classmethod
     def read(cls, path: Path) -> Comparison:
-        """Read it from a file, or from the directory that holds it.
+        """Read it from a file, or from its directory.
 
         Raises:
-            ValueError: If there is none, or it is not what ``hotrec compare`` wrote.
+            ValueError: If there is none, or it is not output of ``hotrec compare``.
         """
         file = path / COMPARED_JSON if path.is_dir() else path
         try:
@@ -101,12 +101,12 @@ class Comparison:
             return cls(float(document["seconds"]), doubts, plans)
         except FileNotFoundError as error:
             raise ValueError(
-                f"compared {file}: expected what `hotrec compare` wrote, got no such file. Name "
+                f"compared {file}: expected the output of `hotrec compare`, got no such file. Pass "
                 "its directory."
             ) from error
         except (OSError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{file}: expected what `hotrec compare` wrote, got {error!r}. Compare again."
+                f"{file}: expected the output of `hotrec compare`, got {error!r}. Compare again."
             ) from error
 
     def has(self, run: Run) -> bool:
@@ -114,15 +114,15 @@ class Comparison:
         return run.path.resolve() in self.plans
 
     def plan(self, run: Run) -> ComparedPlan:
-        """What was measured of the plan of a run that took part."""
+        """The measurements of the plan of a run that took part."""
         return self.plans[run.path.resolve()]
 
     def ratio(self, run: Run, other: Run) -> Ratio:
-        """How many times as long the steps of a run take as another's."""
+        """The ratio of the step times of two runs."""
         return self.plan(run).ratios[other.path.resolve()]
 
     def why_not(self, run: Run, other: Run) -> str | None:
-        """Why nothing follows for the plans of two runs, in a sentence; None if something does."""
+        """Why the comparison of two runs is inconclusive, in a sentence; None if it is not."""
         if self.doubts:
             return " ".join(self.doubts)
         ratio = self.ratio(run, other)

@@ -34,9 +34,9 @@ from hotrec.report.style import (
 )
 from hotrec.report.units import NOT_RECORDED, show_bytes, show_count, show_frac, show_seconds
 
-# What the stages leave of the median step counts as "other" if it is more than rounding.
+# The rest of the median step counts as "other" if it is more than rounding.
 MIN_REST_FRAC = 0.02
-BOUND_LABEL = "least that exchanging rows takes"
+BOUND_LABEL = "lower bound of exchanging rows"
 # Rounding and seeds move an AUC by 1e-4 to 1e-3, which must not fill the axis.
 MIN_AUC_RANGE = 0.01
 # Letters of a bar's label in one line.
@@ -50,7 +50,7 @@ Parts = Mapping[str, float]
 def draw_learning(runs: Sequence[Run]) -> Figure | None:
     """Training loss, held-out AUC and the share that a moving hot set serves, a line per run.
 
-    A panel in which no line would have two points is left out; None if that leaves none.
+    Panels without a line of two points are omitted; None if no panel remains.
     """
     splits = {split for run in runs for split in run.splits[:1]}
     panels = {
@@ -80,7 +80,7 @@ def draw_learning(runs: Sequence[Run]) -> Figure | None:
 def _draw_lines(
     axes: Axes, runs: Sequence[Run], lines: Sequence[tuple[list[float], list[float]]], marker: str
 ) -> None:
-    # Exact runs draw the same line; each is thinner than the one below it, so that all show.
+    # Exact runs draw the same line; each is thinner than the one below it, so that all are visible.
     widths = np.linspace(1.6 + min(1.1 * len(runs), 5.0), 1.6, len(runs))
     for position, (run, (steps, values)) in enumerate(zip(runs, lines, strict=True)):
         width = widths[position]
@@ -95,7 +95,7 @@ def _draw_lines(
 
 
 def _widen(axes: Axes, min_range: float) -> None:
-    """Let the y axis span at least that range, around what it shows."""
+    """Extend the y axis to at least that range, around its values."""
     low, high = axes.get_ylim()
     missing = max(min_range - (high - low), 0.0)
     axes.set_ylim(low - missing / 2, high + missing / 2)
@@ -115,7 +115,7 @@ def draw_steps(runs: Sequence[Run]) -> Figure | None:
 
 
 def _with_rest(stage_s: Parts, step_s: float | None) -> Parts:
-    """The stages, and what they leave of the median step in the stage "other"."""
+    """The stages, with the rest of the median step in the stage "other"."""
     rest = (step_s or 0.0) - sum(stage_s.values())
     if not stage_s or not step_s or not rest > MIN_REST_FRAC * step_s:
         return stage_s
@@ -131,7 +131,7 @@ def draw_traffic(runs: Sequence[Run]) -> Figure | None:
     texts = []
     for sent, bound in zip(parts.values(), bounds, strict=True):
         total = sum(sent.values())
-        over = f", {total / bound:.2f}x the least" if bound else ""
+        over = f", {total / bound:.2f}x the bound" if bound else ""
         texts.append(f"{show_bytes(total)}{over}" if sent else NOT_RECORDED)
     return bar_figure(len(runs), lambda axes: draw_bars(axes, parts, texts, show_bytes, bounds))
 
@@ -190,13 +190,13 @@ def draw_bars(
     Args:
         axes: The axes to draw on; the first bar is at the top.
         bars: The parts of each bar by the bar's label.
-        texts: What stands at the end of each bar.
-        show: Writes the numbers of the axis.
-        bounds: Where a line marks the lower bound of each bar; None for no line.
+        texts: The text at the end of each bar.
+        show: Formats the numbers of the axis.
+        bounds: The lower bound of each bar, marked by a line; None for no line.
     """
     names = sorted(
         dict.fromkeys(name for parts in bars.values() for name, length in parts.items() if length),
-        # What has no look of its own comes after the wait for data.
+        # Parts without their own style come after the wait for data.
         key=lambda name: [*PART_LOOKS].index(name) if name in PART_LOOKS else 0.5,
     )
     others = [name for name in names if name not in PART_LOOKS]
@@ -219,7 +219,7 @@ def draw_bars(
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     for position, bound in enumerate(bounds):
         if bound:
-            # White edges separate the line from a dark bar behind it; one stands in the legend.
+            # White edges separate the line from a dark bar behind it; one is in the legend.
             label = "_" if BOUND_LABEL in axes.get_legend_handles_labels()[1] else BOUND_LABEL
             ends[position] = max(ends[position], bound)
             (line,) = axes.plot(
@@ -247,7 +247,7 @@ def _trim_zeros(text: str) -> str:
 def draw_caches(document: Content) -> Figure:
     """Hits and bytes of replayed caches by size, a line per policy; see ``hotrec cache``.
 
-    A dashed line is what a plan predicts of look-ahead.
+    A dashed line is a plan's prediction for look-ahead.
     """
     panels = {
         "Lookups that hit": (lambda one: one["lookup_hit_frac"], PercentFormatter(1.0, decimals=0)),
@@ -267,7 +267,7 @@ def draw_caches(document: Content) -> Figure:
                 of_policy = [one for one in document["replayed"] if one["policy"] == policy]
                 sizes = [one["num_slots"] / document["num_rows"] for one in of_policy]
                 values = [value_of(one) for one in of_policy]
-                # The first on top of those that come close to it.
+                # The first one on top of lines close to it.
                 line = {"color": run_color(position), "zorder": 3 - position / len(policies)}
                 axes.plot(sizes, values, "o-", label=policy, **line)
             predicted = document["predicted"]
@@ -301,7 +301,7 @@ def plot_coverage(profile: Path, png_path: Path) -> None:
 
 
 def draw_coverage(profile: Content, partition: Content | None) -> Figure:
-    """Coverage over all tables, with the chosen partition marked where one is given.
+    """Coverage over all tables, with the chosen partition marked if there is one.
 
     Args:
         profile: The content of a profile's manifest.

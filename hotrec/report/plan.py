@@ -1,7 +1,7 @@
-"""A plan for people: ``plan.txt``, and what ``plan_page`` shows too.
+"""A human-readable plan: ``plan.txt``, and the content shared with ``plan_page``.
 
 The input is the prediction document, ``prediction.json``. Its ``world``, ``batch_size``, ``plans``
-and ``chosen`` are required; anything else that is missing or null is left out, or shown as "-".
+and ``chosen`` are required; anything else that is missing or null is omitted, or shown as "-".
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ EXPECTED: tuple[Column, ...] = (
     ("Distinct hot rows per rank and step", "hot_rows", show_count),
     ("Distinct hot rows of all ranks in a step", "union_rows", show_count),
     ("Distinct cold rows per rank and step", "cold_rows", show_count),
-    ("Of these, rows that some rank reads in the next step too", "urgent_rows", show_count),
+    ("Cold rows that some rank reads in the next step too", "urgent_rows", show_count),
     ("Samples whose lookups are all hot", "all_hot_frac", show_frac),
     ("Cold rows found in the device's cache", "cache_hit_frac", show_frac),
     ("Fetched into slots per rank and step", "fetched_bytes", show_bytes),
@@ -76,8 +76,8 @@ def describe_world(world: Document) -> str:
     return " on ".join(f"{show_count(n)} {thing}{'s' * (n != 1)}" for thing, n in counts.items())
 
 
-class Prediction:
-    """A prediction document that was checked, and the order in which pages show its parts.
+class RecordedPrediction:
+    """A validated prediction document, and the order in which pages show its parts.
 
     Args:
         document: The content of ``prediction.json``.
@@ -145,7 +145,7 @@ class Prediction:
         """Bytes of each rank in one of ``TIERS``; empty if not known."""
         return [float(rank[tier]) for rank in self.plans[name].get("memory") or ()]
 
-    def most_memory(self, name: str) -> dict[str, float | None]:
+    def max_memory(self, name: str) -> dict[str, float | None]:
         """Bytes of the fullest rank by tier."""
         return {tier: max(self.memory(name, tier), default=None) for tier in TIERS}
 
@@ -184,12 +184,12 @@ def _check_needed(document: Document, names: Sequence[str], where: str) -> None:
 
 
 def plan_report_text(document: Document) -> str:
-    """The content of ``plan.txt``: what was chosen and why; ``Prediction`` says what is refused."""
-    prediction = Prediction(document)
+    """The content of ``plan.txt``: what was chosen and why; see ``RecordedPrediction``."""
+    prediction = RecordedPrediction(document)
     return render_text(Page(f"hotrec plan: {prediction.describe()}", plan_sections(prediction)))
 
 
-def plan_sections(prediction: Prediction) -> dict[str, list[Block]]:
+def plan_sections(prediction: RecordedPrediction) -> dict[str, list[Block]]:
     """All sections of the page by title, in reading order."""
     return {
         "What was chosen": [*_choice(prediction), _plans_table(prediction)],
@@ -201,7 +201,7 @@ def plan_sections(prediction: Prediction) -> dict[str, list[Block]]:
     }
 
 
-def _choice(prediction: Prediction) -> list[str]:
+def _choice(prediction: RecordedPrediction) -> list[str]:
     document, costs = prediction.document, prediction.document.get("costs") or {}
     return [
         f"Chosen: {prediction.name(prediction.chosen)}. {document.get('why') or ''}".strip(),
@@ -210,13 +210,13 @@ def _choice(prediction: Prediction) -> list[str]:
     ]
 
 
-def _plans_table(prediction: Prediction) -> Table:
+def _plans_table(prediction: RecordedPrediction) -> Table:
     plans, baseline = prediction.plans, prediction.baseline
     base_s = 0.0 if baseline is None else plans[baseline]["step_s"]
     records = [
         {
             **plans[name],
-            **prediction.most_memory(name),
+            **prediction.max_memory(name),
             "name": prediction.label(name),
             "ratio": show_ratio(plans[name]["step_s"], base_s),
             "pipeline": prediction.pipeline(name),
@@ -246,17 +246,17 @@ def _show_interval(interval_s: Sequence[float]) -> str:
     return " to ".join(map(show_seconds, interval_s))
 
 
-def _stages(prediction: Prediction) -> list[Block]:
+def _stages(prediction: RecordedPrediction) -> list[Block]:
     plans, compared = prediction.plans, prediction.compared
     blocks: list[Block] = [
-        "Time: seconds of each stage that nothing hides; they add up to the step. Hidden: seconds "
-        "of communication behind computation. Sent: bytes that a rank sends."
+        "Time: exposed seconds of each stage; they add up to the step. Hidden: seconds of "
+        "communication overlapped with computation. Sent: bytes that a rank sends."
     ]
     if any(plan.get("pipeline") == LOOK_AHEAD for plan in plans.values()):
         blocks.append(
-            "With look_ahead the exchanges that remain are communication that nothing hides. Row "
-            "lookups and updates run in the communication thread; here they count as computation, "
-            "because they share the cores."
+            "With look_ahead the remaining exchanges are exposed communication. Row lookups and "
+            "updates run in the communication thread; here they count as computation, because "
+            "they share the cores."
         )
     columns: list[Column] = [("stage", "stage", str)]
     records: dict[str, dict[str, Any]] = {
@@ -273,7 +273,7 @@ def _stages(prediction: Prediction) -> list[Block]:
     return [*blocks, record_table(records.values(), columns, [total])]
 
 
-def _tables(prediction: Prediction) -> list[Block]:
+def _tables(prediction: RecordedPrediction) -> list[Block]:
     document = prediction.document
     tables = sorted(
         document.get("tables") or (), key=lambda table: (-table["num_rows"], table["name"])
@@ -311,12 +311,12 @@ def _expected(document: Document) -> list[Block]:
     for dim, rate in sorted(break_even.items(), key=lambda pair: int(pair[0])):
         pays = "is never faster as a replica"
         if rate is not None:
-            pays = f"is faster as a replica from {rate:.3g} lookups per step of all ranks on"
+            pays = f"is faster as a replica above {rate:.3g} lookups per step of all ranks"
         blocks.append(f"With sparse_dist a row of D={dim} {pays}.")
     return blocks
 
 
-def _ranks(prediction: Prediction) -> list[Block]:
+def _ranks(prediction: RecordedPrediction) -> list[Block]:
     columns: dict[str, tuple[Callable[[float], str], Sequence[float]]] = {
         f"{tier.removesuffix('_bytes')}, {prediction.name(name)}": (show_bytes, sizes)
         for name in prediction.compared
@@ -335,14 +335,14 @@ def _ranks(prediction: Prediction) -> list[Block]:
     return [note, Table(("rank with", *columns), rows)] if columns else []
 
 
-def _sensitivity(prediction: Prediction) -> list[Block]:
+def _sensitivity(prediction: RecordedPrediction) -> list[Block]:
     entries = prediction.document.get("sensitivity") or ()
     if not entries:
         return []
     varied = prediction.placed or prediction.chosen
     base = prediction.plans[varied]
     blocks: list[Block] = [
-        f"Compared with {prediction.name(varied)} as predicted above: "
+        f"Compared with the prediction of {prediction.name(varied)} above: "
         f"{show_seconds(base['step_s'])}, {show_rate(base['samples_per_s'])}."
     ]
     blocks += [

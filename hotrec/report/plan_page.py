@@ -1,4 +1,4 @@
-"""A plan for people: ``plan.html``, with its figure."""
+"""A human-readable plan: ``plan.html``, with its figure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from hotrec.report.pictures import bar_figure, draw_bars
-from hotrec.report.plan import PREDICTION_JSON, Document, Prediction, plan_sections
+from hotrec.report.plan import PREDICTION_JSON, Document, RecordedPrediction, plan_sections
 from hotrec.report.render import Page, Picture, render_html, write_files
 from hotrec.report.style import to_svg
 from hotrec.report.units import show_bytes, show_ratio, show_seconds
@@ -23,13 +23,13 @@ def write_plan_page(document: Document, directory: Path) -> Path:
     Raises:
         ValueError: If a part that every page needs is missing; then nothing is written.
     """
-    prediction = Prediction(document)
+    prediction = RecordedPrediction(document)
     sections = plan_sections(prediction)
     names = prediction.order[:MAX_PLANS_DRAWN]
     figure = bar_figure(len(names), lambda axes: draw_stages(axes, prediction, names))
     picture = Picture(
         to_svg(figure, "Predicted time of a step"),
-        "Predicted time of a step. Hatched parts are communication that nothing hides.",
+        "Predicted time of a step. Hatched parts are exposed communication.",
     )
     sections["Where a step's time and bytes go"].insert(0, picture)
     title, subtitle = f"hotrec plan: {prediction.name(prediction.chosen)}", prediction.describe()
@@ -38,10 +38,10 @@ def write_plan_page(document: Document, directory: Path) -> Path:
     return directory / PLAN_HTML
 
 
-def draw_stages(axes: Axes, prediction: Prediction, names: Sequence[str]) -> None:
+def draw_stages(axes: Axes, prediction: RecordedPrediction, names: Sequence[str]) -> None:
     """Draw a stacked bar of stages for each of the named plans, with its step and bytes."""
     plans, baseline = prediction.plans, prediction.baseline
-    # Without hot rows two plans may be one.
+    # Without hot rows two plans may be equal.
     names = list({prediction.name(name): name for name in names}.values())
     texts = []
     for name in names:

@@ -26,9 +26,9 @@ Line = Mapping[str, Any]
 # Files that the page shows as they are, and their titles.
 TEXTS = {"config.yaml": "Configuration", "plan.txt": "Plan", "environment.json": "Environment"}
 WAIT_STAGE, OTHER_STAGE = "data_wait", "other"
-# What an unfinished run takes from its last line.
+# Fields that an unfinished run takes from its last line.
 FROM_LINE = {key for key, figure in FIGURES.items() if figure.from_line}
-_OF_CACHE = {"num_steps", "num_rows", "num_hits"}  # without which the others mean nothing
+_OF_CACHE = {"num_steps", "num_rows", "num_hits"}  # without these the others are meaningless
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class Run:
 
     Args:
         path: The directory.
-        name: What the page calls the run, unique within a report: the name that it was given, or
-            its plan as a user knows it.
-        recorded_name: The name that it recorded.
+        name: Display name of the run, unique within a report: its configured name, or its plan's
+            display name.
+        recorded_name: The recorded name.
         summary: The fields of ``summary.json``, completed from the other files. A field that was
             not recorded is absent or None; one with parts is then empty.
         metrics: The lines of ``metrics.jsonl``.
         evals: The lines of ``eval.jsonl``.
         decisions: The lines of ``hot_set.jsonl``.
-        texts: The files that the page shows as they are, by file name.
-        notes: What the reader should know, such as files that are missing.
-        overrides: What the job of a sweep was started with, by key; empty for other runs.
+        texts: The files that the page shows unchanged, by file name.
+        notes: Notes for the reader, such as missing files.
+        overrides: The overrides of a job of a sweep, by key; empty for other runs.
         is_empty: Whether the job of a sweep ended before it recorded anything.
     """
 
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def job(self) -> str:
-        """Its name among the jobs of a sweep: 3, or 3/train where job 3 is of ``hotrec run``."""
+        """Its name among the jobs of a sweep: 3, or 3/train if job 3 is of ``hotrec run``."""
         above, name = self.path.parent.name, self.path.name
         return f"{above}/{name}" if above.isdigit() and not name.isdigit() else name
 
@@ -104,7 +104,7 @@ class Run:
         return _series([line for line in self.evals if line.get("split") == split], name)
 
     def hot_shares(self) -> tuple[list[float], list[float]]:
-        """Steps and the shares of lookups of hot rows, where hot rows follow the data."""
+        """Steps and the shares of lookups of hot rows, if hot rows follow the data."""
         return _series(self.decisions, "hot_share")
 
     def aucs(self) -> tuple[list[float], list[float]]:
@@ -123,7 +123,7 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     Jobs are named by the overrides in which they differ; runs with the same name are numbered.
 
     Raises:
-        ValueError: If a directory is missing or holds no run, or one of its files is broken.
+        ValueError: If a directory is missing or contains no run, or one of its files is broken.
     """
     runs = [_read_run(Path(path)) for path in paths]
     if not runs:
@@ -142,14 +142,14 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
 
 
 def _with_pipeline(run: Run) -> Run:
-    """Tells runs of one plan apart by their pipelines, if they are named by it."""
+    """Distinguishes runs named by the same plan by their pipelines."""
     pipeline = run.summary.get("pipeline")
     is_named = not pipeline or run.overrides or run.name == run.recorded_name
     return run if is_named else replace(run, name=f"{run.name}, {pipeline}")
 
 
 def find_jobs(sweep_dir: Path, *names: str) -> list[Path]:
-    """The directories below that hold one of the named files, numbers by value."""
+    """The directories below with one of the named files, numbers by value."""
     folders = {path.parent for name in names for path in sweep_dir.rglob(name)}
     return sorted(folders, key=lambda path: [part.zfill(9) for part in path.parts])
 
@@ -179,8 +179,8 @@ def _read_run(path: Path) -> Run:
     is_empty = not (path / SUMMARY).exists() and not (path / METRICS).exists()
     if is_empty and not (path / POINT).exists():
         raise ValueError(
-            f"report run {path}: expected {SUMMARY} or {METRICS}, got neither. "
-            f"Pass a directory that `hotrec train` wrote."
+            f"report run {path}: expected {SUMMARY} or {METRICS}, got neither. Pass a directory "
+            "written by `hotrec train`."
         )
     notes: list[str] = []
     recorded = _read_text(path / SUMMARY, notes)
@@ -208,7 +208,7 @@ def _read_run(path: Path) -> Run:
 
 
 def _shown_name(summary: Line, path: Path) -> str:
-    """The name that a run was given; one that was given none has its plan's."""
+    """The configured name of a run, or its plan's."""
     name, placement = summary.get("name"), summary.get("placement")
     # hugectr: of runs made while hotrec had it.
     if placement is None or name not in {*(kind.name for kind in PlacementKind), "hugectr"}:
@@ -252,7 +252,7 @@ def _read_lines(path: Path, notes: list[str]) -> tuple[Line, ...]:
     if lines and not text.endswith("\n"):
         # A run that was killed, or is still being written, ends in the middle of a line.
         lines.pop()
-        notes.append(f"{path.name}: the last line is incomplete and was left out.")
+        notes.append(f"{path.name}: skipped the incomplete last line.")
     parsed = []
     for number, line in enumerate(lines, start=1):
         where = f"{path} line {number}"
@@ -269,7 +269,7 @@ def _is_number(value: object) -> bool:
 
 
 def _check_numbers(where: str, document: Line) -> None:
-    """Refuse a figure that is not what it is declared to be; None is not recorded."""
+    """Refuse a figure of another type than declared; None is not recorded."""
     for name, value in document.items():
         figure = FIGURES.get(name)
         if value is None or figure is None or not figure.unit.is_number:
@@ -286,7 +286,7 @@ def _check_numbers(where: str, document: Line) -> None:
 
 
 def _check_quality(where: str, summary: Line) -> None:
-    """Refuse a quality by split that is not what tables take it for."""
+    """Refuse a quality by split of an unexpected form."""
     of_splits = summary.get("quality")
     for split, of in of_splits.items() if isinstance(of_splits, dict) else ():
         figures = [of.get(name) for name in FROM_LINE] if isinstance(of, dict) else [""]
@@ -297,7 +297,7 @@ def _check_quality(where: str, summary: Line) -> None:
 def _complete(
     path: Path, summary: Line, metrics: tuple[Line, ...], evals: tuple[Line, ...], notes: list[str]
 ) -> dict[str, Any]:
-    """The summary, with what it lacks taken from the lines; an unfinished run has none."""
+    """The summary, completed from the lines; an unfinished run has none."""
     last = {
         name: line[name]
         for line in (*metrics, *evals)

@@ -26,7 +26,7 @@ class Cell(NamedTuple):
 
 
 Row = Sequence[str | Cell]
-# A column of a table of records: its heading, the key of its values, and how they are written.
+# A column of a table of records: its heading, the key of its values, and their format.
 Column = tuple[str, str, Callable[[Any], str]]
 
 
@@ -34,7 +34,7 @@ Column = tuple[str, str, Callable[[Any], str]]
 class Table:
     """A table whose first column is text and whose other columns are numbers.
 
-    A row of one cell is a heading for the rows below it; ``totals`` stand below a rule.
+    A row of one cell is a heading for the rows below it; ``totals`` are below a rule.
     """
 
     header: Row
@@ -88,7 +88,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Listing:
-    """A file shown as it is; ``language`` is that of a Markdown code block."""
+    """A file shown unchanged; ``language`` is that of a Markdown code block."""
 
     title: str
     text: str
@@ -100,7 +100,7 @@ Block = str | Table | Heading | Picture | Items | Listing
 
 
 class Tile(NamedTuple):
-    """A headline figure, what it is, and how it compares with the baseline."""
+    """A headline figure, its label, and its comparison with the baseline."""
 
     figure: str
     text: str
@@ -109,9 +109,9 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """A whole page: blocks by the titles of their sections, of which empty ones are left out.
+    """A whole page: blocks by the titles of their sections; empty sections are omitted.
 
-    ``lead`` is the answer in sentences, ``data_file`` the JSON document beside the page.
+    ``lead`` is the answer in sentences, ``data_file`` the JSON document next to the page.
     """
 
     title: str
@@ -128,7 +128,7 @@ def render_html(page: Page) -> str:
 
 
 def render_text(page: Page) -> str:
-    """Markdown that also reads well in a terminal: of a figure the caption, tables aligned."""
+    """Markdown that is also readable in a terminal: captions only for figures, aligned tables."""
     return _templates().get_template("page.md.j2").render(page=page)
 
 

@@ -80,7 +80,7 @@ Content = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Report:
-    """A page, and the JSON document that holds its numbers."""
+    """A page, and the JSON document of its numbers."""
 
     page: Page
     document: dict[str, Any]
@@ -104,7 +104,7 @@ class Report:
 
 
 def write_report(runs: Sequence[Path], output: Path, **settings: Any) -> dict[str, Any]:
-    """Write ``make_report(runs, **settings)`` into a directory; return what report.json holds."""
+    """Write ``make_report(runs, **settings)`` into a directory; return report.json's content."""
     report = make_report(runs, **settings)
     report.write(output)
     return report.document
@@ -128,7 +128,7 @@ def make_report(
         partition: A partition directory, to mark on the curves; needs its profile.
         baseline: The name of the run with which the others are compared; by default the first
             whose placement starts with "torchrec".
-        compared: What ``hotrec compare`` wrote of these runs.
+        compared: The output of ``hotrec compare`` for these runs.
         title: The title of the page.
         made_at: The time to print; now by default.
 
@@ -144,8 +144,8 @@ def make_report(
     read = [run for run in jobs if not run.is_empty]
     if not read:
         raise ValueError(
-            f"report: expected a job with {SUMMARY} or {METRICS}, got {len(jobs)} that "
-            "ended before. Correct what their messages name, and start the sweep again."
+            f"report: expected a job with {SUMMARY} or {METRICS}, got {len(jobs)} that ended "
+            "earlier. Fix the errors in their messages, and restart the sweep."
         )
     against = choose_baseline(read, baseline)
     comparison = None if compared is None else Comparison.read(compared)
@@ -205,17 +205,17 @@ def report_page(
         "Where a step's time goes": _picture(
             steps,
             "Time per step by stage",
-            "Of whole runs, which did not take turns: compare stages, not totals. Medians over the "
-            "measured steps, or means over the logged lines of an unfinished run. "
-            "In hatched stages the main thread waits for other ranks. Grey is the rest of the "
+            "Of complete runs, which were not interleaved: compare stages, not totals. Medians "
+            "over the measured steps, or means over the logged lines of an unfinished run. In "
+            "hatched stages the main thread waits for other ranks. Grey is the rest of the "
             "median step.",
         ),
         "What a step sends": _picture(
             traffic,
             "Bytes sent per step and rank by collective",
-            "The black line is the least that a plan takes that exchanges rows: each distinct row "
+            "The black line is the lower bound for plans that exchange rows: each distinct row "
             "of a rank's batch is fetched once and its gradient is returned once. A plan that "
-            "exchanges pooled bags can send less, because it sends one vector for a whole bag.",
+            "exchanges pooled bags can send less, because it sends one vector per bag.",
         ),
         "What is hot": coverage,
         "Side by side": _comparison(runs, baseline),
@@ -224,7 +224,7 @@ def report_page(
         "Runs": _details(runs),
     }
     missing = {
-        "Learning": "Loss and AUC over steps: not logged twice.",
+        "Learning": "Loss and AUC over steps: logged fewer than two times.",
         "Where a step's time goes": f"Time per step by stage: {NOT_RECORDED}.",
         "What a step sends": "Bytes sent per step and rank: "
         + ("none were sent." if any(run.sent_bytes for run in runs) else f"{NOT_RECORDED}."),
@@ -245,14 +245,14 @@ def report_page(
 
 
 def _plans(runs: Sequence[Run], baseline: Run | None, comparison: Comparison | None) -> list[Block]:
-    """What the plans that took turns do, side by side, and where their lookups go."""
+    """The interleaved plans side by side, and the destinations of their lookups."""
     took_part = [] if comparison is None else list(filter(comparison.has, runs))
     if comparison is None or not took_part:
         return []
     position = {run.name: index for index, run in enumerate(runs)}
     header: list[str | Cell] = [
         "Plan",
-        "Step, in turns",
+        "Step, interleaved",
         *([f"Against {baseline.name}"] if baseline and baseline in took_part else []),
         "AUC",
         "Sent, per step and rank",
@@ -276,21 +276,21 @@ def _plans(runs: Sequence[Run], baseline: Run | None, comparison: Comparison | N
                     for key in ("auc", "sent_bytes_total", "hot_rows")
                 ),
                 show_frac(plan.at_home_frac),
-                show_known("{:.2f}x".format, plan.most_over_mean),
+                show_known("{:.2f}x".format, plan.max_over_mean),
             )
         )
     note = (
-        f"The plans trained in turns for {show_seconds(comparison.seconds)}, a few steps each, "
-        "from the same weights on the same batches. Intervals are of 90%: another start of the "
-        "comparison lies in them nine times of ten. Hot rows have a copy on every rank; an owner "
-        "is the one rank that holds a row. Less is better, but for AUC and lookups that need no "
+        f"The plans were trained for {show_seconds(comparison.seconds)} in interleaved blocks of a "
+        "few steps, from the same weights on the same batches. Intervals are of 90%: they contain "
+        "nine of ten repeated comparisons. Hot rows have a copy on every rank; the owner is the "
+        "only rank that stores a row. Less is better, except for AUC and lookups that need no "
         "network."
     )
     return [Table(header, rows), note]
 
 
 def _lookups(runs: Sequence[Run], comparison: Comparison | None) -> list[Block]:
-    """The picture of where the lookups of the plans that took turns go."""
+    """The picture of the destinations of the interleaved plans' lookups."""
     if comparison is None:
         return []
     plans = {run.name: comparison.plan(run) for run in runs if comparison.has(run)}
@@ -307,7 +307,7 @@ def _picture(figure: Drawing | None, label: str, caption: str) -> list[Block]:
 
 
 def _next_days(runs: Sequence[Run]) -> list[Block]:
-    """The AUC of each day before it was trained on; empty where no run evaluated ahead."""
+    """The AUC of each day before it was trained on; empty if no run evaluated days ahead."""
     aucs = [{line["day"]: line["auc"] for line in run.evals if "day" in line} for run in runs]
     days = list(dict.fromkeys(day for of_run in aucs for day in of_run))
     if not days:
@@ -319,7 +319,7 @@ def _next_days(runs: Sequence[Run]) -> list[Block]:
     header = [Cell(run.name, color=run_color(i)) for i, run in enumerate(runs)]
     rows = [(day, *(cell(of_run.get(day)) for of_run in aucs)) for day in days]
     return [
-        "AUC of each day, evaluated with the model that was trained until the day before.",
+        "AUC of each day, with the model trained until the previous day.",
         Table(("Day", *header), rows),
     ]
 
@@ -349,7 +349,7 @@ def _auc_text(run: Run) -> str:
 
 
 def _tile(name: str, text: str, run: Run, baseline: Run | None) -> Tile | None:
-    """A figure of a run, beside the baseline's; None if it was not recorded."""
+    """A figure of a run, compared with the baseline's; None if it was not recorded."""
     figure = FIGURES[name]
     value, relation = run.number(name), _show_against(figure, run, baseline)
     if value is None:
@@ -363,17 +363,17 @@ def _tile(name: str, text: str, run: Run, baseline: Run | None) -> Tile | None:
 
 
 def _tiles_of_turns(run: Run, baseline: Run | None, comparison: Comparison) -> list[Tile]:
-    """The chosen plan beside the baseline, where they took turns."""
+    """The chosen plan compared with the baseline, if they were interleaved."""
     plan, step, owner = comparison.plan(run), "", ""
     if baseline is not None and baseline is not run and comparison.has(baseline):
-        step = f"no claim against {baseline.name}"
+        step = f"inconclusive vs. {baseline.name}"
         if comparison.why_not(run, baseline) is None:
-            step = f"{comparison.ratio(run, baseline).text} against {baseline.name}; less is better"
-        theirs = show_known("{:.2f}x".format, comparison.plan(baseline).most_over_mean)
+            step = f"{comparison.ratio(run, baseline).text} vs. {baseline.name}; less is better"
+        theirs = show_known("{:.2f}x".format, comparison.plan(baseline).max_over_mean)
         owner = f"{theirs} with {baseline.name}; less is better"
-    busiest = show_known("{:.2f}x".format, plan.most_over_mean)
+    busiest = show_known("{:.2f}x".format, plan.max_over_mean)
     tiles = [
-        Tile(show_seconds(plan.step_s), "a step, in turns", step),
+        Tile(show_seconds(plan.step_s), "per step, interleaved", step),
         _tile("sent_bytes_total", "sent per step and rank", run, baseline),
         Tile(busiest, "lookups of the busiest owner, over the mean", owner),
         _tile("auc", _auc_text(run), run, baseline),
@@ -420,13 +420,13 @@ def _comparison(runs: Sequence[Run], baseline: Run | None) -> list[Block]:
     note = (
         "No run uses one of TorchRec's own plans, so there is no baseline to compare with."
         if baseline is None
-        else f"Small print compares with {baseline.name}: a ratio for bytes, where data, ranks and "
-        "batch are the same, and a difference for quality, where the same samples were evaluated. "
-        "Times are not compared: the runs did not take turns."
+        else f"Small print is relative to {baseline.name}: a ratio for bytes, if data, ranks and "
+        "batch are the same, and a difference for quality, if the same samples were evaluated. "
+        "Times are not compared, because the runs were not interleaved."
     )
     note += (
-        " An error is predicted minus measured, in percent of the measured. What no run recorded "
-        "is left out. Peaks include dense layers, activations, messages and libraries."
+        " An error is predicted minus measured, in percent of the measured. Figures that no run "
+        "recorded are omitted. Peaks include dense layers, activations, messages and libraries."
     )
     return [note, Table(("", *header), rows)]
 
@@ -435,7 +435,7 @@ def _recorded(figure: Figure, runs: Sequence[Run]) -> list[Figure]:
     """A figure that a run recorded, one for each part if it has parts; empty for another one."""
     if not figure.parts:
         return [figure] if any(run.number(figure.key) is not None for run in runs) else []
-    # Kinds of tables that take no bytes anywhere are left out.
+    # Kinds of tables without bytes in any run are omitted.
     parts = dict.fromkeys(
         part
         for run in runs
@@ -454,7 +454,7 @@ def _recorded(figure: Figure, runs: Sequence[Run]) -> list[Figure]:
 
 
 def _kind_text(kind: str) -> str:
-    """What a table's bytes are, in plans with hot rows and without."""
+    """The names of a table's bytes, in plans with hot rows and without."""
     texts = {"hot_rows": "replicated rows", "cold_rows": "sharded rows"}
     return texts.get(kind, kind.replace("_", " "))
 
@@ -462,7 +462,7 @@ def _kind_text(kind: str) -> str:
 def _coverage(
     profile: Content | None, partition: Content | None
 ) -> tuple[list[Block], list[Block]]:
-    """The picture of the lookups, and the table of the partition; empty where not given."""
+    """The picture of the lookups, and the table of the partition; empty if not requested."""
     if profile is None:
         return [], []
     counted = f"{show_count(profile['num_samples'])} samples"
@@ -472,8 +472,8 @@ def _coverage(
     how = f"exactly over {counted}" if frac == 1 else f"on a {show_frac(frac)} sample: {counted}"
     picture = Picture(
         to_svg(draw_coverage(profile, partition), "Share of lookups by most accessed rows"),
-        f"Counted {how}. Rows are ranked by how often the training samples read them. Where the "
-        "held-out curve is lower, popularity has shifted since.",
+        f"Counted {how}. Rows are ranked by their lookups in the training samples. A lower "
+        "held-out curve means that popularity has shifted since.",
     )
     if partition is None or not partition["total"]["hot_rows"]:
         return [picture], []
@@ -529,7 +529,7 @@ def _predicted_table(run: Run) -> Table:
 
 
 def _details(runs: Sequence[Run]) -> list[Block]:
-    """Where each run is stored, what is missing of it, and its files as they are."""
+    """The directory of each run, its missing files, and its files unchanged."""
     blocks: list[Block] = []
     for position, run in enumerate(runs):
         blocks += [Heading(run.name, run_color(position)), Items([str(run.path), *run.notes])]

@@ -1,7 +1,7 @@
-"""The look of all figures: light, few lines, colors that color-blind readers can tell apart.
+"""The look of all figures: light, few lines, colors that color-blind readers can distinguish.
 
 Run colors are Okabe and Ito's; stacked parts take Tol's muted scheme, so that the color of a run
-never stands for a part of a step.
+never denotes a part of a step.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PART_COLORS = (
     *("#999933", "#882255", "#117733", "#661100", "#6699CC"),
 )
 REST_COLOR, CONNECTOR_COLOR = "#c9ced4", "#9aa5b1"
-# What each part of a bar looks like, on all pages. Of a step computation is plain and communication
-# hatched: eleven stage colors could not be told apart. Bytes and lookups have the colors of the
-# collective that carries them.
+# The style of each part of a bar, on all pages. In a step computation is plain and communication
+# hatched: eleven stage colors could not be distinguished. Bytes and lookups have the colors of
+# their collective.
 PART_LOOKS: Mapping[str, tuple[str, str]] = {
     "data_wait": (PART_COLORS[6], ""),
     "route": (PART_COLORS[1], ""),
@@ -50,7 +50,7 @@ PART_LOOKS: Mapping[str, tuple[str, str]] = {
     "broadcast": (PART_COLORS[1], ""),
     "other": (REST_COLOR, ""),
 }
-# Where the name of a part does not say what it is.
+# Labels of parts whose names do not explain them.
 PART_LABELS: Mapping[str, str] = {
     "hot_exchange": "all-reduce of dense layers and hot rows",
     "replicated": "rows on every rank",

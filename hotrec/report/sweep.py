@@ -1,7 +1,7 @@
-"""What jobs of a sweep were started with and what came of them, a row for each.
+"""The overrides of a sweep's jobs and their results, a row for each.
 
-The validation split chooses among jobs. What chose is no estimate of how good the choice is, so the
-figures that are reported are those of the last split that was evaluated, by default the test split.
+Jobs are chosen on the validation split. Its AUC is biased by the choice, so the reported figures
+are those of the last evaluated split, by default the test split.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hotrec.report.units import DASH, SHOW, show_bytes, show_known, show_quality
 from hotrec.runtime.figures import FIGURES, Unit
 
 VALID = "valid"
-# The figures of a sweep's table, and those of them that a job is chosen by.
+# The figures of a sweep's table, and those by which a job is chosen.
 SWEPT = [figure for figure in FIGURES.values() if figure.in_sweep]
 CHOICES = [figure for figure in SWEPT if figure.unit is Unit.quality]
 NO_TURNS = (
-    "Jobs do not take turns: their steps are no claim of speed; `hotrec bench` compares plans in "
-    "turns."
+    "Jobs are not interleaved, so their step times are not comparable; `hotrec bench` compares "
+    "plans."
 )
 
 
@@ -42,7 +42,7 @@ def choosing_quality(summary: Mapping[str, Any]) -> tuple[str | None, Mapping[st
 
 
 def sweep_notes(runs: Sequence[Run]) -> list[str]:
-    """What the table's figures are good for."""
+    """How to interpret the table's figures."""
     splits = {choosing_quality(run.summary)[0] for run in runs}
     reported = {run.summary.get("eval_split") for run in runs}
     shown = " and ".join(sorted(map(str, reported - {None})))
@@ -51,17 +51,17 @@ def sweep_notes(runs: Sequence[Run]) -> list[str]:
         return notes
     if splits != {VALID}:
         text = (
-            f"Not all jobs were evaluated on a validation split. What is chosen by the {shown} "
-            "split has no result there: its AUC is too high for the choice. Set "
-            "'trainer.eval_splits=[valid,test]', on data with both splits."
+            f"Not all jobs were evaluated on a validation split. A choice on the {shown} split "
+            "biases the AUC on it upward. Set 'trainer.eval_splits=[valid,test]', on data with "
+            "both splits."
         )
     elif reported == {VALID}:
         text = (
-            "The validation split chooses; no other was evaluated, and its AUC is too high for the "
-            "choice. `hotrec evaluate` evaluates the chosen job on another."
+            "Chosen on the validation split; no other was evaluated, and the choice biases the "
+            "AUC on it upward. `hotrec evaluate` evaluates the chosen job on another."
         )
     else:
-        text = f"The validation split chooses; AUC and log loss are those of the {shown} split."
+        text = f"Chosen on the validation split; AUC and log loss are those of the {shown} split."
     return [text, *notes]
 
 
@@ -93,7 +93,7 @@ def to_csv(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def sweep_table(jobs: Sequence[Run]) -> Table:
-    """A row for each job, with what it was started with and what came of it."""
+    """A row for each job, with its overrides and results."""
     varied, runs = varied_overrides(jobs), [job for job in jobs if not job.is_empty]
 
     def row(job: Run) -> Row:
@@ -136,5 +136,7 @@ def best_tiles(runs: Sequence[Run]) -> list[Tile]:
     least = [(value, run) for value, run in sent if value is not None]
     if len({value for value, _ in least}) > 1 and all(is_as_large(run, runs[0]) for run in runs):
         value, run = min(least, key=lambda pair: pair[0])
-        tiles.append(Tile(show_bytes(value), "least sent per step and rank", f"with {run.name}"))
+        tiles.append(
+            Tile(show_bytes(value), "fewest bytes sent per step and rank", f"with {run.name}")
+        )
     return tiles

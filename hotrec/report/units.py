@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them, always with their unit."""
+"""Numbers in readable form, always with their unit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOT_RECORDED, DASH = "not recorded", "-"
 
 
 def show_known(show: Callable[[float], str], value: float | None) -> str:
-    """The number as ``show`` writes it, or a dash where it is not known."""
+    """The number formatted by ``show``, or a dash if unknown."""
     return DASH if value is None else show(value)
 
 
@@ -60,12 +60,12 @@ def show_quality(value: float) -> str:
 
 
 def show_difference(value: float) -> str:
-    """With its sign, four digits as ``show_quality``; what rounds to zero has none."""
+    """With its sign, four digits as ``show_quality``; no sign if it rounds to zero."""
     return "nan" if math.isnan(value) else f"{value:+z.4f}" if round(value, 4) else "0.0000"
 
 
 def show_ratio(value: float, baseline: float) -> str:
-    """Such as ``0.33x``; empty where a ratio means nothing."""
+    """Such as ``0.33x``; empty if a ratio is meaningless."""
     if baseline == 0 or math.isnan(value) or math.isnan(baseline):
         return ""
     return f"{value / baseline:.2f}x"

@@ -1,7 +1,7 @@
-"""Sentences on what was measured: hot rows, TorchRec's planner, and the prediction.
+"""Sentences about the measurements: hot rows, TorchRec's planner, and the prediction.
 
-A plan is called faster only where plans took turns (``hotrec compare``): runs one after the other
-see another machine each, and differ by up to twice without a reason of their own.
+A plan is only called faster if the plans were interleaved (``hotrec compare``): the machine's state
+changes between consecutive runs, which differ by up to a factor of two without another reason.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from typing import Any
 
 from hotrec.planner.names import PLANNER, TORCHREC, plan_name
 from hotrec.report.compared import Comparison, Ratio
-from hotrec.report.plan import Prediction
+from hotrec.report.plan import RecordedPrediction
 from hotrec.report.read import Run, parse_object
 from hotrec.report.units import show_bytes, show_count, show_error, show_frac, show_seconds
 from hotrec.runtime.run_dir import PLAN_JSON, PREDICTION, is_comparison
 
-NO_CLAIM = "They did not take turns: no claim of speed; hotrec compare lets plans take turns."
-WHERE = "docs/why_and_when.md says where hot rows pay."
+NO_CLAIM = "Not interleaved, so speed is not comparable; use hotrec compare."
+WHERE = "See docs/why_and_when.md for where hot rows pay."
 
 
 def choose_baseline(runs: Sequence[Run], name: str | None = None) -> Run | None:
-    """The run that the others are compared with, by name or by default one of TorchRec's plans.
+    """The run with which the others are compared, by name or by default one of TorchRec's plans.
 
     Raises:
         ValueError: If there is none of that name.
     """
     if name is None:
-        # What hotrec trained may be a plan of TorchRec's, too; what was to compare comes first.
+        # hotrec's own run may use a plan of TorchRec's, too; the baseline of a comparison comes
+        # first.
         def order(run: Run) -> tuple[bool, bool]:
             is_planner = str(run.summary.get("placement")) in (TORCHREC, f"{TORCHREC} {PLANNER}")
             return not is_comparison(run.path), not is_planner
@@ -45,10 +46,10 @@ def choose_baseline(runs: Sequence[Run], name: str | None = None) -> Run | None:
 def verdicts(
     runs: Sequence[Run], baseline: Run | None, comparison: Comparison | None = None
 ) -> list[str]:
-    """What the hot rows did and what TorchRec's planner does, if the plans took turns.
+    """The effect of the hot rows and TorchRec's planner, if the plans were interleaved.
 
-    Else a sentence for each run that measured its steps: its step, the prediction, the baseline.
-    Before them, what is suspicious about a run's quality.
+    Otherwise a sentence for each run with measured steps: its step, the prediction, the baseline.
+    Before them, warnings about a run's quality.
     """
     suspicions = [f"{run.name}: {text}" for run in runs for text in suspicion(run.summary)]
     if comparison is not None:
@@ -66,22 +67,22 @@ def verdicts(
 def _verdict(run: Run, baseline: Run | None) -> str:
     step_s, predicted_s = run.number("step_p50_s"), run.number("predicted_step_s")
     assert step_s is not None
-    text = f"{_described(run)}: {show_seconds(step_s)} a step"
+    text = f"{_described(run)}: {show_seconds(step_s)} per step"
     if predicted_s is not None:
-        # Of the numbers that stand here.
+        # Of the numbers shown here.
         text += f", predicted {show_seconds(predicted_s)} ({show_error(predicted_s / step_s - 1)})"
     if baseline is None or (their_s := baseline.number("step_p50_s")) is None:
         return f"{text}."
     text += f"; {_described(baseline)} took {show_seconds(their_s)}."
     if have_same_plan(run, baseline):
-        return f"{text} Both trained the same plan, so what differs is the machine."
+        return f"{text} Same plan; the difference is machine noise."
     if is_torchrec(run) and is_torchrec(baseline):
         text += " Both are TorchRec's own plans."
     return f"{text} {NO_CLAIM}"
 
 
 def _compared(runs: Sequence[Run], baseline: Run | None, comparison: Comparison) -> list[str]:
-    """On hot rows, on TorchRec's planner, and what is to be done where neither can be said."""
+    """On hot rows, on TorchRec's planner, and advice if the comparison is inconclusive."""
     own = [run for run in runs if not is_torchrec(run)]
     hot = next((run for run in own if run.number("hot_rows")), None)
     cold = next((run for run in own if not run.number("hot_rows")), None)
@@ -93,7 +94,7 @@ def _compared(runs: Sequence[Run], baseline: Run | None, comparison: Comparison)
         elif ours is not None and is_torchrec(ours):
             said.append(
                 f"{_capital(ours.name)} was chosen. It and {baseline.name} are both TorchRec's own "
-                "plans: no claim of speed."
+                "plans: no speed comparison."
             )
             ours = next(iter(own), None)
         if ours is not None:
@@ -111,10 +112,10 @@ def _compared(runs: Sequence[Run], baseline: Run | None, comparison: Comparison)
         why, stage = " ".join(found), "compare"
         if "calibrate" in why:
             stage = "calibrate"
-        again = "Start the same command again on a quiet machine"
+        again = "Repeat the command on a quiet machine"
         if any(is_comparison(run.path) for run in runs):  # by `hotrec run`
             again += f", with run.from={stage}"
-        said.append(f"No claim of speed: {why[0].lower()}{why[1:]} {again}.")
+        said.append(f"Inconclusive: {why[0].lower()}{why[1:]} {again}.")
     return said
 
 
@@ -137,7 +138,7 @@ def _of_hot_rows(hot: Run, cold: Run, comparison: Comparison) -> str:
 
 
 def _against(run: Run, baseline: Run, comparison: Comparison) -> str:
-    """The step and the bytes of a plan beside those of one of TorchRec's."""
+    """The step and the bytes of a plan compared with those of one of TorchRec's."""
     plan, theirs, ratio = *map(comparison.plan, (run, baseline)), comparison.ratio(run, baseline)
     text = f"A step takes {show_seconds(plan.step_s)}, with {baseline.name} "
     text += f"{show_seconds(theirs.step_s)}: "
@@ -153,9 +154,11 @@ def _against(run: Run, baseline: Run, comparison: Comparison) -> str:
 
 
 def _of_trial(run: Run) -> list[str]:
-    """The best of TorchRec's plans in the run's trial, where that is not the planner's."""
+    """The best of TorchRec's plans in the run's trial, if that is not the planner's."""
     try:
-        prediction = Prediction(parse_object((run.path / PREDICTION).read_text(), PREDICTION))
+        prediction = RecordedPrediction(
+            parse_object((run.path / PREDICTION).read_text(), PREDICTION)
+        )
     except (OSError, ValueError):
         return []
     if not (prediction.document.get("trial") or {}).get("took_turns"):
@@ -171,19 +174,19 @@ def _of_trial(run: Run) -> list[str]:
     longer = f"{ratio.size} longer" if ratio.is_more else f"as long within the noise, {ratio.text}"
     return [
         f"{_capital(prediction.name(best))}, the best of TorchRec's in the trial before the run, "
-        f"took {show_seconds(of_trial[best])} a step where the chosen plan took "
+        f"took {show_seconds(of_trial[best])} per step where the chosen plan took "
         f"{show_seconds(ours)} ({longer}), and is predicted to send "
         f"{show_bytes(prediction.plans[best]['total_sent_bytes'])}."
     ]
 
 
 def _capital(text: str) -> str:
-    """With a capital letter, but for the name of this program."""
+    """With a capital letter, except for the name of this program."""
     return text if text.startswith("hotrec") else text[:1].upper() + text[1:]
 
 
 def suspicion(summary: Mapping[str, Any]) -> list[str]:
-    """A sentence for each label that is predicted too well, with the columns to look at.
+    """A sentence for each label that is predicted implausibly well, with the columns to check.
 
     Args:
         summary: Figures with the entry of ``hotrec.runs.suspicious``, or without.
@@ -192,9 +195,9 @@ def suspicion(summary: Mapping[str, Any]) -> list[str]:
     for label, found in (summary.get("suspicious") or {}).items():
         columns = ", ".join(f"{name} {auc:.4f}" for name, auc in found["alone"].items())
         sentences.append(
-            f"an AUC of {found['auc']:.4f} for {label} is too good to be true. Is a column known "
-            f"only after it? The AUC of columns alone, in training: {columns}. Leave such a column "
-            "out of data.source.columns."
+            f"an AUC of {found['auc']:.4f} for {label} is implausibly high: a column may be known "
+            f"only after the label. The AUC of single columns, in training: {columns}. Remove such "
+            "a column from data.source.columns."
         )
     return sentences
 
@@ -205,7 +208,7 @@ def is_torchrec(run: Run) -> bool:
 
 
 def _described(run: Run) -> str:
-    """The name of a run, and what it trained, as far as that was recorded."""
+    """The name of a run, and its plan, as far as recorded."""
     plan, pipeline = run.summary.get("placement"), run.summary.get("pipeline")
     name = None if plan is None else plan_name(str(plan), run.number("hot_rows"))
     told = ", ".join(t for t in (name, pipeline) if t and t not in run.name)

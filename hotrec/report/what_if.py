@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hotrec.report.plan import PREDICTION_JSON, TIERS, Prediction, describe_world
+from hotrec.report.plan import PREDICTION_JSON, TIERS, RecordedPrediction, describe_world
 from hotrec.report.read import find_jobs, parse_object
 from hotrec.report.render import (
     Block,
@@ -31,7 +31,7 @@ ENDED_WITH_ERROR = "the job ended with an error"
 # These have columns of their own.
 OF_THE_WORLD = ("plan.world_size", "plan.ranks_per_host", "trainer.batch_size")
 
-# What a job without a prediction has not.
+# Fields that a job without a prediction lacks.
 PREDICTED: tuple[str, ...] = (
     "chosen",
     "step_s",
@@ -41,10 +41,10 @@ PREDICTED: tuple[str, ...] = (
     "samples_per_s",
 )
 PREDICTED += ("sent_bytes", *TIERS)
-# The costs of a set that came with the program.
+# The costs of a built-in set.
 BUILT_IN = "built-in"
 
-# A job as what_if.json has it, None where something is not known; ``problem`` says why there is no
+# A job in the form of what_if.json, None for unknown values; ``problem`` is why there is no
 # prediction. ``device_bytes`` and ``host_bytes`` are those of the tables on the fullest rank.
 Point = Mapping[str, Any]
 
@@ -75,7 +75,7 @@ def _read_point(folder: Path, name: str) -> Point:
         "problem": document.get("infeasible", "") if document else ENDED_WITH_ERROR,
     }
     if not point["problem"]:
-        prediction = Prediction(document, where=str(folder / PREDICTION_JSON))
+        prediction = RecordedPrediction(document, where=str(folder / PREDICTION_JSON))
         plan, world = prediction.plans[prediction.chosen], document["world"]
         planner = prediction.planner
         point |= {
@@ -87,7 +87,7 @@ def _read_point(folder: Path, name: str) -> Point:
             "costs": document.get("costs"),
             "samples_per_s": plan["samples_per_s"],
             "sent_bytes": plan["total_sent_bytes"],
-            **prediction.most_memory(prediction.chosen),
+            **prediction.max_memory(prediction.chosen),
         }
     ranks = world["num_ranks"]
     per_host = world["ranks_per_host"] or ranks  # without a number all are on one host
@@ -181,7 +181,7 @@ def _origins(points: Sequence[Point]) -> list[str]:
     found = {(c["name"], c["origin"]): None for p in points if (c := p["costs"]) is not None}
     return [
         f"Predicted with the built-in costs {name}, never run on such a machine: they rank plans, "
-        "and promise no step time."
+        "but are not accurate step times."
         if origin == BUILT_IN
         else f"Predicted with the costs {name}, {origin}."
         for name, origin in found
@@ -189,7 +189,7 @@ def _origins(points: Sequence[Point]) -> list[str]:
 
 
 def _show_about(per_s: float) -> str:
-    """A predicted rate: its third digit is uncertain already."""
+    """A predicted rate, rounded because its third digit is uncertain."""
     return show_rate(float(f"{per_s:.3g}"))
 
 

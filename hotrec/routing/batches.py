@@ -9,7 +9,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.routing.features import RoutedFeatures
 
-# Batches are shallow: a batch, a field of it, and what a container there holds.
+# Batches are shallow: a batch, a field of it, and the items of a container there.
 MOST_LEVELS = 4
 
 
@@ -38,7 +38,7 @@ def features_of_each(batch: Any, wanted: Sequence[Collection[str]]) -> list[Any]
         wanted: The names of the features that each collection reads.
 
     Returns:
-        The batch's features by collection: the only ones, or else those that have all the names.
+        The batch's features by collection: the only ones, or those that have all the names.
 
     Raises:
         ValueError: If no features of the batch, or several, have a collection's names.

@@ -1,4 +1,4 @@
-"""What a batch's features must satisfy to be routed."""
+"""Checks of a batch's features before routing."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ def check_names(features: KeyedJaggedTensor, wanted: Sequence[str]) -> None:
 
 
 def check_own_bags(features: KeyedJaggedTensor) -> None:
-    """Raise ValueError if samples share bags, which lookups here do not know."""
+    """Raise ValueError if samples share bags, which lookups here do not support."""
     if features.variable_stride_per_key():
         sizes = zip(features.keys(), features.stride_per_key(), strict=True)
         found = f"bags by feature: {dict(list(sizes)[:4])}"
     elif features.inverse_indices_or_none() is not None:
-        found = "bags that samples share (inverse_indices)"
+        found = "bags shared by samples (inverse_indices)"
     else:
         return
     raise ValueError(
-        f"features: expected a bag of each feature for every sample, got {found}. Repeat bags for "
-        "every sample that has them."
+        f"features: expected a bag of each feature for every sample, got {found}. Repeat shared "
+        "bags for every sample."
     )
 
 
@@ -92,9 +92,8 @@ def declared_weights(features: KeyedJaggedTensor, is_weighted: bool | None) -> t
     weights = features.weights_or_none()
     if is_weighted and weights is None:
         raise ValueError(
-            "features weights: expected per-sample weights since is_weighted=True, got none. "
-            "Give the KeyedJaggedTensor weights, or build the collection with "
-            "is_weighted=False."
+            "features weights: expected per-sample weights since is_weighted=True, got none. Add "
+            "weights to the KeyedJaggedTensor, or build the collection with is_weighted=False."
         )
     return None if is_weighted is False else weights
 
@@ -102,11 +101,11 @@ def declared_weights(features: KeyedJaggedTensor, is_weighted: bool | None) -> t
 def check_features(
     features: KeyedJaggedTensor, columns: Sequence[Column], num_rows: Mapping[str, int]
 ) -> None:
-    """See that features can be looked up, without routing them.
+    """Check that features can be looked up, without routing them.
 
     Args:
         features: The features of a batch.
-        columns: What is looked up in them.
+        columns: The columns to look up.
         num_rows: Rows by table.
 
     Raises:
@@ -138,7 +137,7 @@ def refuse_ids(
     rows_K: torch.Tensor,
     lengths_F: torch.Tensor,
 ) -> NoReturn:
-    """Raise a ValueError that names the first id outside its table, of which there is one."""
+    """Raise a ValueError that names the first id outside its table; there must be one."""
     is_outside_K = (rows_K < 0) | (rows_K >= torch.repeat_interleave(num_rows_F, lengths_F))
     first = int(is_outside_K.nonzero()[0])
     position = int(torch.searchsorted(lengths_F.cumsum(0), first, right=True))
@@ -167,8 +166,7 @@ def scale_ids(
     elif weights_K.requires_grad:
         raise ValueError(
             "features weights: expected per-sample weights without a gradient, got "
-            "requires_grad=True. Detach them, or keep such features in an "
-            "EmbeddingBagCollection."
+            "requires_grad=True. Detach them, or keep such features in an EmbeddingBagCollection."
         )
     if is_mean_F is None:
         return weights_K.float()

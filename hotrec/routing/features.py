@@ -66,7 +66,7 @@ class RoutedGroup(Pipelineable):
     weight, and 1 / length of the bag for mean pooling.
     """
 
-    rows: KeyedJaggedTensor  # with length_per_key on the host too
+    rows: KeyedJaggedTensor  # with length_per_key also on the host
     positions_K: torch.Tensor  # of each id among the U rows, in the order of the bags
     bag_offsets: torch.Tensor  # the start of each bag in positions_K, (B * F,)
     bags_K: torch.Tensor  # the bag of each id, sorted by row

@@ -78,7 +78,7 @@ class GroupRouter:
         self._num_rows_T = torch.tensor([partition.num_rows[t] for t in tables])
         self._table_ends = self._num_rows_T.cumsum(0)
         self._total_rows = int(self._table_ends[-1])
-        # Sorted keys hold the hot rows of all tables, then the cold ones: where each table's end.
+        # Sorted keys have the hot rows of all tables, then the cold ones: the ends of each table's.
         self._key_ends = torch.cat([self._table_ends, self._table_ends + self._total_rows])
         wanted = [table in self.hot_tables for table in tables]
         wanted += [table in self.cold_tables for table in tables]
@@ -102,7 +102,7 @@ class GroupRouter:
     def slots(self) -> torch.Tensor:
         """The hot slot of each row of all tables, or COLD; int32 (R,).
 
-        Made when it is first needed, which planning is not: 2 s for 200 M rows.
+        Built at the first use, so not for planning: 2 s for 200 M rows.
         """
         if self._map is None:
             device = self._num_rows_T.device
@@ -115,7 +115,7 @@ class GroupRouter:
             slots[hot] = torch.arange(hot.numel(), dtype=torch.int32, device=slots.device)
 
     def follow(self, partition: Partition) -> None:
-        """Route by other hot rows, as many of each table."""
+        """Route by new hot rows, the same number of each table."""
         slots = self.slots
         for old in self._hot_keys:
             slots[old] = COLD
@@ -124,7 +124,7 @@ class GroupRouter:
 
     @torch.no_grad()
     def route(self, features: KeyedJaggedTensor, known: Sequence[KeyLengths]) -> RoutedGroup:
-        """Route a batch of the columns' features, in order; the device is asked once."""
+        """Route a batch of the columns' features, in order, with one read from the device."""
         num_columns, batch_size = len(self.columns), features.stride()
         lengths_FB = features.lengths().view(num_columns, batch_size).long()
         rows_K = features.values().long()
@@ -133,8 +133,8 @@ class GroupRouter:
         sizes_F = [key.num_ids for key in known]
         any_outside_here = self._any_outside(rows_K, sizes_F)
 
-        # One sort serves everything: hot rows before cold ones, each by table and row. Ids outside
-        # their tables are refused below; until then they must not reach beyond the map.
+        # A single sort: hot rows before cold ones, each by table and row. Ids outside their tables
+        # are refused below; until then they must not index beyond the map.
         key_K = rows_K.clone()
         torch._foreach_add_(key_K.split(sizes_F), self._begins)
         key_K.clamp_(0, self._total_rows - 1)

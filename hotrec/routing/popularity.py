@@ -1,8 +1,8 @@
-"""How often the rows of a group of tables are looked up, by all ranks.
+"""Lookup counts of the rows of a group of tables, over all ranks.
 
-A rank keeps the distinct rows of the batches that it routes. When they are merged, each row's
-lookups go to one rank, its counter, and are added there to the decayed count of earlier ones. The
-memory follows the rows that were looked up, not the tables.
+A rank keeps the distinct rows of the batches that it routes. In a merge each row's lookups are sent
+to one rank, its counter, and are added there to the decayed count of earlier ones. The memory
+depends on the rows that were looked up, not on the tables.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hotrec.types import Partition, Rows
 
 Counts = npt.NDArray[np.float64]
 
-# Rows of batches that are kept before they are summed, to bound memory.
+# Rows of batches that are stored before they are summed, to bound memory.
 _MOST_PENDING = 1 << 22
 
 
 @dataclass(frozen=True)
 class CountedRows:
-    """Rows (N,) of tables laid one after the other, ascending, and their decayed lookups (N,)."""
+    """Rows (N,) of concatenated tables, ascending, and their decayed lookups (N,)."""
 
     keys: Rows
     counts: Counts
@@ -38,13 +38,13 @@ class CountedRows:
         return CountedRows(np.empty(0, np.int64), np.empty(0))
 
     def sum(self, other: CountedRows) -> CountedRows:
-        """The lookups of both."""
+        """The sum of both."""
         keys, run = np.unique(np.concatenate([self.keys, other.keys]), return_inverse=True)
         counts = np.bincount(run, np.concatenate([self.counts, other.counts]), keys.size)
         return CountedRows(keys, counts.astype(np.float64))
 
     def of(self, keys: Rows) -> Counts:
-        """The counts of rows (M,); 0 of those that were not counted."""
+        """The counts of rows (M,); 0 for uncounted ones."""
         if self.keys.size == 0:
             return np.zeros(keys.size)
         at = np.minimum(np.searchsorted(self.keys, keys), self.keys.size - 1)
@@ -62,7 +62,7 @@ class Popularity:
     """Counts the lookups of the rows of one embedding dimension.
 
     Args:
-        router: Has the tables, which are laid one after the other to number their rows.
+        router: Provides the tables, which are concatenated to number their rows.
         partition: Their hot rows.
         device: Where batches are routed.
     """
@@ -77,17 +77,17 @@ class Popularity:
         self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_pending = 0
         self.counted = CountedRows.none()  # of the rows that this rank counts
-        self.latest = CountedRows.none()  # the same since ``decay`` alone
+        self.latest = CountedRows.none()  # the same, only since ``decay``
         self.follow(partition)
 
     def follow(self, partition: Partition) -> None:
-        """Take another partition, after ``merge`` and before the next batch."""
+        """Set another partition, after ``merge`` and before the next batch."""
         self.hot_keys = {t: hot_rows(partition, t) + self.begins[t] for t in self._hot_tables}
         self._key_of_slot = {t: keys.to(self._device) for t, keys in self.hot_keys.items()}
 
     @torch.no_grad()
     def add(self, routed: RoutedGroup) -> None:
-        """Count the lookups of a batch; the device is not waited for."""
+        """Count the lookups of a batch, without waiting for the device."""
         parts = routed.rows.values().split(routed.rows.length_per_key())
         num_hot = len(self._hot_tables)
         keys = [
@@ -130,18 +130,18 @@ class Popularity:
         self.latest = self.latest.sum(arrived)
 
     def decay(self, factor: float, most: int) -> None:
-        """Let all counts fade, and forget all but about ``most`` rows, those counted most."""
+        """Decay all counts, and drop all but about ``most`` rows with the highest counts."""
         counted = CountedRows(self.counted.keys, self.counted.counts * factor)
         if counted.keys.size > most:
             least = np.partition(counted.counts, -most)[-most]
             counted = counted.select(counted.counts >= least)
-            if counted.keys.size > 2 * most:  # nearly all are as rare
+            if counted.keys.size > 2 * most:  # nearly all are equally rare
                 counted = counted.select(counted.counts > least)
         self.counted = counted
         self.latest = CountedRows.none()
 
     def restore(self, counted: CountedRows) -> None:
-        """Take back counts of any ranks, of which each keeps the rows that it counts."""
+        """Restore counts from any ranks; each rank keeps the rows that it counts."""
         self._pending, self._num_pending = [], 0
         self.counted = counted.select(counted.keys % world_size() == rank())
 

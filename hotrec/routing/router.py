@@ -53,7 +53,7 @@ class Router:
         return fingerprint
 
     def follow(self, partition: Partition) -> None:
-        """Route by other hot rows, as many of each table, on this process alone."""
+        """Route by new hot rows, the same number of each table, only in this process."""
         for group in self.groups.values():
             group.follow(partition)
         self.fingerprint = self._fingerprint_of(partition)
@@ -66,7 +66,7 @@ class Router:
         return moved
 
     def __call__(self, features: KeyedJaggedTensor) -> RoutedFeatures:
-        """Route a batch, whose features are checked."""
+        """Check and route a batch."""
         known = check_lengths(features)
         features = KeyedJaggedTensor(
             keys=features.keys(),

@@ -1,26 +1,33 @@
-"""What can be said of a training run's settings before it is planned, and before it has data.
+"""Checks of a training run's settings that need no plan, and of those that need no data.
 
-``hotrec run`` asks before its first stage, and again when the dataset is there; a training run asks
-before it plans. What depends on the plan is refused later, by what makes it.
+``hotrec run`` runs them before its first stage, and again once the dataset exists; a training run
+before planning. Settings that depend on the plan are checked when it is made.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from hotrec.assemble.job import check_placement, label_weights_of, optimizer_specs
+from hotrec.assemble.job import (
+    architecture_of,
+    check_placement,
+    label_weights_of,
+    optimizer_specs,
+    order_of,
+    schedule_of,
+)
 from hotrec.assemble.order import check_order, count_epoch_steps
-from hotrec.config.groups import AllColdPlacement, AllHotOrder, TorchrecPlacement
+from hotrec.config.groups import AllColdPlacement, TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.data.chunks import Dataset
 from hotrec.embedding.fused import check_optimizer
-from hotrec.models.shape import architecture_of
 from hotrec.planner.counted import num_overridden
 from hotrec.train.callbacks import import_callback
-from hotrec.train.schedule import Schedule, count_steps
+from hotrec.train.schedule import count_steps
 
 
 def check_settings(config: Config, *, device: str) -> None:
@@ -31,8 +38,8 @@ def check_settings(config: Config, *, device: str) -> None:
         device: "cpu" or "cuda".
 
     Raises:
-        ValueError: If a callback, checkpoint or run that is named cannot be had, or settings
-            contradict each other on this device.
+        ValueError: If a callback, checkpoint or run is not available, or settings conflict on this
+            device.
     """
     trainer, costs = config.trainer, config.planner.costs
     for path in trainer.callbacks:
@@ -40,8 +47,7 @@ def check_settings(config: Config, *, device: str) -> None:
     for key, given in (("resume", trainer.resume), ("warm_start", trainer.warm_start)):
         if given is not None and given not in ("latest", "none") and not Path(given).is_dir():
             raise ValueError(
-                f"trainer.{key}: expected the directory of a checkpoint, got {given!r}, which is "
-                "none. Correct the path."
+                f"trainer.{key}: expected a checkpoint directory, got {given!r}. Correct the path."
             )
     if costs not in ("auto", "measured", *BUILTIN):
         raise ValueError(
@@ -58,19 +64,19 @@ def check_with_data(config: Config, dataset: Dataset, *, world_size: int) -> int
     """Check what needs the dataset, but no plan.
 
     Returns:
-        The steps of the run; of order=all_hot at least so many.
+        The steps of the run; a lower bound for order=all_hot.
 
     Raises:
         ValueError: If the dataset lacks what the configuration names, or is too short for it.
-        ArtifactError: If its samples are not in the order that is asked for.
+        ArtifactError: If its samples are not in the requested order.
     """
-    trainer = config.trainer
-    per_epoch = count_epoch_steps(config, dataset, None, world_size)
+    trainer, order = config.trainer, order_of(config)
+    per_epoch = count_epoch_steps(order, dataset, None, world_size)
     steps = count_steps(per_epoch, epochs=trainer.num_epochs, max_steps=trainer.max_steps)
-    if not isinstance(config.order, AllHotOrder):
-        Schedule(**vars(config.optimizer.schedule), num_steps=steps)
-    check_order(config, dataset)
-    check_splits(config, dataset)
+    if order.blocks is None:
+        schedule_of(config.optimizer.schedule, steps)
+    check_order(order, dataset)
+    check_splits(trainer.eval_splits, dataset)
     label_weights_of(trainer, dataset.schema)
     architecture_of(config.model, dataset.schema)
     num_rows = {table.name: table.num_rows for table in dataset.schema.tables}
@@ -78,12 +84,12 @@ def check_with_data(config: Config, dataset: Dataset, *, world_size: int) -> int
     return steps
 
 
-def check_splits(config: Config, dataset: Dataset) -> None:
+def check_splits(asked: Sequence[str], dataset: Dataset) -> None:
     """Check that the splits to evaluate have samples."""
     present = [split for split in dataset.splits if dataset.num_samples(split)]
-    missing = [split for split in config.trainer.eval_splits if split not in present]
+    missing = [split for split in asked if split not in present]
     if missing:
         raise ValueError(
-            f"trainer.eval_splits: expected splits with samples, of {present}, got {missing}. "
+            f"trainer.eval_splits: expected non-empty splits, some of {present}, got {missing}. "
             "Set 'trainer.eval_splits=[]', or prepare the data with these splits."
         )

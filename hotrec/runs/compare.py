@@ -1,4 +1,4 @@
-"""Compare the plans of several runs: they train in turns, from the same weights and batches."""
+"""Compare the plans of several runs: interleaved training from the same weights and batches."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.artifact import ArtifactError, read_record
+from hotrec.assemble.job import Job, make_job
 from hotrec.assemble.lookups import Destinations, destinations
 from hotrec.assemble.planning import SettledPlan, read_settled_plan
 from hotrec.assemble.trainable import Trainable
@@ -16,16 +17,10 @@ from hotrec.config.groups import AllHotOrder
 from hotrec.config.roots import Config
 from hotrec.cost_model.profile import read_profile
 from hotrec.data.batch import Batch
-from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
 from hotrec.planner.predict import MEMORIES
 from hotrec.planner.trial import Trial
-from hotrec.runs.train import (
-    checkpoint_facts,
-    make_candidate,
-    make_run_machine,
-    open_dataset,
-)
+from hotrec.runs.train import make_candidate, make_run_machine, open_dataset
 from hotrec.runs.trial import Candidate, run_turns
 from hotrec.runtime.cores import num_workers
 from hotrec.runtime.load import LoadMeter, disturbance
@@ -33,21 +28,28 @@ from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.runtime.run_dir import CHECKPOINTS, ENVIRONMENT
 from hotrec.train.checkpoint import find_latest
 
-# Settings of the trainer with which a step of the same plan would be another one.
+# Settings of the trainer that change a step of the same plan.
 _TRAINER = ("batch_size", "seed", "precision", "compile", "grad_clip_norm")
 
 
 @dataclass(frozen=True)
-class _Recorded:
-    """A run as it recorded itself."""
+class _RecordedRun:
+    """A run as it recorded itself.
+
+    Args:
+        run_dir: Its directory.
+        job: The run in values.
+        plan: The plan that it recorded.
+        facts: What must agree between runs for a comparison of their plans.
+    """
 
     run_dir: Path
-    config: Config
-    dataset: Dataset
+    job: Job
     plan: SettledPlan
+    facts: Mapping[str, Any]
 
     @classmethod
-    def read(cls, run_dir: Path, config: Config, machine: Machine) -> _Recorded:
+    def read(cls, run_dir: Path, config: Config, machine: Machine) -> _RecordedRun:
         recorded = run_dir / ENVIRONMENT
         try:
             world_size = json.loads(read_record(recorded))["world_size"]
@@ -63,28 +65,24 @@ class _Recorded:
             )
         if isinstance(config.order, AllHotOrder):
             raise ValueError(
-                f"{run_dir}: expected order=shuffled or order=time, got all_hot, whose batches "
-                "belong to one plan. Compare other runs."
+                f"{run_dir}: expected order=shuffled or order=time, got all_hot (its batches "
+                "depend on the plan). Compare other runs."
             )
-        dataset = open_dataset(config, find_latest(run_dir / CHECKPOINTS))
+        dataset = open_dataset(config.paths, find_latest(run_dir / CHECKPOINTS))
         paths = replace(config.paths, dataset=str(dataset.artifact.path))
-        config = replace(config, paths=paths)
-        return cls(run_dir, config, dataset, read_settled_plan(config, run_dir, machine))
-
-    def facts(self) -> dict[str, Any]:
-        """What must agree between runs for a comparison of their plans."""
-        trainer = {name: getattr(self.config.trainer, name) for name in _TRAINER}
-        order = {name: getattr(of, "name", of) for name, of in vars(self.config.order).items()}
+        job = make_job(replace(config, paths=paths), run_dir, dataset)
+        trainer = {name: getattr(config.trainer, name) for name in _TRAINER}
+        order = {name: getattr(of, "name", of) for name, of in vars(config.order).items()}
         del order["assign"]  # of the samples of the same batches
-        facts = checkpoint_facts(self.config, self.dataset, None)
-        return {**facts, **trainer, "order": order}
+        facts = {**job.facts(None), **trainer, "order": order}
+        return cls(run_dir, job, read_settled_plan(job.planned, run_dir, machine), facts)
 
     def candidate(
         self, machine: Machine, ranks: Ranks, places: dict[str, Destinations]
     ) -> Candidate:
-        """How to train its plan; ``places`` gets where its lookups go."""
-        made = make_candidate(self.config, self.plan, self.dataset, machine, ranks)
-        profile, _ = read_profile(Path(self.config.paths.profile))
+        """The candidate of its plan; stores the destinations of its lookups in ``places``."""
+        made = make_candidate(self.job, self.plan, machine, ranks)
+        profile, _ = read_profile(self.job.planned.folders["profile"])
 
         def build() -> tuple[Trainable, Iterable[Batch]]:
             trainable, loader = made.build()
@@ -103,12 +101,12 @@ class _Recorded:
 
 
 def compare_runs(runs: Mapping[Path, Config], ranks: Ranks, *, seconds: float) -> dict[str, Any]:
-    """Train the plans that runs recorded in turns, on their data and batches; collective.
+    """Train the recorded plans of runs in interleaved blocks, on their data; collective.
 
     Args:
         runs: Configurations by run directory, as recorded.
-        ranks: The process group, of as many ranks as the runs had.
-        seconds: Seconds of training in turns.
+        ranks: The process group, with the runs' number of ranks.
+        seconds: Seconds of interleaved training.
 
     Returns:
         The content of ``compare.json``, equal on every rank.
@@ -117,7 +115,7 @@ def compare_runs(runs: Mapping[Path, Config], ranks: Ranks, *, seconds: float) -
         ArtifactError: If the dataset, the profile or a recorded plan is missing or altered.
         ValueError: If the runs differ in more than their plans.
     """
-    # Collective, so not where one rank may fail alone.
+    # Collective, so not inside code that can fail on a single rank.
     workers = [num_workers(config.trainer.num_workers, ranks) for config in runs.values()]
     configs = [
         replace(config, trainer=replace(config.trainer, num_workers=number))
@@ -125,7 +123,7 @@ def compare_runs(runs: Mapping[Path, Config], ranks: Ranks, *, seconds: float) -
     ]
     machine = make_run_machine(configs[0], ranks)
     read = same_verdict(
-        lambda: [_Recorded.read(*of_run, machine) for of_run in zip(runs, configs, strict=True)]
+        lambda: [_RecordedRun.read(*of_run, machine) for of_run in zip(runs, configs, strict=True)]
     )
     same_verdict(lambda: _check_alike(read))
     places: dict[str, Destinations] = {}
@@ -138,34 +136,34 @@ def compare_runs(runs: Mapping[Path, Config], ranks: Ranks, *, seconds: float) -
     return _document(trial, places, doubts)
 
 
-def _check_alike(runs: list[_Recorded]) -> None:
-    expected = runs[0].facts()
+def _check_alike(runs: list[_RecordedRun]) -> None:
+    expected = runs[0].facts
     for run in runs[1:]:
-        for name, value in run.facts().items():
+        for name, value in run.facts.items():
             if value != expected[name]:
                 raise ValueError(
                     f"{run.run_dir} {name}: expected {expected[name]}, as in {runs[0].run_dir}, "
-                    f"got {value}. Compare runs that differ in their plans alone."
+                    f"got {value}. Compare runs that differ only in their plans."
                 )
 
 
 def _doubts(trial: Trial, chosen: SettledPlan, disturbed: str | None) -> list[str]:
-    """Why nothing follows from what was measured, in sentences."""
+    """Reasons why the measurement is inconclusive, in sentences."""
     doubts = []
     if not trial.took_turns:
-        doubts.append("The plans do not fit into memory together and did not take turns.")
+        doubts.append("The plans do not fit into memory together, so they were not interleaved.")
     if disturbed is not None:
         doubts.append(f"They were measured {disturbed}.")
     costs = (chosen.prediction or {}).get("costs") or {}
     if not costs.get("is_trusted", True):
-        doubts.append("The costs that the plan rests on are not to be trusted: calibrate again.")
+        doubts.append("The plan is based on untrusted costs: calibrate again.")
     return doubts
 
 
 def _document(
     trial: Trial, places: Mapping[str, Destinations], doubts: list[str]
 ) -> dict[str, Any]:
-    """What was measured, and why nothing follows from it, if so."""
+    """The measurements, and the reasons why they are inconclusive, if any."""
     return {
         "seconds": trial.seconds,
         "doubts": doubts,

@@ -1,14 +1,14 @@
-"""What has changed in a model since it was last exported, as files of their own.
+"""The changes of a model since an earlier export.
 
-    delta.json                   model.json as it becomes
+    delta.json                   the new model.json
     dense.safetensors            weights of all layers but the tables
     tables/<table>.safetensors   row (r,) and weight (r, D) of the changed rows; for int8 also
                                  scale (r,)
     vocab/<table>.parquet        value and row of the raw ids that are new or took another's row
-    model.onnx                   whole, with export.onnx=true
+    model.onnx                   complete, with export.onnx=true
 
-The manifest names the content hash of the export that it is to be applied to. ``apply_delta`` makes
-of both the export that would have been written whole: the same files, and the same content hash.
+The manifest has the content hash of the export that it applies to. From both, ``apply_delta`` makes
+the full export: the same files, and the same content hash.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ ROW = "row"
 
 
 def open_base(path: Path, description: Mapping[str, Any], datasets: Collection[str]) -> Artifact:
-    """Open the export that a delta is to be applied to.
+    """Open the export that a delta applies to.
 
     Args:
         path: Its directory.
-        description: The content of ``model.json`` as it becomes.
+        description: The new content of ``model.json``.
         datasets: Content hashes of the generations of the model's dataset.
 
     Raises:
@@ -93,7 +93,7 @@ def open_base(path: Path, description: Mapping[str, Any], datasets: Collection[s
             raise ArtifactError(
                 f"since {path}: expected an export of a model of the dataset "
                 f"{description['checkpoint']['dataset'][:12]} or of an earlier generation of it, "
-                f"got one of {dataset[:12]}. Choose another, or export the whole model."
+                f"got one of {dataset[:12]}. Choose another, or run a full export."
             )
         forms = [
             (document["rows"], document["architecture"]["embedding_dim"])
@@ -103,7 +103,7 @@ def open_base(path: Path, description: Mapping[str, Any], datasets: Collection[s
             (rows, dim), (rows_before, dim_before) = forms
             raise ArtifactError(
                 f"since {path}: expected rows of {dim} values in {rows}, got rows of {dim_before} "
-                f"in {rows_before}. Choose another, or export the whole model."
+                f"in {rows_before}. Choose another, or run a full export."
             )
         _check_grown(before, description)
         check_content(path, before)
@@ -111,10 +111,10 @@ def open_base(path: Path, description: Mapping[str, Any], datasets: Collection[s
 
 
 def _read_files(artifact: Artifact, name: str) -> dict[str, Any]:
-    """Check that all files of an artifact are in it, and listed; its description.
+    """Check that the files of an artifact are exactly the listed ones; returns its description.
 
     Raises:
-        ValueError: If one is a link, or nothing has compared it with its checksum.
+        ValueError: If one is a link, or has not been compared with its checksum.
     """
     for file in artifact.files:
         file_within(artifact.path, file)
@@ -128,10 +128,10 @@ def _read_files(artifact: Artifact, name: str) -> dict[str, Any]:
 
 
 def check_content(directory: Path, description: Mapping[str, Any]) -> None:
-    """Check that the files of a whole export are what its description says.
+    """Check the files of a full export against its description.
 
     Raises:
-        ValueError: If they are not.
+        ValueError: If they do not match.
     """
     if description["architecture"]["kind"] == OWN:  # whose code is not run for this
         check_dense_file(directory / DENSE_FILE, description)
@@ -145,10 +145,10 @@ def check_content(directory: Path, description: Mapping[str, Any]) -> None:
 
 
 def _check_grown(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Check that a model has the tables of an earlier one, with as many rows or more.
+    """Check that a model has the tables of an earlier one, with at least as many rows.
 
     Raises:
-        ValueError: If it has not.
+        ValueError: If it does not.
     """
     (old, _), (new, num_new) = (
         (
@@ -161,17 +161,17 @@ def _check_grown(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     if old != new or shrunk:
         raise ValueError(
             f"tables: expected {sorted(old)} of the earlier export, none with fewer rows, got "
-            f"{sorted(new)}, with fewer in {shrunk}. Export the whole model."
+            f"{sorted(new)}, with fewer in {shrunk}. Run a full export."
         )
 
 
 def changed_rows(
     chunks: Iterable[Mapping[str, npt.NDArray[Any]]], base: Mapping[str, npt.NDArray[Any]]
 ) -> Iterator[dict[str, npt.NDArray[Any]]]:
-    """The rows of a table that differ in a bit from an earlier export, and those after its end.
+    """The rows of a table that differ in any bit from an earlier export, and new ones.
 
     Args:
-        chunks: The tensors of the table as they are exported, a number of rows at a time.
+        chunks: The tensors of the table in exported form, some rows at a time.
         base: The tensors of the earlier export.
 
     Yields:
@@ -192,17 +192,17 @@ def changed_rows(
 
 
 def _differs(values: npt.NDArray[Any], before: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Whether each row has another bit than before, (r,)."""
+    """Whether each row differs in any bit, (r,)."""
     bits = np.dtype(f"u{values.itemsize}")
     differs = values.view(bits) != before.view(bits)
     return differs.reshape(len(values), -1).any(axis=1)
 
 
 def changed_ids(tables: Iterable[pa.Table], base: Path) -> Iterator[pa.Table]:
-    """The raw ids whose rows an earlier vocabulary did not have, or had for others.
+    """The raw ids that are new or have another row than in an earlier vocabulary.
 
     Args:
-        tables: Raw ids and all rows from 1 on, a number of them at a time.
+        tables: Raw ids and all rows from 1 on, some at a time.
         base: The earlier vocabulary.
     """
     for table in tables:
@@ -216,19 +216,19 @@ def changed_ids(tables: Iterable[pa.Table], base: Path) -> Iterator[pa.Table]:
 
 
 def apply_delta(base: str | Path, delta: str | Path, output: str | Path) -> Path:
-    """Bring an exported model up to date: the export that the delta was made from, bit for bit.
+    """Apply a delta to an exported model; the result is bit-identical to the full export.
 
     Args:
-        base: Directory of the export that the delta names in its manifest.
-        delta: Directory that ``hotrec export since=...`` wrote.
-        output: Directory of the new export; ``base`` itself too.
+        base: Directory of the export that is named in the delta's manifest.
+        delta: Directory written by ``hotrec export since=...``.
+        output: Directory of the new export; may be ``base``.
 
     Returns:
         ``output``.
 
     Raises:
-        ArtifactError: If one of them is missing or damaged, if the delta is one to another export,
-            or if the output directory holds something else. Nothing is changed.
+        ArtifactError: If one of them is missing or damaged, if the delta belongs to another export,
+            or if the output directory contains something else. Nothing is changed.
     """
     base, delta, output = Path(base), Path(delta), Path(output)
     check_place(output)
@@ -257,10 +257,10 @@ def _merge_verified(
 
 
 def merge(base: Path, delta: Path, target: Path) -> None:
-    """Write the files of an export that a delta makes of an earlier one.
+    """Write the export that results from a delta and its base.
 
     Raises:
-        ValueError: If the delta is not whole, or has what an export of its description has not.
+        ValueError: If the delta is incomplete or does not match its description.
     """
     description = read_description(delta, DELTA_DESCRIPTION)
     _check_grown(read_description(base), description)
@@ -293,8 +293,8 @@ def _map_changes(
     """The tensors of the changed rows of a table, checked.
 
     Raises:
-        ValueError: If they are of other types or shapes than the table's, or have rows that it has
-            not, a row twice, or not all that are new.
+        ValueError: If they have other types or shapes than the table's, rows outside of it, a row
+            twice, or not all new ones.
     """
     held = load_tensors(path)
     rows = held.pop(ROW, torch.empty(0))
@@ -310,14 +310,14 @@ def _map_changes(
     num_new = int((rows >= num_before).sum())
     if not is_rising or not is_inside or num_new != num_rows - num_before:
         raise ValueError(
-            f"{path}: expected rising rows below {num_rows}, among them all from {num_before} on, "
-            "got others. Export the changes again."
+            f"{path}: expected increasing rows below {num_rows} including all from {num_before} "
+            "on, got others. Export the changes again."
         )
     tensors = {ROW: rows, **held}
     if base.keys() != held.keys():
         raise ValueError(
             f"{path}: expected tensors {sorted(base)} as in the earlier export, got "
-            f"{sorted(held)}. Export the whole model."
+            f"{sorted(held)}. Run a full export."
         )
     return {name: tensor.numpy() for name, tensor in tensors.items()}
 

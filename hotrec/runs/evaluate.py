@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hotrec.assemble.job import model_spec
+from hotrec.assemble.job import make_job
 from hotrec.assemble.planning import read_settled_plan
 from hotrec.assemble.trainable import assemble
 from hotrec.config.roots import Config, EvaluateConfig
@@ -17,7 +17,7 @@ from hotrec.data.loader import make_loader
 from hotrec.data.unknown import UnknownIds, unknown_ids_of
 from hotrec.planner.plan import Plan
 from hotrec.runs.suspicious import suspicious_columns
-from hotrec.runs.train import checkpoint_facts, make_run_machine
+from hotrec.runs.train import make_run_machine
 from hotrec.runtime.cores import num_workers
 from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.runtime.run_dir import CHECKPOINTS
@@ -38,9 +38,9 @@ class EvaluatedRun:
         checkpoint: Name of the checkpoint.
         step: Number of updates before the checkpoint.
         quality: Quality over all ranks.
-        is_best: Whether the checkpoint is the one that the run keeps as the best.
-        unknown: Ids of the split without a row, as ``prepare`` counted them; None if it did not.
-        suspicious: Of ``suspicious_columns``, on rank 0.
+        is_best: Whether this is the run's best checkpoint.
+        unknown: Unknown ids of the split, counted by ``prepare``; None if it did not.
+        suspicious: The result of ``suspicious_columns``, on rank 0.
     """
 
     plan: Plan
@@ -67,17 +67,20 @@ def evaluate_run(
         ArtifactError: If the dataset, partition or checkpoint is missing or altered.
         ValueError: If there is no such checkpoint.
     """
-    checkpoint = same_verdict(lambda: find_checkpoint(trained, trained_dir, config.checkpoint))
+    keeps_best = trained.trainer.keeps_best
+    checkpoint = same_verdict(
+        lambda: find_checkpoint(trained_dir, config.checkpoint, keeps_best=keeps_best)
+    )
     trained_on = same_verdict(lambda: read_facts(checkpoint, None)["facts"])["dataset"]
     paths = trained.paths
     dataset = same_verdict(
         lambda: open_generation(paths.dataset, trained_on, checkpoint, paths.verify)
     )
     machine = make_run_machine(trained, ranks)
-    settled = same_verdict(lambda: read_settled_plan(trained, trained_dir, machine))
-    spec = same_verdict(lambda: model_spec(trained, dataset.schema))
-    trainable = assemble(spec, settled.plan, settled.placement, machine, ranks.device)
-    facts = checkpoint_facts(trained, dataset, settled.artifact)
+    job = same_verdict(lambda: make_job(trained, trained_dir, dataset))
+    settled = same_verdict(lambda: read_settled_plan(job.planned, trained_dir, machine))
+    trainable = assemble(job.spec, settled.plan, settled.placement, machine, ranks.device)
+    facts = job.facts(settled.artifact)
     position = load_checkpoint(checkpoint, model=trainable.model, facts=facts)
     workers = num_workers(config.num_workers, ranks)
     batches = same_verdict(
@@ -117,19 +120,19 @@ def evaluate_run(
     )
 
 
-def find_checkpoint(trained: Config, trained_dir: Path, name: str) -> Path:
-    """The checkpoint of a run that is meant: the one place that says which that is.
+def find_checkpoint(trained_dir: Path, name: str, *, keeps_best: bool) -> Path:
+    """Resolve the checkpoint of a run by name; the only place that does.
 
     Args:
-        trained: Configuration of the run.
         trained_dir: Directory of the run.
-        name: AUTO, the best where the run keeps it and else the newest; or one of these or another
-            by name.
+        name: AUTO for the best if the run keeps it, otherwise the newest; or BEST, LATEST, or a
+            directory's name.
+        keeps_best: Whether the run keeps the best one.
 
     Raises:
         ValueError: If there is no such checkpoint.
     """
-    directory, keeps_best = trained_dir / CHECKPOINTS, trained.trainer.keeps_best
+    directory = trained_dir / CHECKPOINTS
     chosen = (BEST if keeps_best else LATEST) if name == AUTO else name
     path = find_latest(directory, chosen) if chosen in (LATEST, BEST) else directory / chosen
     if path is not None and path.is_dir():
@@ -137,13 +140,12 @@ def find_checkpoint(trained: Config, trained_dir: Path, name: str) -> Path:
     names = sorted(found.name for found in directory.glob("step-*"))
     if name == AUTO and keeps_best:
         raise ValueError(
-            f"checkpoint: expected the best one of {trained_dir}, which keeps it "
-            f"(trainer.keep_best), got none before its first evaluation. Set checkpoint=latest, or "
-            f"one of {names}."
+            f"checkpoint: expected a best checkpoint in {trained_dir} (trainer.keep_best), got "
+            f"none before its first evaluation. Set checkpoint=latest, or one of {names}."
         )
     raise ValueError(f"checkpoint: expected auto, latest, best or one of {names}, got {name!r}.")
 
 
 def is_best(checkpoint: Path) -> bool:
-    """Whether a checkpoint is the one that its run keeps as the best."""
+    """Whether a checkpoint is its run's best one."""
     return find_latest(checkpoint.parent, BEST) == checkpoint

@@ -1,13 +1,13 @@
 """Export a run's model: tables, vocabularies and layers in files that need no hotrec to read.
 
     model.json                   architecture, features, dense columns, tables; the checkpoint
-    dense.safetensors            weights of all layers but the tables
-    tables/<table>.safetensors   weight (R, D) in the dataset's own rows; for int8 also scale (R,)
-    vocab/<table>.parquet        value and row of each raw id, where the table has a vocabulary
-    vocab/<table>.npy            the hash of the value of row 1, 2, ..., which the encoder reads
-    model.onnx                   with export.onnx=true
+    dense.safetensors            weights of all layers but the tables tables/<table>.safetensors
+    weight (R, D) in the dataset's row order; for int8 also scale (R,) vocab/<table>.parquet
+    value and row of each raw id, if the table has a vocabulary vocab/<table>.npy            the
+    hash of the value of row 1, 2, ..., which the encoder reads model.onnx                   with
+    export.onnx=true
 
-Tables are copied a chunk at a time. With ``since`` only what has changed is written: see
+Tables are copied a chunk at a time. With ``since`` only changes are written: see
 ``hotrec.runs.delta``.
 """
 
@@ -34,7 +34,8 @@ from hotrec.artifact import (
     commit_artifact,
     scratch_directory,
 )
-from hotrec.assemble.job import label_weights_of
+from hotrec.assemble.job import make_job
+from hotrec.assemble.model import ModelSpec
 from hotrec.assemble.planning import recorded_partition
 from hotrec.config.data import (
     DERIVED_FROM_TIMES,
@@ -42,6 +43,7 @@ from hotrec.config.data import (
     TEXT_FORMATS,
     ColumnKind,
     ColumnSpec,
+    SourceSpec,
     TimeUnit,
     columns_of,
 )
@@ -52,7 +54,7 @@ from hotrec.data.generation import generations_of
 from hotrec.data.kept import open_generation
 from hotrec.data.loader import make_loader
 from hotrec.data.vocabulary import read_vocabulary
-from hotrec.embedding.canonical import Part
+from hotrec.embedding.canonical import TensorPart
 from hotrec.models.plain import (
     DENSE_FILE,
     DESCRIPTION,
@@ -65,7 +67,6 @@ from hotrec.models.plain import (
     PlainModel,
     load_model,
 )
-from hotrec.models.shape import architecture_of
 from hotrec.runs.delta import (
     DELTA_DESCRIPTION,
     DELTA_KIND,
@@ -94,7 +95,6 @@ from hotrec.runs.exported import (
     write_ids,
 )
 from hotrec.runs.onnx_file import check_packages, write_onnx
-from hotrec.runs.train import checkpoint_facts
 from hotrec.runtime.run_dir import read_finished
 from hotrec.train.checkpoint import LATEST, open_tensors, read_facts
 from hotrec.train.evaluate import Quality, measure_all
@@ -105,7 +105,7 @@ logger = logging.getLogger(__name__)
 
 _INT8_MOST = 127
 _TABLE = re.compile(r"(?:.*\.)?sparse_arch\.embedding_bag_collection\.embedding_bags\.(.+)\.weight")
-# The layers of TorchRec's models by the names of ours; {n} is the last of the top ones.
+# The layers of TorchRec's models by our names; {n} is the last of the top ones.
 _LAYERS = (
     (r"dense_arch\.model\._mlp\.(\d+)\._linear\.(\w+)", r"bottom.{}.\2"),
     (r"over_arch\.model\.0\._mlp\.(\d+)\._linear\.(\w+)", r"top.{}.\2"),
@@ -118,19 +118,21 @@ _TYPES = {RowType.fp32: "float32", RowType.fp16: "float16", RowType.int8: "int8"
 
 @dataclass(frozen=True)
 class Trained:
-    """A run's checkpoint that fits its dataset.
+    """A run's checkpoint with its dataset.
 
     Args:
-        config: Configuration of the run.
+        spec: What was trained.
         dataset: Its dataset.
         checkpoint: Directory of the checkpoint.
         step: Number of updates before it.
+        source: The log that the dataset was prepared from; None if the run does not know it.
     """
 
-    config: Config
+    spec: ModelSpec
     dataset: Dataset
     checkpoint: Path
     step: int
+    source: SourceSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class ExportedModel:
         artifact: Its directory.
         checkpoint: Name of the checkpoint.
         step: Number of updates before it.
-        num_rows: Number of rows that were written, of all tables.
+        num_rows: Number of written rows of all tables.
         quality: Quality of the exported model; None without an evaluation.
     """
 
@@ -161,28 +163,29 @@ def open_trained(config: Config, trained_dir: Path, checkpoint: str) -> Trained:
         checkpoint: Name of the checkpoint; AUTO and LATEST only for a finished run.
 
     Raises:
-        ArtifactError: If the dataset or checkpoint is missing or altered, or they do not fit.
+        ArtifactError: If the dataset or checkpoint is missing or altered, or they do not match.
         ValueError: If there is no such checkpoint, or the run has not finished.
     """
-    path = find_checkpoint(config, trained_dir, checkpoint)
+    keeps_best = config.trainer.keeps_best
+    path = find_checkpoint(trained_dir, checkpoint, keeps_best=keeps_best)
     if checkpoint in (AUTO, LATEST) and read_finished(trained_dir) is None:
         raise ValueError(
-            f"run_dir: expected a finished run, got {trained_dir}, which stands at {path.name}. "
-            f"Resume it, or choose this state with checkpoint={path.name}."
+            f"run_dir: expected a finished run, got {trained_dir}, which stopped at {path.name}. "
+            f"Resume it, or export this checkpoint with checkpoint={path.name}."
         )
     trained_on = read_facts(path, None)["facts"]["dataset"]
     dataset = open_generation(config.paths.dataset, trained_on, path, config.paths.verify)
-    _, partition = recorded_partition(config, trained_dir)
-    facts = checkpoint_facts(config, dataset, partition)
-    content = read_facts(path, facts, verify_files=True)
-    return Trained(config, dataset, path, content["step"])
+    job = make_job(config, trained_dir, dataset)
+    _, partition = recorded_partition(job.planned, trained_dir)
+    content = read_facts(path, job.facts(partition), verify_files=True)
+    return Trained(job.spec, dataset, path, content["step"], config.data.source)
 
 
 def table_names(files: TensorFiles, schema: Schema) -> dict[str, str]:
     """The tensor of each table in a checkpoint.
 
     Raises:
-        ArtifactError: If the checkpoint holds other tables.
+        ArtifactError: If the checkpoint has other tables.
     """
     found = {
         match[1]: name
@@ -209,7 +212,7 @@ def by_layer(weights: Mapping[str, torch.Tensor], shape: Architecture) -> dict[s
     if shape.kind in ("dlrm", "dcnv2"):
         last = len(shape.over_layer_sizes) - 1
         return {layer_name(name, last): weight for name, weight in weights.items()}
-    # Trained with the very layers that the plain model has.
+    # Trained with exactly the plain model's layers.
     return {name.partition("layers.")[2]: weight for name, weight in weights.items()}
 
 
@@ -223,7 +226,7 @@ def layer_name(name: str, last: int) -> str:
         return f"top.{2 * last}.{match[1]}"
     for pattern, ours in _LAYERS:
         if match := re.search(f"{pattern}$", name):
-            # Every second module of ours is an activation.
+            # In our models every second module is an activation.
             return match.expand(ours).format(2 * int(match[1]))
     raise ArtifactError(
         f"checkpoint: expected weights of a DLRM or DCNv2, got {name}. Use a checkpoint of a model "
@@ -235,17 +238,17 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
     """Write the model of a run's checkpoint into a directory.
 
     Args:
-        config: Where to write it, and in which form.
+        config: The output directory and format.
         trained_config: Configuration of the run.
         trained_dir: Directory of the run.
 
     Returns:
-        What was written, evaluated as ``config`` says.
+        The exported model, evaluated as configured.
 
     Raises:
-        ArtifactError: If the output directory holds something else, the dataset, the checkpoint or
-            the earlier export is missing or altered, these do not fit, or rows do not fit the type.
-            Nothing is changed.
+        ArtifactError: If the output directory contains something else, the dataset, the checkpoint
+            or the earlier export is missing or altered, these do not match, or values exceed the
+            type. Nothing is changed.
         ValueError: As ``open_trained``, or if a package that ``export.onnx`` needs is missing.
     """
     target, form = Path(config.output), config.export
@@ -256,7 +259,7 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
     with scratch_directory(target, kind=kind) as scratch:
         trained = open_trained(trained_config, trained_dir, config.checkpoint)
         dataset = trained.dataset.artifact
-        shape = architecture_of(trained.config.model, trained.dataset.schema)
+        shape = trained.spec.architecture
         description = _description(trained, shape, form)
         base = None
         if config.since is not None:
@@ -296,7 +299,7 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
 def _write_tables(
     scratch: Path, files: TensorFiles, trained: Trained, row_type: RowType, base: Artifact | None
 ) -> int:
-    """Write the rows of all tables, or those that are not so in ``base``; their number."""
+    """Write the rows of all tables, or those that differ from ``base``; returns their number."""
     (scratch / TABLES_DIR).mkdir()
     num_rows = 0
     for table, tensor in table_names(files, trained.dataset.schema).items():
@@ -312,7 +315,7 @@ def _write_tables(
 def _evaluate_written(
     scratch: Path, trained: Trained, form: ExportFormConfig, base: Artifact | None
 ) -> Quality | None:
-    """The quality of what was written; a delta is merged for it with what it is applied to."""
+    """The quality of the exported model; for this a delta is merged with its base."""
     if form.eval_split is None:
         return None
     if base is None:
@@ -328,14 +331,14 @@ def row_chunks(files: TensorFiles, name: str) -> Iterator[npt.NDArray[np.float32
     step = rows_at_once(dim)
     for begin in range(0, num_rows, step):
         rows = torch.empty(min(step, num_rows - begin), dim)
-        files.read([Part(name, (num_rows, dim), rows, (begin, 0))])
+        files.read([TensorPart(name, (num_rows, dim), rows, (begin, 0))])
         yield rows.numpy()
 
 
 def stored_chunks(
     files: TensorFiles, name: str, row_type: RowType
 ) -> Iterator[dict[str, npt.NDArray[Any]]]:
-    """The tensors of a table as they are exported, a bounded number of rows at a time."""
+    """The tensors of a table in exported form, a bounded number of rows at a time."""
     for rows in row_chunks(files, name):
         _check_range(rows, name, row_type)
         if row_type is RowType.int8:
@@ -352,7 +355,7 @@ def _forms(num_rows: int, dim: int, row_type: RowType) -> Forms:
 
 
 def _write_table(path: Path, files: TensorFiles, name: str, row_type: RowType) -> int:
-    """Write all rows of a table; their number."""
+    """Write all rows of a table; returns their number."""
     num_rows, dim = files.shapes[name]
     with TensorWriter(path, _forms(num_rows, dim, row_type)) as writer:
         for chunk in stored_chunks(files, name, row_type):
@@ -362,7 +365,7 @@ def _write_table(path: Path, files: TensorFiles, name: str, row_type: RowType) -
 
 
 def _write_changes(path: Path, files: TensorFiles, name: str, row_type: RowType, base: Path) -> int:
-    """Write the rows of a table that an earlier export did not have so; their number."""
+    """Write the rows of a table that differ from an earlier export; returns their number."""
     before = map_tensors(base)
 
     def changes() -> Iterator[dict[str, npt.NDArray[Any]]]:
@@ -434,25 +437,25 @@ def _with_vocabulary(trained: Trained) -> list[str]:
 
 
 def _labels(trained: Trained, shape: Architecture) -> list[str]:
-    """The names of the labels; that of a single one is its column in the log.
+    """The names of the labels; a single one has the name of its column in the log.
 
-    A class of your own is made again with those that it was trained with.
+    A user's model class is constructed with the names that it was trained with.
     """
-    source = trained.config.data.source
+    source = trained.source
     if source is None or len(shape.labels) > 1 or shape.kind == OWN:
         return list(shape.labels)
     return list(sources_of(columns_of(source), ColumnKind.label).values())
 
 
 def _encoding(trained: Trained) -> dict[str, Any] | None:
-    """How raw values are encoded, for ``hotrec.models.encoder``; None where it was not a log."""
+    """How raw values are encoded, for ``hotrec.models.encoder``; None without a log."""
     recorded = trained.dataset.artifact.content["source"].get("encoding")
-    source = trained.config.data.source
+    source = trained.source
     if recorded is None or source is None:
         return None
     columns = {
         name: {
-            **asdict(ColumnSpec(column["kind"])),  # keys that an earlier version did not know
+            **asdict(ColumnSpec(column["kind"])),  # keys added since earlier versions
             **column,
             "source": column["source"] or name,
             **({"table": column["table"] or name} if column["kind"] in FEATURE_KINDS else {}),
@@ -464,7 +467,7 @@ def _encoding(trained: Trained) -> dict[str, Any] | None:
     }
     dense = trained.dataset.schema.dense
     return {
-        # Parquet and Arrow files have nulls of their own.
+        # Parquet and Arrow files have their own nulls.
         "null_values": source.null_values if source.format in TEXT_FORMATS else [],
         "columns": columns,
         "tables": recorded["tables"],
@@ -526,7 +529,9 @@ def _evaluate(model: PlainModel, trained: Trained, form: ExportFormConfig) -> Qu
             logits.append(model(batch.dense, ids).numpy())
         labels.append(batch.labels.numpy())
         weights.append(batch.weights.numpy())
-    label_weights = label_weights_of(trained.config.trainer, trained.dataset.schema)
     return measure_all(
-        np.concatenate(logits), np.concatenate(labels), np.concatenate(weights), label_weights
+        np.concatenate(logits),
+        np.concatenate(labels),
+        np.concatenate(weights),
+        trained.spec.label_weights,
     )

@@ -1,6 +1,6 @@
-"""The files of an exported model: what ``hotrec export`` writes and ``hotrec.apply_delta`` merges.
+"""The files of an exported model, written by ``hotrec export`` and ``hotrec.apply_delta``.
 
-Both read and write tables and vocabularies in pieces, whatever their size.
+Both read and write tables and vocabularies of any size in pieces.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hotrec.models.plain import TABLES_DIR, load_tensors
 
 KIND = "model export"
 VOCABULARIES = "vocab"
-# What a service reads an export with, without hotrec.
+# The reader code for services without hotrec.
 CODE = {path.name: path for path in map(Path, map(inspect.getfile, (encoder, plain)))}
 # Raw ids that are read or written at once.
 IDS_AT_ONCE = 1 << 18
@@ -42,7 +42,7 @@ _TYPES = {"int64": "I64", "float32": "F32", "float16": "F16", "int8": "I8"}
 
 
 def rows_at_once(dim: int) -> int:
-    """How many rows of a table are read and written at once."""
+    """Number of rows of a table that are read and written at once."""
     return max(1, _CHUNK_BYTES // (4 * dim))
 
 
@@ -57,11 +57,11 @@ def vocabulary_file(table: str) -> str:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The beginning of a safetensors file: the length of a JSON header in 8 bytes, and the header.
+class FileLayout:
+    """The start of a safetensors file: the length of a JSON header in 8 bytes, and the header.
 
     Args:
-        head: These bytes; the tensors follow end to end.
+        head: These bytes, followed by the concatenated tensors.
         places: The first byte of each tensor in the file, and the one after its end.
     """
 
@@ -69,7 +69,7 @@ class Layout:
     places: Mapping[str, tuple[int, int]]
 
 
-def layout(tensors: Forms) -> Layout:
+def layout(tensors: Forms) -> FileLayout:
     """The layout of a file; wider types must come first, so that all are aligned."""
     header: dict[str, dict[str, Any]] = {}
     end = 0
@@ -83,7 +83,7 @@ def layout(tensors: Forms) -> Layout:
         name: (len(head) + entry["data_offsets"][0], len(head) + entry["data_offsets"][1])
         for name, entry in header.items()
     }
-    return Layout(head, places)
+    return FileLayout(head, places)
 
 
 class TensorWriter:
@@ -118,7 +118,7 @@ class TensorWriter:
 
 
 def check_place(target: Path) -> None:
-    """Check that a directory to write into is not within an artifact, which would be another then.
+    """Check that an output directory is not inside an artifact, which it would modify.
 
     Raises:
         ValueError: If it is.
@@ -126,8 +126,8 @@ def check_place(target: Path) -> None:
     for parent in target.resolve().parents:
         if _is_artifact(parent):
             raise ValueError(
-                f"output {target}: expected a directory outside of others that hotrec has made, "
-                f"got one within {parent}. Choose another directory."
+                f"output {target}: expected a directory outside of hotrec's artifacts, got one "
+                f"inside {parent}. Choose another directory."
             )
 
 
@@ -149,7 +149,7 @@ def make_ids(values: pa.Array, rows: npt.NDArray[np.int64]) -> pa.Table:
 
 
 def _is_artifact(directory: Path) -> bool:
-    try:  # others, too, name a file so
+    try:  # the file may be from another program
         return {"kind", "content_hash"} <= json.loads((directory / MANIFEST).read_text()).keys()
     except (OSError, ValueError, AttributeError):
         return False
@@ -159,7 +159,7 @@ def read_ids(path: Path, begin: int, end: int) -> pa.Table:
     """The raw ids of a vocabulary with rows from ``begin`` to before ``end``.
 
     Raises:
-        ValueError: If it is no such file.
+        ValueError: If the file is invalid.
     """
     try:
         found = pq.read_table(path, filters=[("row", ">=", begin), ("row", "<", end)])
@@ -173,12 +173,12 @@ def read_ids(path: Path, begin: int, end: int) -> pa.Table:
 
 
 def check_ids(path: Path, num_rows: int, *, may_lack: bool) -> None:
-    """Check that a vocabulary has a value for each row of a table but row 0, in order.
+    """Check that a vocabulary has a value for each row of a table except row 0, in order.
 
     Args:
         path: The file.
         num_rows: Rows of the table.
-        may_lack: Whether it may have some of the rows only, as that of a delta.
+        may_lack: Whether rows may be missing, as in a delta.
 
     Raises:
         ValueError: If it has other rows, a row twice, or a row without a value.
@@ -210,13 +210,13 @@ def read_count(path: Path) -> int:
 
 
 def write_code(directory: Path) -> None:
-    """Write the code that reads an export; always hotrec's own, never that of another export."""
+    """Write hotrec's own reader code, never code from another export."""
     for name, source in CODE.items():
         shutil.copyfile(source, directory / name)
 
 
 def write_hashes(directory: Path, table: str, num_rows: int) -> None:
-    """Write what the encoder finds rows by: the hashes of a vocabulary's values, by row.
+    """Write the hashes of a vocabulary's values, by row, for the encoder.
 
     Args:
         directory: The exported directory, which has the vocabulary.

@@ -1,7 +1,7 @@
-"""``model.onnx``: an exported model as an ONNX graph, beside the files that hold its weights.
+"""``model.onnx``: an exported model as an ONNX graph, next to the files of its weights.
 
-Tables are not copied: the graph names their places in the safetensors files, which ONNX calls
-external data, so that it is as small and as quick to write for any size of tables.
+Tables are not copied: the graph refers to their places in the safetensors files (ONNX external
+data), so its size and write time do not depend on the tables.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def check_packages() -> None:
     missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
     if missing:
         raise ValueError(
-            "export.onnx: expected the packages onnx and onnxscript, got no "
-            f"{' and no '.join(missing)}. Run `pip install 'hotrec[onnx]'`."
+            "export.onnx: expected the packages onnx and onnxscript, missing "
+            f"{', '.join(missing)}. Run `pip install 'hotrec[onnx]'`."
         )
 
 
@@ -46,17 +46,17 @@ def write_onnx(
 ) -> None:
     """Write the graph of an exported model.
 
-    Inputs are ``dense``, float32 (B, N), and ``ids.<feature>``, int64 (B, L) with -1 where there is
-    none; B, and L of each feature, may be anything. The output is ``logits``.
+    Inputs are ``dense``, float32 (B, N), and ``ids.<feature>``, int64 (B, L) with -1 for padding;
+    B, and L of each feature, are dynamic. The output is ``logits``.
 
     Args:
-        directory: Where the model is exported.
+        directory: Directory of the exported model.
         shape: Its architecture.
-        dense: Its weights but the tables.
+        dense: Its weights except the tables.
         tables: Type and shape of each tensor in each table's file.
 
     Raises:
-        ValueError: If the layers do something that ONNX has no form for.
+        ValueError: If ONNX does not support the layers.
     """
     import onnx_ir
 
@@ -76,7 +76,7 @@ def write_onnx(
         input_names=["dense", *(f"ids.{name}" for name in features)],
         output_names=["logits"],
         dynamo=True,
-        # It would compute constants from tables that are not there.
+        # It would compute constants from missing tables.
         optimize=False,
         verbose=False,
     )
@@ -99,7 +99,7 @@ def write_onnx(
 
 
 def _quietly_exported(model: PlainModel, **settings: Any) -> torch.onnx.ONNXProgram:
-    """Export without what torch says about packages and names of axes that do not matter here."""
+    """Export without torch's irrelevant warnings about packages and axis names."""
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
@@ -108,17 +108,17 @@ def _quietly_exported(model: PlainModel, **settings: Any) -> torch.onnx.ONNXProg
     except OnnxExporterError as error:
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise ValueError(
-            "export.onnx: expected layers that torch.export and ONNX have a form for, got "
-            f"{reason.rstrip('.')}. Change the layers, or leave export.onnx out."
+            "export.onnx: expected layers supported by torch.export and ONNX, got "
+            f"{reason.rstrip('.')}. Change the layers, or omit export.onnx."
         ) from error
-    assert program is not None  # None is of the older exporter
+    assert program is not None  # None only with the older exporter
     return program
 
 
 def _outline(
     shape: Architecture, dense: Mapping[str, torch.Tensor], tables: Mapping[str, Forms]
 ) -> PlainModel:
-    """The model with tables of the right shape that take no memory."""
+    """The model with tables of the right shape without memory."""
 
     def empty(form: tuple[str, tuple[int, ...]]) -> torch.Tensor:
         dtype, size = form

@@ -1,8 +1,8 @@
-"""Score raw files with a run's model: read and encoded as its dataset was, scores in Parquet.
+"""Score raw files with a run's model: read and encoded like its dataset, scores in Parquet.
 
-Ranks divide the files, which stream through in blocks. Every rank holds the model's tables; for the
-AUC of labelled files rank 0 reads logits and labels of all samples at the end. Ids that the dataset
-has no row for are counted: where most of a column are, they are written otherwise or are of others.
+Ranks divide the files, which are streamed in blocks. Every rank loads all of the model's tables;
+for the AUC of labelled files rank 0 reads logits and labels of all samples at the end. Unknown ids
+are counted: if most of a column are unknown, they have another format or are of another source.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 import torch
 
 from hotrec.artifact import Artifact, commit_artifact, read_artifact
-from hotrec.assemble.job import label_weights_of
 from hotrec.config.data import (
     ColumnKind,
     ColumnSpec,
@@ -49,7 +48,6 @@ from hotrec.data.readers import find_files
 from hotrec.data.unknown import UnknownIds, unknown_ids_of
 from hotrec.data.vocabulary import RowEncoder
 from hotrec.models.plain import Ids, PlainModel, TableRows
-from hotrec.models.shape import architecture_of
 from hotrec.runs.export import Trained, dense_weights, open_trained, table_names
 from hotrec.runs.exported import check_place
 from hotrec.runtime.ranks import all_gather_object, rank, same_verdict, shared_scratch, world_size
@@ -61,7 +59,7 @@ logger = logging.getLogger(__name__)
 KIND, SCORES = "prediction", "scores"
 # Columns of every file of scores.
 _LINE, _LOGIT, _SCORE, _LABEL, _WEIGHT = "line", "logit", "score", "label", "weight"
-# Ids of a column from which their share says something.
+# Number of ids of a column above which their unknown share is meaningful.
 _NUM_TELLING = 20
 
 
@@ -76,8 +74,8 @@ class ScoredFiles:
         num_files: Number of files.
         num_samples: Number of samples that were scored.
         num_skipped: Number of samples that could not be read.
-        unknown_ids: Ids without a row by column, and their share in the held-out samples.
-        missing: Samples without a value, by column of numbers or single ids that lacks some.
+        unknown_ids: Unknown ids by column, and their share in the held-out samples.
+        missing: Samples without a value, by column of numbers or single ids with missing ones.
         quality: Quality of the scores; None for files without labels.
     """
 
@@ -98,19 +96,19 @@ def predict_run(config: PredictConfig, trained_config: Config, trained_dir: Path
     ``scores/00000.parquet`` has the columns line (in the file, or the row in one without lines,
     from 1), logit, score (the predicted rate of clicks), the columns to keep and, if the files have
     them, the label by its name in the log, and weight. With several labels there are a logit, a
-    score and a label of each: logit_<name>, score_<name>, label_<name>. Values that the dataset's
-    vocabularies do not hold get row 0, as in training.
+    score and a label of each: logit_<name>, score_<name>, label_<name>. Values that are not in the
+    dataset's vocabularies get row 0, as in training.
 
     Args:
-        config: The files, and where scores are written.
+        config: The files, and the output directory.
         trained_config: Configuration of the run.
         trained_dir: Directory of the run.
 
     Raises:
-        ArtifactError: If the output directory holds something else, or the dataset or checkpoint
-            is missing, altered, or made otherwise. Nothing is changed.
+        ArtifactError: If the output directory contains something else, or the dataset or checkpoint
+            is missing, altered, or does not match. Nothing is changed.
         ValueError: If the run has not finished, or a file lacks a column, cannot be read, or has
-            more ids without a row than ``predict.max_unknown_frac`` allows.
+            more unknown ids than ``predict.max_unknown_frac`` allows.
     """
     target = Path(config.output)
     same_verdict(lambda: check_place(target))
@@ -171,15 +169,15 @@ def _measure(scratch: Path, scorer: _Scorer) -> Quality:
 
 @dataclass(frozen=True)
 class _Scorer:
-    """What all files share."""
+    """Data shared by all files."""
 
     log: Log
     model: PlainModel
     encoders: dict[str, RowEncoder]  # by feature
     row_numbers: dict[str, int]  # rows of the table, by feature whose ids are row numbers
     scaling: Float64s
-    label_weights: dict[str, float] | None  # of several labels
-    held_out: dict[str, float]  # the share of ids without a row in held-out samples, by column
+    label_weights: Mapping[str, float] | None  # of several labels
+    held_out: dict[str, float]  # the share of unknown ids in held-out samples, by column
     max_unknown_frac: float
     labels: list[str]  # the log's columns, if the files have them
     weight: str | None
@@ -187,7 +185,7 @@ class _Scorer:
 
     @property
     def suffixes(self) -> list[str]:
-        """What the names of each label's columns end with."""
+        """Suffix of each label's columns."""
         return [f"_{name}" for name in self.label_weights or ()] or [""]
 
     @property
@@ -208,15 +206,15 @@ class _Scorer:
     def check_unknown(
         self, unknown: UnknownIds, where: str, examples: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Check that not most of a column's ids are without a row.
+        """Check that most of a column's ids are known.
 
         Args:
-            unknown: The ids.
-            where: What they are of.
-            examples: An id without a row, by column.
+            unknown: The unknown ids.
+            where: Their source, for messages.
+            examples: An unknown id, by column.
 
         Raises:
-            ValueError: If they are.
+            ValueError: If they are not.
         """
         for column, frac in unknown.fracs.items():
             usual = self.held_out.get(column, 0.0)
@@ -226,13 +224,13 @@ class _Scorer:
                 such = f", such as {examples[column]!r:.40}" if column in examples else ""
                 raise ValueError(
                     f"{where} column {self.log.columns[column].source or column}: expected at most "
-                    f"{most:.1%} of the ids without a row of their own, as {usual:.1%} of those "
-                    f"held out are, got {frac:.1%} of {num_ids}{such}. Write ids as the training "
-                    "log does, or set predict.max_unknown_frac=1."
+                    f"{most:.1%} of the ids to be unknown ({usual:.1%} in the held-out samples), "
+                    f"got {frac:.1%} of {num_ids}{such}. Format ids as in the training log, or set "
+                    "predict.max_unknown_frac=1."
                 )
 
     def unknown_document(self, unknown: UnknownIds) -> dict[str, dict[str, Any]]:
-        """The ids without a row, by column, beside the share of those held out."""
+        """The unknown ids, by column, with the share in the held-out samples."""
         return {
             column: {**of, "held_out_frac": self.held_out.get(column)}
             for column, of in unknown.to_json().items()
@@ -244,13 +242,13 @@ class _Scorer:
         """Dense columns and rows of a block."""
         columns = self.log.columns
         for name, num_rows in self.row_numbers.items():
-            advice = "or leave the sample out"
+            advice = "or remove the sample"
             check_row_numbers(block, name, columns[name], num_rows, file, advice)
         return encode_inputs(block, columns, self.encoders, self.scaling, show)
 
 
 def _make_scorer(config: PredictConfig, trained: Trained) -> _Scorer:
-    source = trained.config.data.source
+    source = trained.source
     if source is None:
         raise ValueError(
             "input: expected a run whose configuration has data.source, the log that its dataset "
@@ -280,7 +278,7 @@ def _make_scorer(config: PredictConfig, trained: Trained) -> _Scorer:
             if tables[table].encoding is Encoding.rows
         },
         scaling,
-        label_weights_of(trained.config.trainer, trained.dataset.schema),
+        trained.spec.label_weights,
         held_out,
         config.predict.max_unknown_frac,
         labels,
@@ -290,8 +288,8 @@ def _make_scorer(config: PredictConfig, trained: Trained) -> _Scorer:
     taken = sorted(set(config.predict.keep) & set(scorer.own_columns))
     if taken:
         raise ValueError(
-            f"predict.keep: expected columns with other names than those of the scores, "
-            f"{scorer.own_columns}, got {taken}. Leave them out, or rename them in the files."
+            f"predict.keep: expected names other than the score columns {scorer.own_columns}, got "
+            f"{taken}. Remove or rename them."
         )
     return scorer
 
@@ -315,7 +313,7 @@ def _open_input(config: PredictConfig, source: SourceSpec) -> Log:
         keep = tuple(dict.fromkeys(config.predict.keep))
         return open_log(spec, needs_label=False, keep=keep)
     except ValueError as error:
-        if str(error).startswith("data.source.columns."):  # names a column, but no file
+        if str(error).startswith("data.source.columns."):  # has a column, but no file
             raise ValueError(f"input {files[0]}: {error}") from error
         raise
 
@@ -323,7 +321,7 @@ def _open_input(config: PredictConfig, source: SourceSpec) -> Log:
 def read_model(trained: Trained) -> PlainModel:
     """The model of a checkpoint, with its tables in memory."""
     schema = trained.dataset.schema
-    shape = architecture_of(trained.config.model, schema)
+    shape = trained.spec.architecture
     with open_tensors(trained.checkpoint) as files:
         tables = {
             table: TableRows(files.whole(tensor), None, shape.pooling == "mean")
@@ -333,7 +331,7 @@ def read_model(trained: Trained) -> PlainModel:
 
 
 class _Counted:
-    """Of a file, ids without a row and one of them, and samples without a value, by column."""
+    """A file's unknown ids with an example, and its samples without a value, by column."""
 
     def __init__(self, encoders: Mapping[str, RowEncoder]) -> None:
         self.unknown = UnknownIds()
@@ -351,7 +349,7 @@ class _Counted:
             self.examples[column] = values[int(at)].as_py()
 
     def add_missing(self, block: RawBlock, columns: Mapping[str, ColumnSpec]) -> None:
-        """Count the samples of a block without a number or an id; a list may well have none."""
+        """Count the samples of a block without a number or an id; lists may be empty."""
         for name, column in columns.items():
             source = column.source or name
             if column.kind is ColumnKind.dense or column.derive is not Derive.none:
@@ -377,8 +375,8 @@ def _score_own_files(scorer: _Scorer, scratch: Path) -> tuple[int, int, UnknownI
         num_scored, num_bad = _score_file(scorer, number, target, counted)
         if not num_scored:
             raise ValueError(
-                f"{file}: expected a sample that can be read, got {num_bad} that cannot. Correct "
-                "the file, or remove it from the list."
+                f"{file}: expected a readable sample, got {num_bad} unreadable ones. Correct the "
+                "file, or remove it from the list."
             )
         scorer.check_unknown(counted.unknown, str(file), counted.examples)
         num_samples, num_skipped = num_samples + num_scored, num_skipped + num_bad
@@ -403,7 +401,7 @@ def _score_file(scorer: _Scorer, number: int, target: Path, counted: _Counted) -
         counted.add_missing(block, scorer.log.columns)
         logits = score(scorer.model, *inputs, scorer.batch_size)
         scores = _scores_of(scorer, block, logits.reshape(len(block), -1))
-        if writer is None:  # the types of the columns to keep are those of the file
+        if writer is None:  # the columns to keep have the types of the file
             writer = pq.ParquetWriter(target, scores.schema)
         writer.write_table(scores.cast(writer.schema))
     if writer is not None:
@@ -412,7 +410,7 @@ def _score_file(scorer: _Scorer, number: int, target: Path, counted: _Counted) -
 
 
 def _scores_of(scorer: _Scorer, block: RawBlock, logits: Floats) -> pa.Table:
-    """The scores of a block, of logits (n, L)."""
+    """The scores of a block, from logits (n, L)."""
     columns: dict[str, pa.Array] = {_LINE: pa.array(block.lines)}
     for label, of_label in enumerate(logits.T):
         suffix = scorer.suffixes[label]

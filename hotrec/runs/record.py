@@ -43,7 +43,7 @@ PACKAGES = ("hotrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "nump
 def staged_record(run_dir: Path, *, is_first: bool) -> Iterator[Path]:
     """The directory for the record of a run that may still be refused; removed at the end.
 
-    Until ``accept_record`` nothing in the run directory changes but the log.
+    Until ``accept_record`` only the log changes in the run directory.
     """
     staged = run_dir / STAGED
     try:
@@ -70,12 +70,12 @@ def accept_record(staged: Path, run_dir: Path) -> None:
 
 
 def write_config(config: Config, content_hash: str, staged: Path) -> None:
-    """Write config.yaml, from which ``evaluate``, ``export`` and ``predict`` know the run.
+    """Write config.yaml, which is read by ``evaluate``, ``export`` and ``predict``.
 
     Args:
         config: The configuration of the run.
-        content_hash: That of its dataset. Where the configuration does not say what it was prepared
-            from, the record that ``hotrec prepare`` left beside it does.
+        content_hash: That of its dataset. If the configuration has no data source, the record of
+            ``hotrec prepare`` next to the dataset is used.
         staged: Where the record of the run is staged.
     """
     document = as_document(config)
@@ -85,7 +85,7 @@ def write_config(config: Config, content_hash: str, staged: Path) -> None:
 
 
 def read_prepared(dataset: Path, content_hash: str) -> dict[str, Any] | None:
-    """The configuration ``data`` from which ``hotrec prepare`` made a dataset, if it is known."""
+    """The configuration ``data`` from which ``hotrec prepare`` made a dataset, if known."""
     try:
         made = json.loads(dataset.with_name(f"{dataset.name}.{RECORD}").read_text())
         return dict(made["data"]) if made["figures"]["content_hash"] == content_hash else None

@@ -1,4 +1,4 @@
-"""Which columns to look at where a model predicts too well."""
+"""Columns to check if a model predicts implausibly well."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hotrec.assemble.order import SPLIT
 from hotrec.data.alone import alone_aucs
 from hotrec.data.chunks import Dataset
 
-# Nobody predicts clicks so well, unless a column was written after them.
+# No honest model predicts clicks this well, unless a column was written after them.
 SUSPICIOUS_AUC = 0.99
 NUM_NAMED = 5
 
@@ -18,7 +18,7 @@ NUM_NAMED = 5
 def suspicious_columns(
     dataset: Dataset, auc: float | None, of_labels: Mapping[str, float | None]
 ) -> dict[str, Any]:
-    """For each label with an AUC that is too good: that, and those of the columns that tell most.
+    """For each label with an implausible AUC: that, and those of the best single columns.
 
     Args:
         dataset: The dataset that the model was trained on.

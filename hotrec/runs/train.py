@@ -6,23 +6,24 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-from hotrec.artifact import Artifact, ArtifactError
-from hotrec.assemble.job import label_weights_of, make_machine, model_spec
+from hotrec.artifact import ArtifactError
+from hotrec.assemble.job import Job, make_job
+from hotrec.assemble.machine import make_machine
+from hotrec.assemble.model import ModelSpec
 from hotrec.assemble.order import (
     SPLIT,
+    Adaptation,
     adapts,
     check_assign,
     choose_assign,
     count_epoch_steps,
-    evaluates_ahead,
     find_all_hot,
     make_alternation,
     make_train_loader,
@@ -35,14 +36,8 @@ from hotrec.assemble.planning import (
 )
 from hotrec.assemble.trainable import Trainable, assemble
 from hotrec.config.fields import MISSING
-from hotrec.config.groups import (
-    AllHotOrder,
-    HotColdConfig,
-    OrderAssign,
-    TimeOrder,
-    TraceProfiler,
-)
-from hotrec.config.roots import Config, TrainerConfig
+from hotrec.config.groups import OrderAssign
+from hotrec.config.roots import Config, PathsConfig
 from hotrec.config.validate import validate
 from hotrec.data.all_hot import AllHotSamples
 from hotrec.data.batch import Batch
@@ -75,25 +70,19 @@ from hotrec.runtime.run_dir import (
     ENVIRONMENT,
     PARTITION,
     SUMMARY,
-    TRACES,
     read_finished,
 )
 from hotrec.train.ahead import DaysAhead, NextDay, read_evaluated
 from hotrec.train.alternate import KINDS
-from hotrec.train.best import BestQuality
 from hotrec.train.checkpoint import Checkpoints, find_latest, lineage_of, read_facts
 from hotrec.train.dense_sync import count_dense_values
-from hotrec.train.evaluation import Evaluation
 from hotrec.train.hot_set import HotSet
 from hotrec.train.loop import TrainResult, train
-from hotrec.train.metrics import Counts, Metrics, Record
+from hotrec.train.metrics import Counts, Metrics
 from hotrec.train.metrics_server import serve_metrics
 from hotrec.train.parts import Parts
 from hotrec.train.run_log import Listener, check_records, replace_text
-from hotrec.train.saver import Saver
-from hotrec.train.schedule import Schedule, count_steps
-from hotrec.train.trace import TraceWindow
-from hotrec.train.watch import Watch
+from hotrec.train.schedule import count_steps
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +108,8 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
     given = config
     same_verdict(lambda: validate(given))
     same_verdict(lambda: check_records(run_dir))
-    resume_from = same_verdict(lambda: _resume_from(given, run_dir))
-    dataset = same_verdict(lambda: open_dataset(given, resume_from))
+    resume_from = same_verdict(lambda: _resume_from(given.trainer.resume, run_dir))
+    dataset = same_verdict(lambda: open_dataset(given.paths, resume_from))
     config = replace(config, paths=replace(config.paths, dataset=str(dataset.artifact.path)))
     workers = num_workers(config.trainer.num_workers, ranks)
     config = replace(config, trainer=replace(config.trainer, num_workers=workers))
@@ -128,24 +117,27 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
     device, world_size = ranks.device.type, ranks.world_size
     same_verdict(lambda: check_settings(config, device=device))
     same_verdict(lambda: check_with_data(config, dataset, world_size=world_size))
+    job = same_verdict(lambda: make_job(config, run_dir, dataset))
+    source, names = config.trainer.warm_start, config.trainer.warm_start_names
     warm = None
-    if config.trainer.warm_start is not None and resume_from is None:
-        source = config.trainer.warm_start
-        names, optimizer = config.trainer.warm_start_names, config.optimizer.kind.name
+    if source is not None and resume_from is None:
+        optimizer = job.spec.embedding.kind.name
         warm = same_verdict(lambda: WarmStart.open(source, dataset, optimizer, names))
     with ExitStack() as stack:
         listeners = _listeners(stack, config.trainer.metrics_port, ranks)
         staged = stack.enter_context(staged_record(run_dir, is_first=ranks.is_first))
         if ranks.is_first:
             write_config(given, dataset.artifact.content_hash, staged)
-        result = _train(config, dataset, run_dir, staged, resume_from, warm, listeners, ranks)
+        machine = make_run_machine(config, ranks)
+        start = _Start(run_dir, staged, machine, resume_from, warm, listeners)
+        result = _train(job, start, ranks)
     return _with_suspicion(result, dataset, run_dir, ranks)
 
 
 def _with_suspicion(
     result: TrainResult, dataset: Dataset, run_dir: Path, ranks: Ranks
 ) -> TrainResult:
-    """Add the columns to look at to the summary of a run that predicts too well; collective."""
+    """Add the columns to check to the summary of a run with an implausible AUC; collective."""
     summary = result.summary
 
     def find() -> dict[str, Any]:
@@ -161,9 +153,8 @@ def _with_suspicion(
     return replace(result, summary={**summary, "suspicious": found}) if found else result
 
 
-def open_dataset(config: Config, resume_from: Path | None) -> Dataset:
-    """The dataset, of which a resumed run goes on with the generation that it began with."""
-    paths = config.paths
+def open_dataset(paths: PathsConfig, resume_from: Path | None) -> Dataset:
+    """The dataset; a resumed run keeps its generation."""
     if resume_from is None:
         return Dataset.open(paths.dataset, paths.verify)
     resumed_on = read_facts(resume_from, None)["facts"].get("dataset")
@@ -186,55 +177,68 @@ def _listeners(stack: ExitStack, port: int, ranks: Ranks) -> list[Listener]:
     return [] if listen is None else [listen]
 
 
-def _train(
-    config: Config,
-    dataset: Dataset,
-    run_dir: Path,
-    staged: Path,
-    resume_from: Path | None,
-    warm: WarmStart | None,
-    listeners: Sequence[Listener],
-    ranks: Ranks,
-) -> TrainResult:
-    trainer = config.trainer
-    machine = make_run_machine(config, ranks)
+@dataclass(frozen=True)
+class _Start:
+    """What a run starts from.
+
+    Args:
+        run_dir: Its directory.
+        staged: Where its record is staged.
+        machine: The ranks to plan for.
+        resume_from: The checkpoint to resume from; None for a new run.
+        warm: The run that provides the first weights; None for initial ones.
+        listeners: Take the lines that rank 0 writes.
+    """
+
+    run_dir: Path
+    staged: Path
+    machine: Machine
+    resume_from: Path | None
+    warm: WarmStart | None
+    listeners: Sequence[Listener]
+
+
+def _train(job: Job, start: _Start, ranks: Ranks) -> TrainResult:
+    run_dir, staged, machine = start.run_dir, start.staged, start.machine
+    resume_from, warm, order = start.resume_from, start.warm, job.order
     is_own = resume_from is not None and resume_from.resolve().is_relative_to(run_dir.resolve())
     keeps_plan = is_own and broadcast_object(
-        same_verdict(lambda: _is_planned_so(config, run_dir, ranks))
+        same_verdict(lambda: _is_planned_so(job.placement, run_dir, ranks))
     )
     if keeps_plan:
-        settled = _read_plan(config, run_dir, machine, ranks)
+        settled = _read_plan(job, run_dir, machine, ranks)
     else:
-        settled = _choose_plan(config, dataset, machine, staged, ranks)
+        settled = _choose_plan(job, machine, staged, ranks)
     if (partition := settled.partition) is not None:
         num_hot, num_rows = partition.total_hot, partition.total_rows
         logger.info("%s: %d of %d rows hot", partition.policy, num_hot, num_rows)
-    check_assign(config, settled.placement)
-    adaptive = adapts(config, settled.placement)
-    facts = checkpoint_facts(config, dataset, settled.artifact)
-    all_hot = find_all_hot(config, dataset, settled, run_dir, staged, is_resumed=keeps_plan)
-    steps = _count_steps(config, dataset, ranks, all_hot)
-    saved = _skip_seen(config, dataset, warm)
+    check_assign(order, settled.placement)
+    adaptive = adapts(job.adaptation, order, settled.placement)
+    facts = job.facts(settled.artifact)
+    hot = settled.partition, settled.artifact
+    all_hot = find_all_hot(order, job.dataset, hot, run_dir, staged, is_resumed=keeps_plan)
+    steps = _count_steps(job, ranks, all_hot)
+    saved = _skip_seen(job, warm)
     if saved is not None:
-        steps = _count_steps(config, dataset, ranks, saved=saved)
-    # A new run in a directory with checkpoints must leave them of use.
+        steps = _count_steps(job, ranks, saved=saved)
+    # A new run in a directory with checkpoints must keep them usable.
     kept = resume_from or same_verdict(lambda: find_latest(run_dir / CHECKPOINTS))
     if kept is not None:
         found = same_verdict(lambda: _read_kept(kept, facts))
         if resume_from is not None:
             saved = found
             if all_hot is None:
-                steps = _count_steps(config, dataset, ranks, saved=saved)
+                steps = _count_steps(job, ranks, saved=saved)
         finished = broadcast_object(read_finished(run_dir)) if is_own else None
-        is_over = found["step"] >= steps or _is_stopped_early(trainer, found)
+        is_over = found["step"] >= steps or _is_stopped_early(job, found)
         if finished is not None and is_over:
             logger.info("%s: already finished with %d steps", run_dir, found["step"])
             return TrainResult(found["step"], is_finished=True, summary=finished)
-    alternation = make_alternation(config, all_hot, ranks.world_size)
-    trainable = build_plan(config, settled, dataset, machine, ranks)
+    alternation = make_alternation(order, all_hot, ranks.world_size)
+    trainable = build_plan(job.spec, settled, machine, ranks)
     if warm is not None:
         warm.load(trainable.model, trainable.optimizer)
-    assign = choose_assign(config, dataset.schema, settled.placement, trainable.sharding)
+    assign = choose_assign(order, job.spec.schema, settled.placement, trainable.sharding)
     if ranks.is_first:
         write_plan(trainable.sharding, staged, settled.prediction)
         write_environment(
@@ -243,123 +247,85 @@ def _train(
             num_hosts=ranks.num_hosts,
             device=ranks.device.type,
         )
-    loader = make_train_loader(config, ranks, trainable.route, all_hot, alternation, assign)
+    loader = make_train_loader(order, ranks, trainable.route, all_hot, alternation, assign)
     if saved is not None and resume_from is None:
         loader.load_state_dict({**loader.state_dict(), **saved["loader"]})
-    record = Record(
-        run_dir=run_dir,
-        description=_description(config, settled, dataset, all_hot),
+    record = job.record(
+        description=_description(job, settled, all_hot),
         prediction=settled.predicted,
-        callbacks=trainer.callbacks,
-        listeners=listeners,
-        trace=_trace_window(config, run_dir),
+        listeners=start.listeners,
         accept=lambda: accept_record(staged, run_dir) if ranks.is_first else None,
     )
-    metrics = Metrics(
-        ranks,
-        Counts(
-            count_dense_values(trainable.model),
-            trainable.facts,
-            trainable.memory,
-            trainable.cache_counters(),
-        ),
-        log_every_steps=trainer.log_every_steps,
-        warmup_steps=trainer.warmup_steps,
-        record=record,
+    counts = Counts(
+        count_dense_values(trainable.model),
+        trainable.facts,
+        trainable.memory,
+        trainable.cache_counters(),
     )
-    checkpoints = _checkpoints(config, run_dir, facts, resume_from)
-    evaluation = Evaluation(
+    metrics = job.metrics(ranks, counts, record=record)
+    checkpoints = _checkpoints(job, facts, resume_from)
+    evaluation = job.evaluation(
         metrics,
-        _eval_batches(config, trainable, ranks),
-        every_steps=trainer.eval_every_steps,
-        ahead=_days_ahead(config, dataset, trainable, ranks, run_dir, saved),
-        best=_make_best(trainer),
+        _eval_batches(job, trainable, ranks),
+        ahead=_days_ahead(job, trainable, ranks, run_dir, saved),
+        best=None if job.best is None else job.best(),
         alternation=alternation,
         checkpoints=checkpoints,
     )
-    hot_set = HotSet(metrics)
-    if adaptive is not None:
-        hot_set = HotSet(metrics, _hot_set(adaptive, trainable), adaptive.adapt_every_steps)
-    saver = Saver(
-        metrics,
-        evaluation,
-        hot_set,
-        checkpoints,
-        every_steps=trainer.save_every_steps,
-        every_s=trainer.save_every_s,
-        in_background=trainer.save_in_background,
-    )
-    watch = Watch(
-        ranks,
-        metrics,
-        saver,
-        every_steps=trainer.check_every_steps,
-        check_replicas=trainable.check_replicas,
-        check_replicas_every=trainer.check_replicas_every_steps,
-    )
+    hot_set = _hot_set(adaptive, metrics, trainable)
+    saver = job.saver(metrics, evaluation, hot_set, checkpoints)
+    watch = job.watch(ranks, metrics, saver, check_replicas=trainable.check_replicas)
     parts = Parts(ranks, metrics, watch, evaluation, saver, hot_set)
-    schedule = Schedule(**vars(config.optimizer.schedule), num_steps=steps)
-    return train(trainable, loader, parts, num_steps=steps, lr_factor=schedule)
+    return train(trainable, loader, parts, num_steps=steps, lr_factor=job.schedule(steps))
 
 
-def _skip_seen(
-    config: Config, dataset: Dataset, warm: WarmStart | None
-) -> Mapping[str, Any] | None:
+def _skip_seen(job: Job, warm: WarmStart | None) -> Mapping[str, Any] | None:
     """The position after the samples that the warm start has seen, in a checkpoint's form."""
-    if warm is None or not isinstance(config.order, TimeOrder) or not config.order.new_only:
+    if warm is None or not job.new_only:
         return None
     num_seen = same_verdict(warm.num_seen)
     return {"step": 0, "loader": {"num_samples": num_seen}}
 
 
-def _make_best(trainer: TrainerConfig) -> BestQuality | None:
-    if trainer.early_stop_patience is None and not trainer.keeps_best:
-        return None
-    return BestQuality(trainer.early_stop_patience, is_kept=trainer.keeps_best)
-
-
-def _is_stopped_early(trainer: TrainerConfig, saved: Mapping[str, Any]) -> bool:
+def _is_stopped_early(job: Job, saved: Mapping[str, Any]) -> bool:
     """Whether early stopping ended the run that saved a checkpoint."""
-    best = _make_best(trainer)
-    if best is None or "best" not in saved:
+    if job.best is None or "best" not in saved:
         return False
+    best = job.best()
     best.load_state_dict(saved["best"])
     return best.must_stop
 
 
 def _read_kept(path: Path, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """As ``read_facts``, of a run that has a loader of samples."""
+    """As ``read_facts``, for a run with a loader of samples."""
     content = read_facts(path, facts)
     loader = content["loader"]
-    # With order=all_hot there is one of each kind of samples, beside what alternates them.
+    # With order=all_hot there is one for each kind of samples, besides the alternation.
     loaders = [loader[kind] for kind in KINDS.values() if kind in loader] or [loader]
     for position in loaders:
         found = position.get("num_samples") if isinstance(position, dict) else position
         if type(found) is not int or found < 0:
             raise ArtifactError(
-                f"{path}: expected the samples that the loader has returned, got {found!r}. Use "
-                "another checkpoint."
+                f"{path}: expected the number of samples that the loader has returned, got "
+                f"{found!r}. Use another checkpoint."
             )
     return content
 
 
-def _checkpoints(
-    config: Config, run_dir: Path, facts: Mapping[str, Any], resume_from: Path | None
-) -> Checkpoints:
-    directory = run_dir / CHECKPOINTS
-    checkpoints = Checkpoints(
-        directory=directory,
-        facts=facts,
-        keep_last=config.trainer.keep_checkpoints,
-        resume_from=resume_from,
-    )
-    is_newest = resume_from is not None and resume_from == find_latest(directory)
+def _checkpoints(job: Job, facts: Mapping[str, Any], resume_from: Path | None) -> Checkpoints:
+    checkpoints = job.checkpoints(facts=facts, resume_from=resume_from)
+    is_newest = resume_from is not None and resume_from == find_latest(checkpoints.directory)
     lineage = lineage_of(resume_from) if is_newest and resume_from is not None else None
     return checkpoints if lineage is None else replace(checkpoints, lineage=lineage)
 
 
-def _is_planned_so(config: Config, run_dir: Path, ranks: Ranks) -> bool:
-    """Whether the run recorded a plan for these ranks and this placement, to go on with.
+def _is_planned_so(asked: Mapping[str, Any], run_dir: Path, ranks: Ranks) -> bool:
+    """Whether the run recorded a plan for these ranks and this placement, to continue with.
+
+    Args:
+        asked: The settings of the placement.
+        run_dir: Directory of the run.
+        ranks: Ranks of the process group.
 
     Raises:
         ValueError: If its record cannot be read.
@@ -372,13 +338,9 @@ def _is_planned_so(config: Config, run_dir: Path, ranks: Ranks) -> bool:
         world_size = json.loads((run_dir / ENVIRONMENT).read_text())["world_size"]
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
         raise ValueError(
-            f"{recorded}: expected the configuration that the run recorded, and {ENVIRONMENT} "
-            f"beside it, got {error!r}. Start a new run."
+            f"{recorded}: expected the run's recorded configuration and {ENVIRONMENT}, got "
+            f"{error!r}. Start a new run."
         ) from error
-    asked = {
-        name: value.name if isinstance(value, Enum) else value
-        for name, value in asdict(config.placement).items()
-    }
     differences = [
         f"placement.{name} {asked.get(name)!r} instead of {placement.get(name)!r}"
         for name in sorted(placement.keys() | asked.keys())
@@ -387,53 +349,30 @@ def _is_planned_so(config: Config, run_dir: Path, ranks: Ranks) -> bool:
     if world_size != ranks.world_size:
         differences.append(f"{ranks.world_size} ranks instead of {world_size}")
     if differences:
-        logger.info("the resumed run gets a new plan: %s", ", ".join(differences))
+        logger.info("replanning the resumed run: %s", ", ".join(differences))
     return not differences
 
 
 def make_run_machine(config: Config, ranks: Ranks) -> Machine:
-    """The machine of these ranks as seen by rank 0, so that all of them plan the same."""
+    """The machine as detected by rank 0, so that all ranks get the same plan."""
     machine = make_machine(
-        config.planner,
         world_size=ranks.world_size,
         ranks_per_host=ranks.local_world_size,
         device=ranks.device.type,
         batch_size=config.trainer.batch_size,
+        hbm_gib=config.planner.hbm_gib,
+        host_gib=config.planner.host_gib,
     )
     return broadcast_object(machine)
 
 
-def checkpoint_facts(
-    config: Config, dataset: Dataset, partition: Artifact | None
-) -> dict[str, Any]:
-    """Facts that must agree between the run that saved a checkpoint and the one that loads it."""
-    model = {
-        name: getattr(value, "name", value) for name, value in sorted(vars(config.model).items())
-    }
-    facts = {
-        "dataset": dataset.artifact.content_hash,
-        "model": model,
-        "optimizer": config.optimizer.kind.name,
-    }
-    if isinstance(config.order, AllHotOrder):
-        assert partition is not None
-        # The order of samples depends on the hot rows.
-        facts |= {"order": config.order.kind.name, "partition": partition.content_hash}
-    return facts
+def placement_name(asked: str, plan: Plan) -> str:
+    """The placement for reports: as it was asked for, or which of TorchRec's plans was chosen."""
+    return asked if plan.torchrec_plan is None else f"torchrec {plan.torchrec_plan.name}"
 
 
-def placement_name(config: Config, plan: Plan) -> str:
-    """The placement for reports: as configured, or which of TorchRec's plans was chosen."""
-    if plan.torchrec_plan is not None:
-        return f"torchrec {plan.torchrec_plan.name}"
-    return config.placement.kind.name
-
-
-def build_plan(
-    config: Config, settled: SettledPlan, dataset: Dataset, machine: Machine, ranks: Ranks
-) -> Trainable:
+def build_plan(spec: ModelSpec, settled: SettledPlan, machine: Machine, ranks: Ranks) -> Trainable:
     """The sharded model of a plan, with the first weights of its run; collective."""
-    spec = same_verdict(lambda: model_spec(config, dataset.schema))
     torch.manual_seed(spec.seed)
     return assemble(
         spec,
@@ -445,24 +384,22 @@ def build_plan(
     )
 
 
-def _read_plan(config: Config, run_dir: Path, machine: Machine, ranks: Ranks) -> SettledPlan:
+def _read_plan(job: Job, run_dir: Path, machine: Machine, ranks: Ranks) -> SettledPlan:
     """The plan of a run that resumes its own checkpoint, even if costs were measured since."""
     read = same_verdict(
-        lambda: read_settled_plan(config, run_dir, machine) if ranks.is_first else None
+        lambda: read_settled_plan(job.planned, run_dir, machine) if ranks.is_first else None
     )
     settled = broadcast_object(read)
     assert settled is not None
     return settled
 
 
-def _choose_plan(
-    config: Config, dataset: Dataset, machine: Machine, staged: Path, ranks: Ranks
-) -> SettledPlan:
-    """Predict the candidates on rank 0, try those in doubt on all ranks, settle; collective."""
+def _choose_plan(job: Job, machine: Machine, staged: Path, ranks: Ranks) -> SettledPlan:
+    """Predict the candidates on rank 0, try undecided ones on all ranks, choose; collective."""
     proposal = same_verdict(
-        lambda: make_proposal(config, dataset, machine) if ranks.is_first else None
+        lambda: make_proposal(job.planned, job.dataset, machine) if ranks.is_first else None
     )
-    trial = _try_candidates(config, dataset, machine, proposal, ranks)
+    trial = _try_candidates(job, machine, proposal, ranks)
 
     def settle() -> SettledPlan | None:
         return None if proposal is None else proposal.settle(staged / PARTITION, trial)
@@ -473,120 +410,111 @@ def _choose_plan(
 
 
 def _try_candidates(
-    config: Config, dataset: Dataset, machine: Machine, proposal: Proposal | None, ranks: Ranks
+    job: Job, machine: Machine, proposal: Proposal | None, ranks: Ranks
 ) -> Trial | None:
-    """A trial of the candidates, if predictions leave a choice and it can pay; collective.
+    """A trial of the candidates, if predictions are undecided and it can pay; collective.
 
     Args:
-        config: Configuration of the run.
-        dataset: Its dataset.
+        job: The run.
         machine: The machine of the ranks.
         proposal: The candidates, on rank 0.
         ranks: Ranks of the process group.
     """
-    order = config.order
-    if not config.plan.trial or isinstance(order, AllHotOrder):
+    if job.trial_s == 0 or job.order.blocks is not None:
         return None
-    if order.assign is not OrderAssign.as_read:
+    if job.order.assign is not OrderAssign.as_read:
         return None
 
     def describe() -> tuple[dict[str, SettledPlan], Trial | None, float, float]:
         if proposal is None or len(proposal.candidates) < 2:
             return {}, None, 0.0, 0.0
-        run_s, longest_s = proposal.predicted_s(_count_steps(config, dataset, ranks))
+        run_s, longest_s = proposal.predicted_s(_count_steps(job, ranks))
         return proposal.candidates, proposal.recorded_trial, run_s, longest_s
 
-    # Whatever fails on rank 0 alone must reach the others before a collective.
+    # An error on rank 0 must reach the others before a collective.
     plans, recorded, run_s, longest_s = broadcast_object(same_verdict(describe))
     if len(plans) < 2 or recorded is not None:
         return recorded
     candidates = {
-        digest: make_candidate(config, plan, dataset, machine, ranks)
-        for digest, plan in plans.items()
+        digest: make_candidate(job, plan, machine, ranks) for digest, plan in plans.items()
     }
-    limit_s, least_s = trial_seconds(config.plan.trial_s, run_s, candidates.values())
-    if config.plan.trial_s is None and longest_s < max(limit_s, least_s):
+    limit_s, least_s = trial_seconds(job.trial_s, run_s, candidates.values())
+    if job.trial_s is None and longest_s < max(limit_s, least_s):
         logger.info(
-            "no trial of %d plans that predictions cannot tell apart: the run is predicted to take "
-            "%.3g s, at most %.3g s, a trial %.3g s",
+            "skipping the trial of %d plans with overlapping predictions: the run is predicted "
+            "to take %.3g s, at most %.3g s, a trial %.3g s",
             *(len(plans), run_s, longest_s, max(limit_s, least_s)),
         )
         return None
     takes = f"about {limit_s:.0f} s"
     if least_s > OVERRUN * limit_s:
-        takes = f"about {least_s:.0f} s instead of {limit_s:.0f}, for three rounds of two of them"
+        takes = f"about {least_s:.0f} s (budget {limit_s:.0f} s), for three rounds of two plans"
     titles = "; ".join(candidate.title for candidate in candidates.values())
-    logger.info("trial of plans that predictions cannot tell apart, %s: %s", takes, titles)
+    logger.info("trial of plans with overlapping predictions, %s: %s", takes, titles)
     found = run_trial(candidates, ranks, limit_s=limit_s)
     same_verdict(lambda: None if proposal is None else write_trial(found, proposal.trial_file))
     return found
 
 
-def make_candidate(
-    config: Config, settled: SettledPlan, dataset: Dataset, machine: Machine, ranks: Ranks
-) -> Candidate:
-    """How to train a plan in turns with others, from the first weights and batches of its run."""
+def make_candidate(job: Job, settled: SettledPlan, machine: Machine, ranks: Ranks) -> Candidate:
+    """The trial candidate of a plan, with the initial weights and batches of its run."""
 
     def build() -> tuple[Trainable, Iterable[Batch]]:
-        trainable = build_plan(config, settled, dataset, machine, ranks)
-        assign = choose_assign(config, dataset.schema, settled.placement, trainable.sharding)
-        return trainable, make_train_loader(config, ranks, trainable.route, None, None, assign)
+        trainable = build_plan(job.spec, settled, machine, ranks)
+        assign = choose_assign(job.order, job.spec.schema, settled.placement, trainable.sharding)
+        return trainable, make_train_loader(job.order, ranks, trainable.route, None, None, assign)
 
     plan = settled.plan
-    held = 2 * num_workers(config.trainer.num_workers, ranks) + plan.pipeline.depth
+    held = 2 * num_workers(job.order.num_workers, ranks) + plan.pipeline.depth
     if isinstance(plan.tables, SplitTables) and plan.tables.has_slots:
-        held += plan.pipeline.window  # a window of batches is held for slots alone
+        held += plan.pipeline.window  # a window of batches is kept only for slots
     return Candidate(build, settled.max_bytes, held, settled.step_s, plan.title)
 
 
 def _count_steps(
-    config: Config,
-    dataset: Dataset,
+    job: Job,
     ranks: Ranks,
     all_hot: AllHotSamples | None = None,
     saved: Mapping[str, Any] | None = None,
 ) -> int:
-    """Updates of the whole run; ``saved`` is the content of the checkpoint that it goes on from."""
-    trainer = config.trainer
+    """Updates of the whole run; ``saved`` is the content of the checkpoint to resume from."""
+    epochs, max_steps = job.order.num_epochs, job.max_steps
     if saved is None:
-        per_epoch = count_epoch_steps(config, dataset, all_hot, ranks.world_size)
-        return count_steps(per_epoch, epochs=trainer.num_epochs, max_steps=trainer.max_steps)
-    # Other ranks or another batch take another number of steps for the samples that remain.
-    remaining = _remaining_steps(config, dataset, ranks, saved)
-    steps = int(saved["step"]) + remaining.count_steps(trainer.num_epochs)
-    return steps if trainer.max_steps is None else min(steps, trainer.max_steps)
+        per_epoch = count_epoch_steps(job.order, job.dataset, all_hot, ranks.world_size)
+        return count_steps(per_epoch, epochs=epochs, max_steps=max_steps)
+    # With other ranks or another batch size the remaining samples need another number of steps.
+    remaining = _remaining_steps(job, ranks, saved)
+    steps = int(saved["step"]) + remaining.count_steps(epochs)
+    return steps if max_steps is None else min(steps, max_steps)
 
 
-def _remaining_steps(
-    config: Config, dataset: Dataset, ranks: Ranks, saved: Mapping[str, Any] | None
-) -> StepSequence:
+def _remaining_steps(job: Job, ranks: Ranks, saved: Mapping[str, Any] | None) -> StepSequence:
     return step_sequence(
-        dataset,
+        job.dataset,
         SPLIT,
-        config.trainer.batch_size * ranks.world_size,
-        by_day=evaluates_ahead(config),
+        job.order.batch_size * ranks.world_size,
+        by_day=job.order.by_day,
         first_sample=0 if saved is None else int(saved["loader"]["num_samples"]),
     )
 
 
 def _days_ahead(
-    config: Config,
-    dataset: Dataset,
+    job: Job,
     trainable: Trainable,
     ranks: Ranks,
     run_dir: Path,
     saved: Mapping[str, Any] | None,
 ) -> DaysAhead | None:
-    """The days still to be evaluated before they are trained on; None where none is; collective."""
-    if not evaluates_ahead(config):
+    """The days still to be evaluated before they are trained on, or None; collective."""
+    if not job.order.by_day:
         return None
     start_step = 0 if saved is None else int(saved["step"])
     recorded = same_verdict(
         lambda: read_evaluated(run_dir / "eval.jsonl", start_step) if ranks.is_first else []
     )
     evaluated = broadcast_object(recorded)
-    days, known = days_of(dataset, SPLIT), {line["day"] for line in evaluated}
-    steps = _remaining_steps(config, dataset, ranks, saved)
+    days, known = days_of(job.dataset, SPLIT), {line["day"] for line in evaluated}
+    steps = _remaining_steps(job, ranks, saved)
     due = {
         start_step + step: part + 1
         for step, part in steps.part_ends().items()
@@ -594,7 +522,7 @@ def _days_ahead(
     }
     first_sample = sum(day.num_samples for day in days[: min(due.values(), default=len(days))])
     loader = same_verdict(
-        lambda: _make_eval_loader(config, SPLIT, trainable, ranks, by_day_from=first_sample)
+        lambda: _make_eval_loader(job, SPLIT, trainable, ranks, by_day_from=first_sample)
     )
     num_batches = loader.dataset.steps.count_part_steps
     return DaysAhead(
@@ -604,18 +532,16 @@ def _days_ahead(
     )
 
 
-def _eval_batches(config: Config, trainable: Trainable, ranks: Ranks) -> dict[str, Iterable[Batch]]:
-    trainer = config.trainer
+def _eval_batches(job: Job, trainable: Trainable, ranks: Ranks) -> dict[str, Iterable[Batch]]:
     return same_verdict(
         lambda: {
-            split: _make_eval_loader(config, split, trainable, ranks)
-            for split in trainer.eval_splits
+            split: _make_eval_loader(job, split, trainable, ranks) for split in job.eval_splits
         }
     )
 
 
 def _make_eval_loader(
-    config: Config,
+    job: Job,
     split: str,
     trainable: Trainable,
     ranks: Ranks,
@@ -623,16 +549,15 @@ def _make_eval_loader(
     by_day_from: int | None = None,
 ) -> Loader:
     """A loader to evaluate with: of a split, or of its days from a sample on."""
-    trainer = config.trainer
     loader = make_loader(
-        config.paths.dataset,
+        job.order.dataset,
         split,
-        batch_size=trainer.eval_batch_size,
+        batch_size=job.eval_batch_size,
         rank=ranks.rank,
         world_size=ranks.world_size,
         epochs=1,
         shuffle=False,
-        num_workers=num_workers(trainer.num_workers, ranks),
+        num_workers=num_workers(job.order.num_workers, ranks),
         keep_workers=by_day_from is None,
         transform=trainable.route,
         by_day=by_day_from is not None,
@@ -643,26 +568,19 @@ def _make_eval_loader(
     return loader
 
 
-def _hot_set(adaptive: HotColdConfig, trainable: Trainable) -> AdaptiveHotSet:
-    return AdaptiveHotSet(
+def _hot_set(adaptive: Adaptation | None, metrics: Metrics, trainable: Trainable) -> HotSet:
+    if adaptive is None:
+        return HotSet(metrics)
+    of_model = AdaptiveHotSet(
         trainable.model,
         trainable.optimizer,
-        decay=adaptive.adapt_decay,
-        most_rows=adaptive.adapt_max_rows,
+        decay=adaptive.decay,
+        most_rows=adaptive.max_rows,
     )
+    return HotSet(metrics, of_model, adaptive.every_steps)
 
 
-def _trace_window(config: Config, run_dir: Path) -> TraceWindow | None:
-    profiler = config.profiler
-    if not isinstance(profiler, TraceProfiler):
-        return None
-    return TraceWindow(
-        profiler.first_step, profiler.num_steps, run_dir / TRACES, profiler.warn_of_syncs
-    )
-
-
-def _resume_from(config: Config, run_dir: Path) -> Path | None:
-    resume = config.trainer.resume
+def _resume_from(resume: str, run_dir: Path) -> Path | None:
     if resume == "none":
         return None
     if resume == "latest":
@@ -677,31 +595,29 @@ def _resume_from(config: Config, run_dir: Path) -> Path | None:
     return path
 
 
-def _description(
-    config: Config, settled: SettledPlan, dataset: Dataset, all_hot: AllHotSamples | None
-) -> dict[str, Any]:
-    partition, plan = settled.partition, settled.plan
+def _description(job: Job, settled: SettledPlan, all_hot: AllHotSamples | None) -> dict[str, Any]:
+    partition, plan, spec, order = settled.partition, settled.plan, job.spec, job.order
     hot_rows = 0 if partition is None else partition.total_hot
-    total_rows = sum(table.num_rows for table in dataset.schema.tables)
+    total_rows = sum(table.num_rows for table in spec.schema.tables)
     return {
-        "name": config.run_name,
-        "dataset": dataset.artifact.content_hash,
-        "dataset_name": config.dataset_name,
-        "generation": len(generations_of(dataset)),
-        "label_weights": label_weights_of(config.trainer, dataset.schema) or {},
-        "placement": placement_name(config, plan),
+        "name": job.name,
+        "dataset": job.dataset.artifact.content_hash,
+        "dataset_name": job.dataset_name,
+        "generation": len(generations_of(job.dataset)),
+        "label_weights": spec.label_weights or {},
+        "placement": placement_name(job.planned.name, plan),
         "policy": None if partition is None else partition.policy,
-        "model": config.model.kind.name,
-        "optimizer": config.optimizer.kind.name,
+        "model": spec.architecture.kind,
+        "optimizer": spec.embedding.kind.name,
         "pipeline": plan.pipeline.kind.name,
         "wire": plan.pipeline.wire.name,
-        "order": config.order.kind.name,
-        "assign": config.order.assign.name,
+        "order": order.kind.name,
+        "assign": order.assign.name,
         "all_hot_samples_frac": None if all_hot is None else all_hot.frac,
-        "batch_size": config.trainer.batch_size,
-        "precision": config.trainer.precision.name,
-        "compile": config.trainer.compile,
-        "grad_clip_norm": config.trainer.grad_clip_norm,
+        "batch_size": order.batch_size,
+        "precision": spec.precision.name,
+        "compile": spec.is_compiled,
+        "grad_clip_norm": spec.grad_clip_norm,
         "hot_rows": hot_rows,
         "total_rows": total_rows,
         "hot_rows_frac": hot_rows / total_rows,

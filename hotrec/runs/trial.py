@@ -1,4 +1,4 @@
-"""A trial: candidates that predictions cannot tell apart train on the run's own first batches."""
+"""A trial: candidates with overlapping predictions are trained on the run's first batches."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ from hotrec.runtime import watchdog
 from hotrec.runtime.memory import read_memory
 from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import Ranks, all_gather_object, barrier
+from hotrec.train.interleave import in_turn, run_block
 from hotrec.train.pipelines import Pipeline
 
 logger = logging.getLogger(__name__)
 
 # A trial takes this share of the predicted run, within these bounds in seconds.
-SHARE, LEAST_S, MOST_S = 0.01, 5.0, 60.0
-# It may take so many times its seconds, where two candidates or LEAST_ROUNDS need that.
+SHARE, MIN_S, MAX_S = 0.01, 5.0, 60.0
+# It may take so many times its seconds, where two candidates or MIN_ROUNDS need that.
 OVERRUN = 1.3
-# A block of steps takes about so long, and has so many steps. Blocks of one candidate differ by
-# more than their steps let expect, each for itself: many short blocks tell more than a few long
-# ones (11 ms a step on two cores: as much in 3.5 s as blocks of 0.3 s did in 5 s).
-BLOCK_S, LEAST_STEPS, MOST_STEPS = 0.12, 4, 200
-LEAST_ROUNDS = 3
+# Duration and number of steps of a block. Blocks of one candidate differ by more than the variance
+# of their steps: many short blocks are more informative than a few long ones (11 ms per step on two
+# cores: as much in 3.5 s as blocks of 0.3 s in 5 s).
+BLOCK_S, MIN_STEPS, MAX_STEPS = 0.12, 4, 200
+MIN_ROUNDS = 3
 # First steps compile, allocate and start the loader's workers.
 NUM_WARM = 4
-# A candidate whose timed first steps take this much longer than another's is out. Those of the
-# first one that a process builds took up to 1.8 times as long as its later ones.
+# A candidate whose timed first steps take this much longer than another's is dropped. Those of the
+# first candidate of a process took up to 1.8 times as long as its later ones.
 FIRST_STEPS_RATIO = 2.0
-# Where steps take longer, loaders keep up anyway: fewer steps are warm, fill the pipeline, and are
-# timed in a block, which leaves time for more candidates.
+# If steps take longer, loaders keep up anyway: fewer steps are needed to warm up, to fill the
+# pipeline, and in a block, which leaves time for more candidates.
 LONG_STEP_S, LONG_STEPS = 0.1, 2
 # Assumed before anything is built: workers and first collectives, and the tables' first weights.
 BUILD_S, BUILD_BYTES_PER_S = 1.0, 2e8
-# Candidates are held at once if they take at most this share of the free memory.
+# Candidates are kept at the same time if they need at most this share of the free memory.
 MEMORY_SHARE = 0.7
 
 Build = Callable[[], tuple[Trainable, Iterable[Batch]]]
@@ -50,14 +51,14 @@ Build = Callable[[], tuple[Trainable, Iterable[Batch]]]
 
 @dataclass(frozen=True)
 class Candidate:
-    """How to build a candidate, and what it takes.
+    """How to build a candidate, and its memory and time.
 
     Args:
         build: Builds the sharded model and the loader of training batches; collective.
         num_bytes: Predicted memory of its tables on the fullest rank: of the device, of the host.
-        num_ahead: Batches that the loader and the pipeline hold ahead.
+        num_ahead: Batches prefetched by loader and pipeline.
         step_s: Predicted seconds of a step.
-        title: Its name for people.
+        title: Its display name.
     """
 
     build: Build
@@ -74,16 +75,16 @@ class Candidate:
     def block_steps(self, step_s: float) -> tuple[int, int]:
         """Untimed and timed steps of a block, if a step takes ``step_s``.
 
-        What is held ahead was made while another candidate computed.
+        Prefetched batches were loaded while another candidate computed.
         """
         if step_s > LONG_STEP_S:
             return LONG_STEPS, LONG_STEPS
-        return self.num_ahead + 2, max(LEAST_STEPS, min(MOST_STEPS, round(BLOCK_S / step_s)))
+        return self.num_ahead + 2, max(MIN_STEPS, min(MAX_STEPS, round(BLOCK_S / step_s)))
 
     @property
-    def least_s(self) -> float:
-        """Predicted seconds to build it, and to measure it in LEAST_ROUNDS."""
-        num_steps = 2 * self.num_warm + LEAST_ROUNDS * sum(self.block_steps(self.step_s))
+    def min_s(self) -> float:
+        """Predicted seconds to build it, and to measure it in MIN_ROUNDS."""
+        num_steps = 2 * self.num_warm + MIN_ROUNDS * sum(self.block_steps(self.step_s))
         return BUILD_S + sum(self.num_bytes) / BUILD_BYTES_PER_S + num_steps * self.step_s
 
 
@@ -93,24 +94,25 @@ def trial_seconds(
     """Seconds of a trial before a run that is predicted to take ``run_s``.
 
     Returns:
-        The seconds after which no further round begins, and those that the two candidates which
-        are measured in any case are predicted to take.
+        The time budget, after which no further round starts, and the predicted time of the two
+        candidates that are always measured.
     """
-    limit_s = min(MOST_S, max(LEAST_S, SHARE * run_s)) if asked_s is None else asked_s
-    return limit_s, sum(candidate.least_s for candidate in itertools.islice(candidates, 2))
+    limit_s = min(MAX_S, max(MIN_S, SHARE * run_s)) if asked_s is None else asked_s
+    return limit_s, sum(candidate.min_s for candidate in itertools.islice(candidates, 2))
 
 
 def run_trial(candidates: Mapping[str, Candidate], ranks: Ranks, *, limit_s: float) -> Trial:
-    """Train the candidates in turn, from the same weights, until the fastest is known; collective.
+    """Interleave training of the candidates until the fastest is known; collective.
 
-    They are dropped in the end; random states are those of before. Candidates that do not fit into
-    memory together are built one after the other, and trained for three blocks each.
+    All start from the same weights. They are freed at the end; random states are restored.
+    Candidates that do not fit into memory together are built one after the other, and trained for
+    three blocks each.
 
     Args:
         candidates: At least two, the most promising first, equal on every rank.
         ranks: The process group.
         limit_s: Seconds after which no further round begins. There are at least two candidates,
-            and three rounds unless they take more than MOST_S; others are built as long as all
+            and three rounds unless they take more than MAX_S; others are built as long as all
             are expected to end within OVERRUN of it.
 
     Returns:
@@ -121,10 +123,11 @@ def run_trial(candidates: Mapping[str, Candidate], ranks: Ranks, *, limit_s: flo
 
 
 def run_turns(candidates: Mapping[str, Candidate], ranks: Ranks, *, limit_s: float) -> Trial:
-    """Train all candidates in turn until the time is over, to compare them; see ``run_trial``.
+    """Interleave all candidates until the budget is used up, to compare them; see ``run_trial``.
 
     Returns:
-        The trial, equal on every rank; each candidate has as many blocks, at least three.
+        The trial, equal on every rank; all candidates have the same number of blocks, at least
+        three.
     """
     trial = _Rounds(ranks, limit_s)
     return trial.run(candidates, trial.compare_together, len(candidates))
@@ -143,14 +146,14 @@ def _fits(candidates: Iterable[Candidate], ranks: Ranks) -> bool:
 
 
 class _Rounds:
-    """The blocks that were measured so far."""
+    """The blocks measured so far."""
 
     def __init__(self, ranks: Ranks, limit_s: float) -> None:
         self._ranks = ranks
         self._limit_s = limit_s
         self._start_s = time.perf_counter()
         self._block_s: dict[str, list[float]] = {}
-        self._first_s: dict[str, list[float]] = {}  # of those that no round was spent on
+        self._first_s: dict[str, list[float]] = {}  # of candidates without rounds
         self._took_turns = True
 
     def run(
@@ -166,7 +169,9 @@ class _Rounds:
             if is_together:
                 together(candidates)
             else:
-                logger.info("trial: the candidates do not fit into memory together; one by one")
+                logger.info(
+                    "trial: the candidates do not fit into memory together; measuring one by one"
+                )
                 self._run_alone(candidates, num_needed)
         gc.collect()
         watchdog.enter(watchdog.MAIN, watchdog.START, None)
@@ -183,7 +188,7 @@ class _Rounds:
             for number in itertools.count():
                 so_far = self._round(held, number, bar)
                 is_over = so_far.seconds + _round_s(held.values()) > self._limit_s
-                if number + 1 >= LEAST_ROUNDS and is_over:
+                if number + 1 >= MIN_ROUNDS and is_over:
                     break
         for contender in held.values():
             contender.close()
@@ -197,7 +202,7 @@ class _Rounds:
                 so_far = self._round(held, number, bar)
                 for name in [name for name in held if name not in so_far.open_candidates]:
                     held.pop(name).close()
-                is_enough = number + 1 >= LEAST_ROUNDS or so_far.seconds >= MOST_S
+                is_enough = number + 1 >= MIN_ROUNDS or so_far.seconds >= MAX_S
                 is_over = so_far.seconds + _round_s(held.values()) > self._limit_s
                 if len(held) == 1 or (is_enough and (so_far.is_decided or is_over)):
                     break
@@ -205,10 +210,8 @@ class _Rounds:
             contender.close()
 
     def _round(self, held: Mapping[str, _Contender], number: int, bar: Progress) -> Trial:
-        """A block of each; who comes first changes. Returns what was measured so far."""
-        names = list(held)
-        shift = number % len(names)
-        for name in (*names[shift:], *names[:shift]):
+        """One block of each, in rotating order; returns the measurements so far."""
+        for name in in_turn(list(held), number):
             bar.set_postfix_str(held[name].title)
             self._block_s.setdefault(name, []).append(held[name].block())
         so_far = Trial(self._block_s, self._seconds())
@@ -216,31 +219,31 @@ class _Rounds:
         return so_far
 
     def _build(self, candidates: Mapping[str, Candidate], bar: Progress) -> dict[str, _Contender]:
-        """Two candidates, and further ones as long as there is time to measure them.
+        """Build two candidates, and more while time allows.
 
-        Those whom the first steps show to be out of the question are dropped.
+        Drops candidates whose first steps already rule them out.
         """
         held: dict[str, _Contender] = {}
         for num_built, (name, candidate) in enumerate(candidates.items()):
             bar.set_postfix_str(candidate.title)
             if num_built >= 2:
-                # It is taken to need as long as those before on average.
-                spent_s, rounds_s = self._seconds(), LEAST_ROUNDS * _round_s(held.values())
+                # Its time is estimated as the average of those before.
+                spent_s, rounds_s = self._seconds(), MIN_ROUNDS * _round_s(held.values())
                 needed_s = spent_s + spent_s / num_built + rounds_s + rounds_s / len(held)
-                if needed_s > self._most_s:
+                if needed_s > self._max_s:
                     break
             held[name] = _Contender(candidate, self._ranks)
-            least_s = min(contender.step_s for contender in held.values())
-            for other in [n for n, c in held.items() if c.step_s > FIRST_STEPS_RATIO * least_s]:
+            min_s = min(contender.step_s for contender in held.values())
+            for other in [n for n, c in held.items() if c.step_s > FIRST_STEPS_RATIO * min_s]:
                 self._drop(other, held)
         return held
 
     def _drop_late(self, held: dict[str, _Contender]) -> None:
-        """Drop the slowest if no time is left for all, but not the last two."""
+        """Drop the slowest if time is short, but keep two."""
         spent_s = self._seconds()
         for name in sorted(held, key=lambda name: held[name].step_s, reverse=True):
-            needed_s = spent_s + LEAST_ROUNDS * _round_s(held.values())
-            if len(held) > 2 and needed_s > self._most_s:
+            needed_s = spent_s + MIN_ROUNDS * _round_s(held.values())
+            if len(held) > 2 and needed_s > self._max_s:
                 self._drop(name, held)
 
     def _drop(self, name: str, held: dict[str, _Contender]) -> None:
@@ -252,14 +255,14 @@ class _Rounds:
         self._took_turns = False
         for name, candidate in candidates.items():
             contender = _Contender(candidate, self._ranks)
-            self._block_s[name] = [contender.block() for _ in range(LEAST_ROUNDS)]
+            self._block_s[name] = [contender.block() for _ in range(MIN_ROUNDS)]
             contender.close()
             gc.collect()
             if self._seconds() >= self._limit_s and len(self._block_s) >= num_needed:
                 return
 
     @property
-    def _most_s(self) -> float:
+    def _max_s(self) -> float:
         return OVERRUN * self._limit_s
 
     def _seconds(self) -> float:
@@ -273,64 +276,58 @@ def _round_s(held: Collection[_Contender]) -> float:
 
 
 class _Contender:
-    """A candidate that was built on this rank, and ran its first steps; collective."""
+    """A candidate built on this rank, after its first steps; collective."""
 
     def __init__(self, candidate: Candidate, ranks: Ranks) -> None:
         watchdog.enter(watchdog.MAIN, watchdog.FIRST_STEP, None)
-        self._ranks = ranks
+        self._device = ranks.device
+        self._num_steps = 0
         self.title = candidate.title
         trainable, loader = candidate.build()
         self._pipeline: Pipeline = trainable.pipeline()
         self._batches = _repeat(loader)
-        self._skip(candidate.num_warm)
-        self.step_s = max(all_gather_object(self._time(candidate.num_warm)))
-        self._num_skipped, self._num_steps = candidate.block_steps(self.step_s)
+        # It goes on with its first block.
+        self.step_s = self._measure(candidate.num_warm, candidate.num_warm, drains=False)
+        self._block_steps = candidate.block_steps(self.step_s)
 
     @property
     def block_s(self) -> float:
         """Expected seconds of a block, by the first steps."""
-        return (self._num_skipped + self._num_steps) * self.step_s
+        return sum(self._block_steps) * self.step_s
 
     def block(self) -> float:
         """Seconds per step of consecutive steps on the slowest rank; collective."""
-        self._skip(self._num_skipped)
-        seconds = self._time(self._num_steps)
-        self._drain()
-        return max(all_gather_object(seconds))
+        return self._measure(*self._block_steps)
 
-    def _skip(self, num_steps: int) -> None:
-        for number in range(num_steps):
-            watchdog.enter(watchdog.MAIN, watchdog.TRIAL, number)
-            self._pipeline.progress(self._batches)
+    def _measure(self, num_skipped: int, num_steps: int, *, drains: bool = True) -> float:
+        num_all = num_skipped + num_steps
+        block = run_block(self, num_all, num_skipped, self._device, drains=drains)
+        return max(all_gather_object(block.mean_step_s))
 
-    def _time(self, num_steps: int) -> float:
-        self._synchronize()
-        start_s = time.perf_counter()
-        self._skip(num_steps)
-        self._synchronize()
-        return (time.perf_counter() - start_s) / num_steps
+    def step(self) -> None:
+        """One training step."""
+        watchdog.enter(watchdog.MAIN, watchdog.TRIAL, self._num_steps)
+        self._num_steps += 1
+        self._pipeline.progress(self._batches)
 
-    def _synchronize(self) -> None:
-        if self._ranks.device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def _drain(self) -> None:
-        """Wait until nothing of this candidate is in flight on any rank."""
+    def drain(self) -> None:
+        """Wait until nothing of this candidate is in flight on any rank; collective."""
         self._pipeline.drain()
-        self._synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
         barrier()
 
     def close(self) -> None:
-        """End the candidate's threads and loader; collective."""
-        self._drain()
+        """Stop the candidate's threads and loader; collective."""
+        self.drain()
         self._pipeline.close()
-        # Now, not with the pipeline: it is freed as a cycle, with the queues of the loader's
-        # workers closed first, and each of them would be waited for for five seconds.
+        # Now, not with the pipeline: that is freed as a cycle, in which the queues of the loader's
+        # workers are closed first, and each would block for five seconds.
         self._batches.close()
         del self._pipeline, self._batches
 
 
 def _repeat(loader: Iterable[Batch]) -> Generator[Batch, None, None]:
-    """The batches of a loader, and the same again should an epoch be shorter than a trial."""
+    """The batches of a loader, repeated if an epoch is shorter than the trial."""
     while True:
         yield from loader

@@ -35,11 +35,11 @@ class WarmStart:
     Args:
         checkpoint: Its directory.
         trained_on: The dataset that it was trained on; None for an earlier generation of
-            ``dataset``, which tells itself which rows there were.
+            ``dataset``, which records its earlier rows.
         dataset: The dataset to train on.
         has_same_optimizer: Whether the checkpoint has state for the optimizer.
         generation: The number of the earlier generation.
-        names: What is called otherwise in the checkpoint, or left out, see ``load_rows``.
+        names: Renamed or skipped tensors, see ``load_rows``.
     """
 
     checkpoint: Path
@@ -60,10 +60,10 @@ class WarmStart:
         """Find a checkpoint and its dataset.
 
         Args:
-            source: Directory of a run, whose newest checkpoint is taken, or of a checkpoint.
+            source: Directory of a run, whose latest checkpoint is used, or of a checkpoint.
             dataset: The dataset to train on.
-            optimizer: The kind of optimizer to train with; the state of another starts anew.
-            names: What is called otherwise in the checkpoint, or left out.
+            optimizer: The kind of optimizer to train with; the state of another kind is reset.
+            names: Renamed or skipped tensors.
 
         Raises:
             ValueError: If there is no checkpoint, or the tables of the datasets do not match.
@@ -92,7 +92,7 @@ class WarmStart:
                     raise ValueError(
                         f"trainer.warm_start_names.{old}: expected the tables of generation "
                         f"{number} of {dataset.artifact.path} under their names, got {table.name}. "
-                        "Leave it out."
+                        "Remove the key."
                     )
             return warm
         trained_on = open_generation(_dataset_of(checkpoint), facts["dataset"], checkpoint)
@@ -104,7 +104,7 @@ class WarmStart:
         """Training samples of the dataset that the checkpoint may have been trained on.
 
         Raises:
-            ValueError: If its dataset is no earlier generation of this one.
+            ValueError: If its dataset is not an earlier generation of this one.
         """
         if self.generation is None:
             raise ValueError(
@@ -120,7 +120,7 @@ class WarmStart:
         for table in self.dataset.schema.tables:
             old = self._old_name(table.name)
             if old not in before:
-                continue  # starts anew
+                continue  # is initialized
             has = [_has_vocabulary(trained_on, old), _has_vocabulary(self.dataset, table.name)]
             if has[0] != has[1] or (not has[0] and before[old] != table.num_rows):
                 raise ValueError(
@@ -131,7 +131,7 @@ class WarmStart:
                 )
 
     def _old_name(self, table: str) -> str | None:
-        """The name of a table in the checkpoint; None if its namesake goes elsewhere."""
+        """The name of a table in the checkpoint; None if that name is mapped to another table."""
         found = next((old for old, new in self.names.items() if new == table), table)
         return None if found == table and table in self.names else found
 
@@ -142,7 +142,9 @@ class WarmStart:
             ArtifactError: If the checkpoint is damaged, or has other dimensions.
         """
         if not self.has_same_optimizer and rank() == 0:
-            logger.warning("%s is of another optimizer; its state starts anew", self.checkpoint)
+            logger.warning(
+                "%s was saved with another optimizer; its state is reset", self.checkpoint
+            )
         found = load_rows(
             self.checkpoint,
             model=model,
@@ -153,7 +155,7 @@ class WarmStart:
         if rank() == 0:
             total = {table.name: table.num_rows for table in self.dataset.schema.tables}
             logger.info(
-                "warm start from %s: %s",
+                "warm start from %s: matched rows: %s",
                 self.checkpoint,
                 ", ".join(f"{name} {num} of {total[name]} rows" for name, num in found.items()),
             )
@@ -163,7 +165,7 @@ class WarmStart:
         if self.trained_on is None:
             return self._find_earlier(table, rows)
         old = self._old_name(table)
-        assert old is not None, f"{table} starts anew"
+        assert old is not None, f"{table} is not in the checkpoint"
         is_same = self.trained_on is self.dataset and old == table
         if is_same or not _has_vocabulary(self.dataset, table):
             return rows
@@ -181,13 +183,13 @@ class WarmStart:
         return found
 
     def _find_earlier(self, table: str, rows: torch.Tensor) -> torch.Tensor:
-        """The same rows, -1 for those that had not been given to their values yet."""
+        """The same rows, -1 for those not assigned to their values yet."""
         assert self.generation is not None
         num_rows = generations_of(self.dataset)[self.generation]["num_rows"].get(table, 0)
         is_known = rows < num_rows
         if _has_vocabulary(self.dataset, table):
             vocabulary = read_whole_vocabulary(self.dataset.artifact.path, table)
-            since = np.append(0, vocabulary.generations("since"))  # row 0 is that of the unknown
+            since = np.append(0, vocabulary.generations("since"))  # row 0 is for unknown ids
             is_known &= torch.from_numpy(since <= self.generation)[rows]
         return rows.where(is_known, -1)
 
@@ -204,5 +206,5 @@ def _dataset_of(checkpoint: Path) -> str:
     except (OSError, LookupError, TypeError, ValueError, yaml.YAMLError) as error:
         raise ArtifactError(
             f"{recorded}: expected the configuration of the run that saved {checkpoint}, got "
-            f"{error!r}. Name a run of `hotrec train`."
+            f"{error!r}. Set a run of `hotrec train`."
         ) from error

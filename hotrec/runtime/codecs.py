@@ -1,9 +1,9 @@
 """TorchRec's own exchanges in 16 bits: codecs for its sharders, and DDP's all-reduce.
 
-In fp16 gradients travel in blocks of up to 32 values, each with its own power of two in front (see
-``wire``): 33 halves for 32 floats. FBGEMM's codec loses small gradients even with a loss scale,
-since it divides before it widens. Where a collective adds up or fixes sizes, one constant factor
-stands for all blocks, and what leaves fp16's range arrives as infinity.
+In fp16 gradients are sent in blocks of up to 32 values, each preceded by its own scale, a power of
+two (see ``wire``): 33 halves for 32 floats. FBGEMM's codec loses small gradients even with a loss
+scale, because it divides before converting to fp32. If a collective adds up or fixes sizes, one
+constant factor replaces the scales of blocks, and values beyond fp16's range arrive as infinity.
 """
 
 # No `from __future__ import annotations`: DDP reads the hook's annotations as objects.
@@ -97,7 +97,7 @@ class BlockCodec(Codec):
 
 
 def wire_codecs(wire_type: WireType, dims: Iterable[int]) -> dict[str, QuantizedCommCodecs] | None:
-    """The registry that TorchRec's sharders and sharded modules take as ``qcomm_codecs_registry``.
+    """The registry to pass to TorchRec's sharders and sharded modules as ``qcomm_codecs_registry``.
 
     Args:
         wire_type: Type of rows, pooled vectors and their gradients in messages.
@@ -124,7 +124,7 @@ def wire_codecs(wire_type: WireType, dims: Iterable[int]) -> dict[str, Quantized
 
 
 def compress_dense(modules: Iterable[DistributedDataParallel], wire_type: WireType) -> None:
-    """Let DDP all-reduce gradients in 16 bits, which also adds them up in 16 bits.
+    """Make DDP all-reduce gradients in 16 bits (sums are 16-bit too).
 
     Args:
         modules: Before their first step.
@@ -146,7 +146,7 @@ class _Reduction:
 def _reduce_mean(state: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """A DDP communication hook: the mean over the ranks, by an all-reduce in the codec's type.
 
-    Unlike torch's own hooks it scales before it narrows, and takes bf16 over gloo.
+    Unlike torch's own hooks it scales before converting to 16 bits, and supports bf16 over gloo.
     """
     buffer = bucket.buffer()
     message = state.codec.encode(buffer.div_(dist.get_world_size(state.group)))

@@ -1,4 +1,4 @@
-"""Communicating while the main thread computes: a thread for tasks, and integers for the host."""
+"""Communication concurrent with the main thread: a task thread, and integers copied to the host."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Task = tuple[Callable[[], Any], "CommunicationFuture[Any]", torch.cuda.Event | N
 
 # Threads that were started, with their tasks.
 _STARTED: WeakKeyDictionary[threading.Thread, SimpleQueue[Task | None]] = WeakKeyDictionary()
-# At exit; longer than any task whose peers are alive needs when nothing more is submitted.
+# At exit; longer than any remaining task needs if its peers are alive.
 _LEAVE_S = 1.0
 
 
 @atexit.register
 def _end_threads() -> None:
-    """End all threads while Python still can: one that runs into its end aborts the process."""
+    """Stop all threads before the interpreter exits: a running one would abort the process."""
     for tasks in _STARTED.values():
         tasks.put(None)
     for thread in list(_STARTED):
@@ -32,10 +32,10 @@ def _end_threads() -> None:
 
 
 def record_use(*values: torch.Tensor) -> None:
-    """Tell the allocator that the current stream uses tensors which a task made on its own stream.
+    """Record tensors of a task, made on its own stream, as used on the current stream.
 
-    Without this their memory goes to the next task as soon as nobody holds them, although the
-    current stream may not have read them yet.
+    Otherwise their memory is reused by the next task once they are freed, although the current
+    stream may not have read them yet.
     """
     for value in values:
         if value.is_cuda:
@@ -64,15 +64,15 @@ class CommunicationFuture(Future[T]):
 class CommunicationThread:
     """Runs tasks in the order of their submission on a daemon thread, started by the first one.
 
-    After a task has raised no other task runs: its collectives would be matched with different
-    ones of the other ranks. A daemon, unlike the threads of a ``ThreadPoolExecutor``, because a
-    task that waits for a dead rank must not keep the process alive.
+    After a task has failed no other task runs: its collectives would not match those of the other
+    ranks. A daemon, unlike the threads of a ``ThreadPoolExecutor``, because a task that waits for a
+    dead rank must not keep the process alive.
 
     Args:
-        device: If CUDA, tasks run on a stream of their own, which first waits for all work that the
-            submitting stream was given before.
+        device: If CUDA, tasks run on their own stream, which first waits for all work queued on the
+            submitting stream.
         name: The thread's name, shown in traces.
-        is_apart: Whether it does not wait for that, since tasks use nothing of it.
+        is_apart: Whether it skips that wait, because tasks do not use results of that stream.
     """
 
     def __init__(self, device: torch.device, name: str, *, is_apart: bool = False) -> None:
@@ -115,7 +115,7 @@ class CommunicationThread:
             self.submit(lambda: None).wait()
 
     def close(self) -> None:
-        """Let the thread end after its remaining tasks, without waiting for it."""
+        """Stop the thread after its remaining tasks, without waiting for it."""
         self._tasks.put(None)
 
     def join(self) -> None:
@@ -126,7 +126,7 @@ class CommunicationThread:
     def _run(self) -> None:
         if self._stream is not None:
             torch.cuda.set_device(self._device)
-        # A new thread records gradients by default; none of the tasks is to be differentiated.
+        # A new thread records gradients by default; tasks are not differentiated.
         with torch.no_grad(), torch.cuda.stream(self._stream):
             while (item := self._tasks.get()) is not None:
                 task, future, ready = item
@@ -140,7 +140,7 @@ class CommunicationThread:
                         future.event = self._stream.record_event()
                     future.set_result(result)
                 except BaseException as error:  # of any kind: the main thread must see it
-                    # What the task held, such as connections, would live as long as the error.
+                    # Objects of the task, such as connections, would live as long as the error.
                     traceback.clear_frames(error.__traceback__)
                     self.error = error
                     future.set_exception(error)
@@ -149,10 +149,10 @@ class CommunicationThread:
 class OnHost:
     """A tensor that is copied to the host in the order of the current stream.
 
-    A plain ``cpu`` would wait for all that the device has been given on that stream.
+    ``cpu()`` would wait for all work queued on that stream.
 
     Args:
-        values: Not to be changed on another stream until the copy is made. On CPU not copied.
+        values: Must not be modified on another stream before the copy. On CPU not copied.
     """
 
     def __init__(self, values: torch.Tensor) -> None:

@@ -10,26 +10,26 @@ from pathlib import Path
 from hotrec.runtime.ranks import Ranks, all_gather_object
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# Of a rank on a GPU: those of its main thread, or backward's meanwhile, and of its communication.
+# Cores of a rank on a GPU: of its main (or backward) thread, and of its communication.
 OWN_CORES = 2
 # Routing a batch of 8,192 samples with 26 ids takes a core tens of milliseconds, a step on a GPU
 # a few. More than this many would wait for the thread of the rank that receives all batches.
-MOST_WORKERS = 8
+MAX_WORKERS = 8
 
 
 def choose_workers(device: str, cores_per_host: float, ranks_per_host: int) -> int:
-    """Loader workers of a rank where none are configured.
+    """Default number of loader workers of a rank.
 
-    On a GPU as many as the rank has cores beside its own, at least one and at most MOST_WORKERS:
-    it waits for batches that fewer make too slowly. On CPU one, or none without a core for it.
+    On a GPU one per spare core of the rank, at least one and at most MAX_WORKERS: fewer would be
+    too slow. On CPU one, or none without a core for it.
 
-    On a CPU whose cores the ranks fill, a worker takes a core from a rank while the others wait for
-    that, and what it hands over has to be received. On 2 cores a step took 9 to 21% longer with
-    workers, and 3 to 5% where it waited for a slow link most of the time.
+    If the ranks use all cores of a CPU, a worker takes a core from a rank while the others wait for
+    that one, and its batches have to be received. On 2 cores a step took 9 to 21% longer with
+    workers, and 3 to 5% if it mostly waited for a slow link.
     """
     if device != "cpu":
         spare = int(cores_per_host / ranks_per_host) - OWN_CORES
-        return max(1, min(MOST_WORKERS, spare))
+        return max(1, min(MAX_WORKERS, spare))
     return 0 if cores_per_host <= ranks_per_host else 1
 
 
@@ -41,7 +41,7 @@ def num_workers(asked: int | None, ranks: Ranks) -> int:
 
 
 def cores_per_host(ranks: Ranks) -> float:
-    """The cores that each host has for itself, of the host that has fewest; collective.
+    """The cores that each host has for itself, of the host with the fewest; collective.
 
     Containers and network namespaces that run on one kernel share the cores they are allowed.
     """
@@ -49,10 +49,10 @@ def cores_per_host(ranks: Ranks) -> float:
         BOOT_ID.read_text() if BOOT_ID.exists() else f"host {ranks.rank // ranks.local_world_size}"
     )
     of_ranks = all_gather_object((kernel, os.sched_getaffinity(0)))
-    return least_cores(of_ranks, ranks.local_world_size)
+    return min_cores(of_ranks, ranks.local_world_size)
 
 
-def least_cores(of_ranks: Sequence[tuple[str, set[int]]], ranks_per_host: int) -> float:
+def min_cores(of_ranks: Sequence[tuple[str, set[int]]], ranks_per_host: int) -> float:
     """The same from the kernel of each rank and the cores that it may use."""
     hosts, cores = defaultdict[str, set[int]](set), defaultdict[str, set[int]](set)
     for rank, (kernel, allowed) in enumerate(of_ranks):

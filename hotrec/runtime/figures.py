@@ -3,8 +3,7 @@
 ``metrics.jsonl``, ``eval.jsonl``, ``hot_set.jsonl`` and ``summary.json`` take no other keys;
 ``cache_hit_frac`` and ``suspicious`` are derived when a run is read or its evaluation ends. The
 labels and units on pages, at the metrics server and in the documentation come from here, and so
-does the way in which the values of all ranks become one. A new metric is a row of this table and
-the code that computes it.
+does the reduction over ranks. A new metric is a row of this table and the code that computes it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 
 class Unit(Enum):
-    """What the values of a figure are, as the documentation puts it."""
+    """The unit of a figure's values, in the words of the documentation."""
 
     seconds = "seconds"
     bytes = "bytes"
@@ -36,7 +35,7 @@ class Unit(Enum):
 
 
 class Reduce(Enum):
-    """How the values of all ranks become one, as the documentation puts it."""
+    """The reduction over ranks, in the words of the documentation."""
 
     first = "rank 0"  # or the same on every rank
     mean = "mean"
@@ -51,13 +50,13 @@ class Figure:
 
     Args:
         key: Its key in the records; ``<key>.<part>`` is a part of a figure with parts.
-        label: What a reader sees beside the number; ``{}`` stands for the part.
-        unit: What its values are.
-        over_ranks: How the values of all ranks become one.
+        label: The name shown with the number; ``{}`` stands for the part.
+        unit: The unit of its values.
+        over_ranks: The reduction over ranks.
         better: "more" or "less" if one is better. Pages then compare bytes and quality with a
-            baseline; times they never do, since runs one after the other see another machine each.
-        parts: What its parts are named by; its value is then a number for each part.
-        from_line: Whether the last line stands for the summary of a run that has not finished.
+            baseline, but never times, because the machine's state changes between runs.
+        parts: The kind of its parts' names; its value is then a number for each part.
+        from_line: Whether the last line is used for a run without a summary.
         in_sweep: Whether the table of a sweep shows it.
     """
 
@@ -74,10 +73,10 @@ class Figure:
 _seconds, _bytes, _count, _frac, _error, _rate, _quality, _number, _text, _flag, _document = Unit
 _first, _mean, _sum, _max, _ratio = Reduce
 _more, _less = "more", "less"
-# Settings, which are no numbers and which pages show first; and what pages do not show side by
-# side.
+# Settings, which are not numbers and come first on pages; and figures that pages do not show side
+# by side.
 RUN, ELSEWHERE = "Run", "Not side by side"
-# By the heading under which pages show them side by side, in the order of the page.
+# By their heading on the page, in the order of the page.
 GROUPS: Mapping[str, tuple[Figure, ...]] = {
     RUN: (
         Figure("dataset_name", "Dataset", _text),
@@ -172,7 +171,7 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
         Figure("cache_hit_frac", "Hit rate, of distinct rows", _frac, _ratio),
         Figure("cache.num_rows", "Distinct rows", _count, _sum),
         Figure("cache.num_misses", "Misses, read from the host", _count, _sum),
-        Figure("cache.num_conflict_misses", "Of these with a full set, used there", _count, _sum),
+        Figure("cache.num_conflict_misses", "Conflict misses (full set), used there", _count, _sum),
         Figure("cache.num_evictions", "Evictions", _count, _sum),
         Figure("cache.read_bytes", "Read over the bus", _bytes, _sum),
         Figure("cache.written_bytes", "Written over the bus", _bytes, _sum),
@@ -206,7 +205,7 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
         Figure("predicted_stage_s", "Stages of a step, predicted", _seconds, parts="stage"),
         Figure("compared_from_step", "First step that is compared with the prediction", _count),
         Figure("sent_bytes", "Bytes sent per step and rank", _bytes, _mean, parts="collective"),
-        Figure("cache", "What the device caches did", _number, _sum, parts="counter"),
+        Figure("cache", "Counters of the device caches", _number, _sum, parts="counter"),
         Figure("cache.num_steps", "Steps in which they were counted", _count),
         Figure("cache.num_lookups", "Lookups", _count, _sum),
         Figure("cache.num_hits", "Distinct rows that were there", _count, _sum),
@@ -214,7 +213,7 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
         Figure("hot_set", "Decisions of which rows are hot", _number, parts="sum"),
         Figure("hot_set.num_decisions", "Decisions", _count),
         Figure("hot_set.hot_share", "Share of the lookups that the hot rows serve", _frac),
-        Figure("hot_set.best_share", "The most that as many hot rows can serve", _frac),
+        Figure("hot_set.best_share", "Maximum share that as many hot rows can serve", _frac),
         Figure("split", "Split evaluated", _text),
         Figure("day", "Day evaluated before it is trained on", _text),
         Figure("days", "Evaluations of all such days", _document),
@@ -250,7 +249,7 @@ def check_declared(record: Mapping[str, Any], within: str = "") -> None:
         name = within + key
         if name not in FIGURES:
             raise ValueError(
-                f"figure {name}: expected one that hotrec/runtime/figures.py declares, got "
+                f"figure {name}: expected one that is declared in hotrec/runtime/figures.py, got "
                 f"{value!r} for another one. Declare it there."
             )
         if isinstance(value, Mapping) and any(other.startswith(f"{name}.") for other in FIGURES):
@@ -270,7 +269,7 @@ def over_ranks(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _reduce(how: Reduce, values: Sequence[Any]) -> Any:
-    assert how is not Reduce.ratio, "a ratio is no function of the ranks' ratios"
+    assert how is not Reduce.ratio, "a ratio cannot be computed from the ranks' ratios"
     first = values[0]
     if how is Reduce.first or any(value is None for value in values):
         return first if how is Reduce.first else None
@@ -286,5 +285,5 @@ def of_sum(key: str, total: Any, count: int) -> Any:
     if isinstance(total, Mapping):
         return {part: of_sum(key, of_part, count) for part, of_part in total.items()}
     how = FIGURES[key].over_ranks
-    assert how in (Reduce.mean, Reduce.sum), f"{key} is no sum over the ranks: {how}"
+    assert how in (Reduce.mean, Reduce.sum), f"{key} is not a sum over ranks: {how}"
     return total / count if how is Reduce.mean else total

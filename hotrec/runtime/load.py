@@ -37,7 +37,7 @@ class CpuTimes:
 
 
 def read_cpu_times(stat: Path = STAT) -> CpuTimes | None:
-    """Read the cores that this process may use; None where the system does not say (proc(5))."""
+    """Read the cores that this process may use; None if unavailable (proc(5))."""
     if not stat.exists():
         return None
     tick_s, cores = 1 / os.sysconf("SC_CLK_TCK"), os.sched_getaffinity(0)
@@ -56,9 +56,9 @@ def _ticks_of_children() -> int:
     """Processor time so far of the processes that this one started and that still run (proc(5))."""
     ticks = 0
     for children in Path("/proc/self/task").glob("*/children"):
-        with suppress(OSError):  # a thread or a child may end meanwhile
+        with suppress(OSError):  # a thread or a child may exit meanwhile
             for pid in children.read_text().split():
-                # After the name, which may hold spaces: fields 14 and 15 of the line.
+                # After the name, which may contain spaces: fields 14 and 15 of the line.
                 _, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
                 user, system = fields.split()[11:13]
                 ticks += int(user) + int(system)
@@ -67,7 +67,7 @@ def _ticks_of_children() -> int:
 
 @dataclass(frozen=True)
 class HostLoad:
-    """Mean number of a host's cores that others and the hypervisor took."""
+    """Mean number of a host's cores used by other processes and the hypervisor."""
 
     num_cores: int
     num_wanted: float  # cores that the ranks of this host can use
@@ -76,12 +76,12 @@ class HostLoad:
 
     @property
     def taken(self) -> float:
-        """Mean number of cores that the ranks did not get."""
+        """Mean number of cores used by others."""
         return self.others + self.stolen
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether that was more than the cores which the ranks leave idle."""
+        """Whether that exceeds the cores that the ranks leave idle."""
         free = max(0.0, self.num_cores - self.num_wanted)
         return self.taken > free + MAX_OTHERS_FRAC * self.num_cores
 
@@ -94,7 +94,7 @@ class LoadMeter:
         self._first = read_cpu_times(stat)
 
     def hosts(self, ranks: Ranks) -> list[HostLoad]:
-        """The load of each host so far; empty where one does not say; collective."""
+        """The load of each host so far; empty if unavailable on a host; collective."""
         own = (self._first, read_cpu_times(self._stat))
         readings = all_gather_object((own, torch.get_num_threads()))
         local = ranks.local_world_size
@@ -103,7 +103,7 @@ class LoadMeter:
 
 
 def _load_of(readings: Sequence[tuple[Any, int]]) -> HostLoad | None:
-    """The load of a host from what its ranks read."""
+    """The load of a host from the readings of its ranks."""
     pairs = [(first, last) for (first, last), _ in readings if first and last]
     if len(pairs) < len(readings):
         return None
@@ -111,7 +111,7 @@ def _load_of(readings: Sequence[tuple[Any, int]]) -> HostLoad | None:
     stolen: dict[int, float] = {}
     for first, last in pairs:
         wall_s = last.wall_s - first.wall_s
-        # Ranks that are bound to different cores see each their own.
+        # Ranks that are bound to different cores each see their own.
         busy |= {core: (s - first.busy_s[core]) / wall_s for core, s in last.busy_s.items()}
         stolen |= {core: (s - first.stolen_s[core]) / wall_s for core, s in last.stolen_s.items()}
     own = sum((last.own_s - first.own_s) / (last.wall_s - first.wall_s) for first, last in pairs)
@@ -124,13 +124,13 @@ def _load_of(readings: Sequence[tuple[Any, int]]) -> HostLoad | None:
 
 
 def worst_of(hosts: Sequence[HostLoad]) -> HostLoad | None:
-    """The host of which others take the largest share; None where no host says."""
+    """The host with the largest foreign load; None if unavailable."""
     return max(hosts, key=lambda host: host.taken / host.num_cores, default=None)
 
 
 def disturbance(hosts: Sequence[HostLoad]) -> str | None:
-    """Such as ``beside other work (1.3 of 2 cores busy)``; None if the hosts were quiet enough."""
+    """Such as ``with other load (1.3 of 2 cores busy)``; None if the hosts were quiet enough."""
     worst = worst_of([host for host in hosts if host.is_disturbed])
     if worst is None:
         return None
-    return f"beside other work ({worst.taken:.1f} of {worst.num_cores} cores busy)"
+    return f"with other load ({worst.taken:.1f} of {worst.num_cores} cores busy)"

@@ -14,14 +14,14 @@ _MS_ASYNC = 1  # sys/mman.h
 
 
 def host_view(seen: torch.Tensor) -> torch.Tensor:
-    """A tensor of a device, in host memory that it maps, as a tensor of the host.
+    """Host view of a device tensor in mapped host memory.
 
-    It keeps the memory. FBGEMM's own ``uvm_to_cpu`` refuses mapped memory before 1.8. On 64-bit
-    Linux host and device know memory that CUDA has registered by one address, which is tried here
-    with the first byte: call it before anything else reads or writes the memory.
+    It keeps the memory alive. FBGEMM's own ``uvm_to_cpu`` refuses mapped memory before 1.8. On
+    64-bit Linux host and device share one address of memory that CUDA has registered, which is
+    verified here with the first byte: call it before anything else reads or writes the memory.
 
     Raises:
-        RuntimeError: if the address is not that of the same memory for the host.
+        RuntimeError: if the address is other memory on the host.
     """
     if seen.numel() == 0:
         return torch.empty(seen.shape, dtype=seen.dtype)
@@ -31,17 +31,17 @@ def host_view(seen: torch.Tensor) -> torch.Tensor:
     memory.owner = flat  # type: ignore[attr-defined]  # the host's tensor holds ``memory``
     if not _is_readable(flat.data_ptr(), num_bytes) or not _is_same(memory, flat):
         raise RuntimeError(
-            f"host memory mapped for {seen.device}: expected one address for the host and the "
-            f"device, got {flat.data_ptr():#x}, under which the host finds other memory. Use "
+            f"host memory mapped for {seen.device}: expected the same address on host and device, "
+            f"got {flat.data_ptr():#x}, which is other memory on the host. Use "
             "placement.cold_tier=fused or fused_uvm: this system has no unified addresses."
         )
     return torch.frombuffer(memory, dtype=flat.dtype).view(seen.shape)
 
 
 def _is_readable(address: int, num_bytes: int) -> bool:
-    """Whether this process has mapped the whole range; to read it otherwise would end it."""
+    """Whether this process has mapped the whole range; reading it otherwise would crash."""
     begin = address - address % mmap.PAGESIZE
-    # On Linux this does nothing but look for holes.
+    # On Linux this only checks for holes.
     found: int = _LIBC.msync(
         ctypes.c_void_p(begin), ctypes.c_size_t(address + num_bytes - begin), _MS_ASYNC
     )
@@ -49,9 +49,9 @@ def _is_readable(address: int, num_bytes: int) -> bool:
 
 
 def _is_same(memory: ctypes.Array[ctypes.c_char], flat: torch.Tensor) -> bool:
-    """Write another first byte on the host, read it on the device, and put the first one back."""
+    """Write another first byte on the host, read it on the device, and restore the original."""
     seen = flat.view(torch.uint8)[0]
-    before = int(seen)  # waits for what the device was given
+    before = int(seen)  # waits for the device's queued work
     memory[0] = bytes([before ^ 255])
     is_same = int(seen) == before ^ 255
     memory[0] = bytes([before])
@@ -59,12 +59,12 @@ def _is_same(memory: ctypes.Array[ctypes.c_char], flat: torch.Tensor) -> bool:
 
 
 def keep_out_of_forks(seen: torch.Tensor) -> None:
-    """Leave the memory of a tensor, which a device maps, out of processes forked from now on.
+    """Exclude the device-mapped memory of a tensor from processes that are forked later.
 
-    Linux copies the pages that a device holds as soon as the process forks, so that each loader
-    worker would take as much memory as the tables. Only whole pages are left out: what else lies on
-    the first and the last one stays. When the tensor goes, forks have the pages again, which
-    the allocator may give to others.
+    Linux copies pages that a device has pinned when the process forks, so that each loader worker
+    would need as much memory as the tables. Only complete pages are excluded, because the first and
+    the last one may contain other data. When the tensor is freed, forks get the pages again, which
+    the allocator may reuse.
 
     Raises:
         OSError: if the memory is not mapped in this process.
@@ -82,18 +82,18 @@ def keep_out_of_forks(seen: torch.Tensor) -> None:
 
 
 def ask_for_huge_pages(values: torch.Tensor) -> torch.Tensor:
-    """Let Linux give huge pages, where it has them, to a tensor that nothing was written to yet.
+    """Request huge pages for a tensor that has not been written yet.
 
-    Numbers that are read all over gigabytes are found in less time.
+    Random reads over gigabytes get faster.
     """
     begin, num_bytes = _whole_pages(values)
     if values.device.type == "cpu" and num_bytes > 0:
-        _advise(begin, num_bytes, mmap.MADV_HUGEPAGE)  # a kernel without them refuses
+        _advise(begin, num_bytes, mmap.MADV_HUGEPAGE)  # fails on a kernel without them
     return values
 
 
 def _whole_pages(values: torch.Tensor) -> tuple[int, int]:
-    """Where the first whole page of a tensor's memory begins, and the bytes of all of them."""
+    """The address of the first complete page of a tensor's memory, and the bytes of all of them."""
     begin = -(-values.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = values.data_ptr() + values.numel() * values.element_size()
     return begin, (end - begin) // mmap.PAGESIZE * mmap.PAGESIZE

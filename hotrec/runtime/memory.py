@@ -21,7 +21,7 @@ def read_memory(
 ) -> tuple[int, int]:
     """The total and free bytes of memory of the host, or of this process's control group.
 
-    Where ``HOTREC_HOST_GIB`` is set, that much is the total, and free what is not in use of it.
+    If ``HOTREC_HOST_GIB`` is set, it is the total; free is the total minus what is in use.
 
     Raises:
         ValueError: if it is not a number above 0.
@@ -56,7 +56,7 @@ def _stated_bytes(text: str) -> int:
     if num_bytes <= 0:
         raise ValueError(
             f"environment {HOST_GIB}: expected the host's memory in GiB, a number above 0, got "
-            f"{text!r}. Set it, or unset it for what the system says."
+            f"{text!r}. Correct it, or unset it to use the system's value."
         )
     return num_bytes
 
@@ -73,17 +73,17 @@ def check_mappable(what: str, num_bytes: int, free_bytes: int) -> None:
         raise ValueError(
             f"{what}: expected at most {free_bytes} bytes, the host's free memory, to pin and map "
             f"for its devices, got {num_bytes}. Keep fewer rows in host tiers, use more hosts, or "
-            f"free memory on this one; {HOST_GIB} states the memory of a host where it grows."
+            f"free memory on this one; set {HOST_GIB} if the host's memory grows on demand."
         )
 
 
 def read_fingerprint(
     device: str | None = None, cpuinfo: Path = Path("/proc/cpuinfo")
 ) -> dict[str, Any]:
-    """Processor, memory, GPUs and versions of this host, whatever it is called.
+    """Processor, memory, GPUs and versions of this host, independent of its name.
 
     Args:
-        device: "cpu" or "cuda", the device to train on; "cpu" leaves out GPUs. None: cuda if
+        device: "cpu" or "cuda", the device to train on; "cpu" excludes GPUs. None: cuda if
             available.
         cpuinfo: Linux's description of the processor.
     """
@@ -92,9 +92,9 @@ def read_fingerprint(
     return {
         "device": device,
         "processor": _processor(cpuinfo),
-        # Ranks of GPUs are bound to some of the host's cores, one differently from another.
+        # Ranks of GPUs are bound to different subsets of the host's cores.
         "num_cores": os.cpu_count() if device == "cuda" else len(os.sched_getaffinity(0)),
-        # Kernels of one machine differ by some megabytes in what they keep for themselves.
+        # Kernel versions differ by some megabytes in the memory that they reserve.
         "memory_gib": round(read_memory()[0] / GIB),
         "gpu": torch.cuda.get_device_name(0) if gpus else None,
         "num_gpus": gpus,

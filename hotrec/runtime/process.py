@@ -39,9 +39,9 @@ def announced(what: str, after_s: float = 5.0) -> Iterator[None]:
 
 @contextmanager
 def batch_threads() -> Iterator[None]:
-    """Threads that are started within are batch threads; they inherit it from the calling thread.
+    """Threads started in the block are batch threads, inherited from the calling thread.
 
-    Nothing changes where the calling thread has a policy of its own, or the system refuses.
+    No-op if the calling thread has another policy or the system refuses.
     """
     is_changed = False
     try:
@@ -64,7 +64,7 @@ _TASKS = Path("/proc/self/task")
 
 @functools.cache
 def make_forks_safe() -> None:
-    """Let every later ``os.fork`` of this process wait; nothing where Python is fixed."""
+    """Make every later ``os.fork`` wait for other threads; no-op on fixed Python versions."""
     if sys.version_info[:3] < FIXED_VERSION and _TASKS.exists():
         os.register_at_fork(before=wait_for_native_threads)
 
@@ -74,42 +74,42 @@ def wait_for_native_threads() -> None:
     until_s = time.monotonic() + LIMIT_S
     own = {thread.native_id for thread in threading.enumerate()}
     while running_threads(own) and time.monotonic() < until_s:
-        time.sleep(0.001)  # without the interpreter's lock, which they may want
+        time.sleep(0.001)  # releases the interpreter's lock, which they may need
 
 
 def running_threads(ignored: Container[int | None] = ()) -> list[int]:
-    """Threads of this process that run, want to, or wait for memory, by the system's number."""
+    """Threads of this process that run, are runnable, or wait for memory, by thread id."""
     found = []
     for task in _TASKS.iterdir():
         try:
-            # "14745 (gloo_tcp_loop) S ...": a name may hold parentheses.
+            # "14745 (gloo_tcp_loop) S ...": a name may contain parentheses.
             state = (task / "stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # it has exited meanwhile
         if state in "RD" and int(task.name) not in ignored:
             found.append(int(task.name))
     return found
 
 
 def bind_to_gpu(device: torch.device, system: Path = Path("/sys")) -> None:
-    """Keep this process, with the threads and workers that it starts, on its GPU's NUMA node.
+    """Bind this process, with the threads and workers that it starts, to its GPU's NUMA node.
 
-    Memory follows: the system takes it from the node of the processor that first writes to it.
-    Where the system does not report the node, or has only one, nothing changes.
+    Memory is then allocated there (first touch). No-op if the system does not report the node, or
+    has only one.
     """
     about: Any = torch.cuda.get_device_properties(device)
     address = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
     try:
         node = int((system / "bus/pci/devices" / address / "numa_node").read_text())
         if node < 0:  # not reported, as on most systems with one node
-            logger.debug("%s: its NUMA node is not known to the system", device)
+            logger.debug("%s: NUMA node unknown", device)
             return
         allowed = os.sched_getaffinity(0)
         near = allowed & _read_cpus(system / f"devices/system/node/node{node}/cpulist")
         if not near:
             logger.warning(
-                "%s: expected processors of its NUMA node %d, got %s from the launcher, none "
-                "of them. Copies cross sockets; look at the launcher's CPU binding.",
+                "%s: expected cores of NUMA node %d, got only others (%s) from the launcher: "
+                "copies cross sockets. Check the launcher's CPU binding.",
                 device,
                 node,
                 sorted(allowed),
@@ -118,13 +118,13 @@ def bind_to_gpu(device: torch.device, system: Path = Path("/sys")) -> None:
         for thread in os.listdir(_TASKS):
             with suppress(ProcessLookupError):  # it has ended meanwhile
                 os.sched_setaffinity(int(thread), near)
-        logger.info("%s: bound to %d processors of NUMA node %d", device, len(near), node)
+        logger.info("%s: bound to %d cores of NUMA node %d", device, len(near), node)
     except OSError as error:
-        logger.info("%s: not bound to the processors beside it: %s", device, error)
+        logger.info("%s: could not bind to its NUMA node's cores: %s", device, error)
 
 
 def _read_cpus(path: Path) -> set[int]:
-    """Processors of a list such as "0-3,8"."""
+    """Cores of a list such as "0-3,8"."""
     cpus: set[int] = set()
     for part in filter(None, path.read_text().strip().split(",")):
         first, _, last = part.partition("-")
@@ -132,7 +132,7 @@ def _read_cpus(path: Path) -> set[int]:
     return cpus
 
 
-# glibc's mallopt parameters (malloc.h): what to keep, add and map for itself.
+# glibc's mallopt parameters (malloc.h): thresholds for trimming, growing and mapping.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 
 
@@ -141,7 +141,7 @@ def keep_freed_memory() -> None:
 
     Every step frees and allocates the same tens of megabytes. By default glibc unmaps and maps them
     each time and the kernel zeroes every page: a third of the CPU time of a step with 8,192 samples
-    of 26 features of 64 floats. Other C libraries are left alone.
+    of 26 features of 64 floats. No-op with other C libraries.
     """
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,4 @@
-"""Progress that is seen: a bar on a terminal, and in the log a line every few seconds."""
+"""Progress display: a bar on a terminal, and a log line every few seconds."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _DEFAULT_SIZE = (80, 24)
 
 
 class Progress(tqdm):
-    """The progress of one thing, on one rank; a context.
+    """The progress of one activity on one rank; a context.
 
-    ``update(n)`` counts on and ``set_postfix_str`` says what happens now. On a terminal that is a
-    bar, which its end removes. Elsewhere the logger of this module gets lines, and on a terminal it
-    gets them too, for the log file; see ``is_line_of_progress``.
+    ``update(n)`` advances, ``set_postfix_str`` sets a note. A terminal shows a bar that is removed
+    at the end. The logger of this module gets lines in any case, on a terminal for the log file
+    only; see ``is_line_of_progress``.
 
     Args:
-        what: What is being done.
-        total: How many units there are; None if that is not known.
-        unit: What is counted, in the plural; "s" for seconds of a budget.
-        initial: How many are done already.
+        what: The activity.
+        total: The number of units; None if unknown.
+        unit: The counted unit, in the plural; "s" for seconds of a budget.
+        initial: The number of units already done.
         is_shown: Whether this rank shows anything.
     """
 
-    # tqdm would start a thread that looks after slow bars, beside which processes are forked.
+    # tqdm would start a thread to monitor slow bars, while processes are forked.
     monitor_interval = 0
 
     def __init__(
@@ -68,7 +68,7 @@ class Progress(tqdm):
         )
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
-        """Show the state, as tqdm asks to from time to time; a line if one is due."""
+        """Show the state, called by tqdm from time to time; a line if one is due."""
         now_s = time.monotonic()
         if now_s >= self._next_line_s and msg is None:
             self._next_line_s = now_s + LINE_EVERY_S
@@ -76,7 +76,7 @@ class Progress(tqdm):
         return bool(super().display(msg, pos)) if self._is_bar else True
 
     def line(self) -> str:
-        """The state in words, with the time that is left where the total is known."""
+        """The state in words, with the remaining time if the total is known."""
         state: dict[str, Any] = self.format_dict
         done, total, elapsed_s = state["n"], state["total"], state["elapsed"]
         per_s = (done - self._start) / elapsed_s if elapsed_s > 0 else 0.0
@@ -94,14 +94,14 @@ class Progress(tqdm):
 
 
 def is_line_of_progress(record: logging.LogRecord) -> bool:
-    """Whether a record is a line that a terminal with a bar need not show."""
+    """Whether a record is a progress line, redundant on a terminal with a bar."""
     return record.name == __name__
 
 
 def _terminal_size() -> tuple[int, int]:
-    """Columns and lines of the terminal; tqdm itself shows nothing on one that says it has none.
+    """Columns and lines of the terminal; tqdm itself shows nothing on one of size 0.
 
-    Pseudo-terminals without a window say so: those of containers, schedulers and scripts.
+    Pseudo-terminals without a window have that size: in containers, schedulers and scripts.
     """
     try:
         found = os.get_terminal_size(sys.stderr.fileno())

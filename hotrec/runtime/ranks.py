@@ -1,6 +1,6 @@
-"""Ranks, device, process group, and the few collectives that also mean something for one process.
+"""Ranks, device, process group, and the collectives that are also defined for one process.
 
-Nothing else asks whether the process group exists: each function here has a one-process meaning.
+No other module checks whether the process group exists: each function here also works without one.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 # Torch's own limit for ranks to join, and the seconds between two attempts to find rank 0.
 RENDEZVOUS_S, _CONNECT_S = 1800.0, 0.1
-# How long a rank waits for what was begun in a group that it leaves.
+# How long a rank waits for pending work of a group that it leaves.
 LEAVE_S = 3.0
 
 # With several ranks a kernel that is loaded at its first launch may wait for the whole device, and
-# so for a collective of another thread whose peer waits in turn (CUDA programming guide, "Lazy
+# so for a collective of another thread whose peer waits as well (CUDA programming guide, "Lazy
 # Loading"). CUDA reads this when it starts, so it is set before anything here asks for a device.
 # Only NCCL's collectives wait on the device: ranks that have joined over gloo keep CUDA's default,
 # which takes less memory and opens no kernel that is never launched.
@@ -47,16 +47,16 @@ if os.environ.get("WORLD_SIZE", "1") != "1" and (
     not dist.is_initialized() or "nccl" in dist.get_backend_config()
 ):
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-# Hardware queues in which streams put their work, 1 to 32, by default 8 (CUDA programming guide,
-# "CUDA Environment Variables"). Streams that share one wait for each other, and look-ahead with
-# rows behind slots has ten: copies would wait behind kernels. Who sets 1, so that kernels start in
-# the order of their launch (Megatron), keeps it.
+# Hardware queues for the work of streams, 1 to 32, by default 8 (CUDA programming guide, "CUDA
+# Environment Variables"). Streams that share one wait for each other, and look-ahead with cached
+# rows has ten: copies would wait behind kernels. A user's setting of 1, which starts kernels in the
+# order of their launch (Megatron), is kept.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands. ``local_rank`` chooses a device, never "am I the first"."""
+    """This process in the group. ``local_rank`` chooses a device, never "am I the first"."""
 
     rank: int
     world_size: int
@@ -85,7 +85,7 @@ def _environment_int(name: str, default: int) -> int:
 
 @contextmanager
 def joining(timeout_s: float = RENDEZVOUS_S) -> Iterator[None]:
-    """Around the rendezvous: say what is waited for, and what is wrong if it fails.
+    """Context of the rendezvous: logs what it waits for and explains a failure.
 
     Raises:
         RuntimeError: If the store of rank 0 is not found in time, or not all ranks join it.
@@ -94,7 +94,7 @@ def joining(timeout_s: float = RENDEZVOUS_S) -> Iterator[None]:
     is_one, rank = os.environ.get("WORLD_SIZE", "1") == "1", os.environ.get("RANK", "0")
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     who = f"all {os.environ.get('WORLD_SIZE', '1')} ranks to join at {host}:{port}"
-    advice = "See whether every host has started its ranks"
+    advice = "Check that every host has started its ranks"
     with announced(f"{who}; this is rank {rank}. {advice}"):
         try:
             if not is_one and (is_agents or rank != "0") and port.isdecimal():
@@ -114,13 +114,13 @@ def joining(timeout_s: float = RENDEZVOUS_S) -> Iterator[None]:
             present = [name for _, name in socket.if_nameindex()]
             raise RuntimeError(
                 f"network of rank {rank}: expected an interface with an address, got none: gloo "
-                f"cannot find {reason.splitlines()[0].rstrip('.')}. See whether one of {present} "
-                "is up (`ip address`), and name it in GLOO_SOCKET_IFNAME."
+                f"cannot find {reason.splitlines()[0].rstrip('.')}. Check that one of {present} is "
+                "up (`ip address`), and name it in GLOO_SOCKET_IFNAME."
             ) from error
 
 
 def _wait_for_store(host: str, port: int, timeout_s: float) -> None:
-    """Wait until rank 0 listens; torch would print warnings and lines of C++ meanwhile."""
+    """Wait until rank 0 listens, which avoids torch's warnings and lines of C++."""
     until_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -138,15 +138,15 @@ def _wait_for_store(host: str, port: int, timeout_s: float) -> None:
 def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator[Ranks]:
     """Join the process group that torchrun describes, or form one of a single process.
 
-    With a GPU each rank keeps to the processors beside it. The ranks are connected when the block
-    begins. A block that ends with an error does not wait for the other ranks, which may be gone.
+    With a GPU each rank is bound to nearby cores. The ranks are connected when the block starts.
+    After an error the block does not wait for other ranks, which may be gone.
 
     Args:
-        device: "cpu", "cuda", or "auto" (cuda where there is one).
+        device: "cpu", "cuda", or "auto" (cuda if available).
         timeout_s: how long a collective may wait for the slowest rank.
 
     Raises:
-        RuntimeError: if cuda is asked for and there is none, or if the ranks cannot exchange.
+        RuntimeError: if cuda is requested and there is none, or if the ranks cannot communicate.
     """
     rank, world_size = _environment_int("RANK", 0), _environment_int("WORLD_SIZE", 1)
     local_rank = _environment_int("LOCAL_RANK", 0)
@@ -171,8 +171,8 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
         store: dist.Store = dist.HashStore()
         if world_size > 1:
             store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
-            # torchrun keeps one store for all its restarts, in which ranks that are started again
-            # would find the addresses of those before them.
+            # torchrun keeps one store for all its restarts, in which restarted ranks would find the
+            # addresses of earlier ones.
             restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"restart_{restart}", store)
         dist.init_process_group(
@@ -181,7 +181,7 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
             rank=rank,
             world_size=world_size,
             timeout=timeout,
-            device_id=bound,  # NCCL makes the communicator now, and those of later groups with them
+            device_id=bound,  # creates NCCL's communicator now, and those of later groups at once
         )
     is_failed = True
     try:
@@ -191,8 +191,8 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
         is_failed = False
     finally:
         if dist.is_initialized():
-            # To destroy NCCL's groups is to wait for what they still have to do with the others,
-            # who may be gone. There is no public way to abort several of them at once.
+            # Destroying NCCL's groups waits for their pending work with other ranks, which may be
+            # gone. There is no public way to abort several of them at once.
             if is_failed and backend != "gloo":
                 _abort_process_group()
             else:
@@ -200,13 +200,12 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
 
 
 def joined_ranks(device: torch.device | str | None = None) -> Ranks:
-    """Where this process stands in the process group, which it joins if there is none yet.
+    """This process's ranks; joins a process group if there is none.
 
-    A group that it joins is left when the process ends. Collective.
+    A group that it joins is left when the process exits. Collective.
 
     Args:
-        device: Device of this rank; None for the one of the group's backend, or cuda where there is
-            one.
+        device: Device of this rank; None for the one of the group's backend, or cuda if available.
     """
     if not dist.is_initialized():
         kind = "auto" if device is None else torch.device(device).type
@@ -227,7 +226,7 @@ def joined_ranks(device: torch.device | str | None = None) -> Ranks:
 
 
 def _connect(group: dist.ProcessGroup) -> None:
-    """Run a group's first collectives here and now, in the thread that makes it.
+    """Run a group's first collectives immediately, in the thread that creates it.
 
     NCCL connects at a group's first collective, and threads that do so at once can deadlock.
     """
@@ -243,7 +242,7 @@ def _connect(group: dist.ProcessGroup) -> None:
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """The device of this rank whose tensors a group exchanges; cuda where it takes both."""
+    """The device of this rank whose tensors a group exchanges; cuda if it supports both."""
     if "nccl" in dist.get_backend_config(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -252,7 +251,7 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
     """The backend of a group, None for the default one, for tensors of a device: gloo or nccl.
 
-    A group that a program made without naming a backend has one for each kind of device.
+    A group that was created without a backend has one for each kind of device.
     """
     name: str = dist.get_backend(group)
     if name != "undefined":
@@ -268,13 +267,13 @@ def _threads_of(backend: str) -> AbstractContextManager[None]:
 class Group:
     """Another process group, connected, with the default one's timeout.
 
-    Whoever makes one closes it, or its threads and connections stay. Making it is a collective over
+    The creator must close it, or its threads and connections leak. Creation is a collective over
     all ranks.
 
     Args:
-        name: What it is for, shown by torch's flight recorder.
-        members: Disjoint sets of ranks that form a group each; None for one of all ranks. A rank
-            in none of them has no group.
+        name: Its purpose, shown by torch's flight recorder.
+        members: Disjoint sets of ranks, each a group; None for one group of all ranks. A rank in
+            none of them has no group.
         backend: Its backend; None for the default one's.
     """
 
@@ -285,7 +284,7 @@ class Group:
         backend: str | None = None,
     ) -> None:
         default: Any = dist.group.WORLD
-        # There is no public getter, and torch gives a new group half an hour.
+        # There is no public getter, and a new group's default is half an hour.
         timeout = default._get_backend(default._device_types[0]).options._timeout
         self._name = name
         self._held: list[dist.ProcessGroup | None] = []
@@ -298,26 +297,26 @@ class Group:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group, for torch. Hold this object instead: nobody else may keep it from ending.
+        """The group, for torch. Keep this object instead: other references delay its destruction.
 
         Raises:
             RuntimeError: If this rank is in no group, or has left it.
         """
         if not self._held or self._held[0] is None:
             raise RuntimeError(
-                f"process group {self._name!r} of rank {rank()}: expected it open, got it closed, "
-                "or without this rank. Make a new pipeline."
+                f"process group {self._name!r} of rank {rank()}: expected an open group with this "
+                "rank, got a closed one or one without it. Create a new pipeline."
             )
         return self._held[0]
 
     def close(self, after: Callable[[], None] | None = None) -> None:
-        """Leave the group; do nothing if that was done before.
+        """Leave the group; idempotent.
 
-        Returns when its threads have ended, but does not wait for long: what this rank has begun in
-        it ends at the latest when the others close the group, or end.
+        Returns when its threads have ended, but does not wait for long: pending work ends at the
+        latest when the other ranks close the group or exit.
 
         Args:
-            after: Waits for those who still use the group.
+            after: Waits for the group's remaining users.
         """
         held, self._held = self._held, []
         if held:
@@ -331,12 +330,12 @@ class Group:
 
 
 def _leave(held: list[dist.ProcessGroup | None], after: Callable[[], None] | None = None) -> None:
-    """Destroy a group, or with None all of them, in a thread that takes it out of ``held``.
+    """Destroy a group, or with None all of them, in a thread that removes it from ``held``.
 
-    A gloo group ends with its last reference, and that waits for everything begun in it, which
-    ranks that have failed never join. gloo has no way to abort it (torch 2.13: ``abort`` does
-    nothing). But it fails as soon as one of the others lets go, and some rank always can: the one
-    that has begun least.
+    A gloo group is destroyed with its last reference, which blocks on pending work that failed
+    ranks never join. gloo has no way to abort it (torch 2.13: ``abort`` is a no-op). But the work
+    fails once another rank drops the group, and some rank always can: the one with the fewest
+    started operations.
     """
 
     def leave() -> None:
@@ -357,10 +356,10 @@ _FINISHED_FIRST: list[Callable[[], None]] = []
 
 @contextmanager
 def finished_first(drain: Callable[[], None]) -> Iterator[None]:
-    """Have ``drain`` called before collectives of the default group, inside the block.
+    """Call ``drain`` before collectives of the default group inside the block.
 
-    For a thread that calls collectives of another group over NCCL, which wants those of all groups
-    of a device in one order, the same on every rank.
+    For a thread that calls collectives of another group over NCCL, which requires one order over
+    all groups of a device, the same on every rank.
     """
     _FINISHED_FIRST.append(drain)
     try:
@@ -370,7 +369,7 @@ def finished_first(drain: Callable[[], None]) -> Iterator[None]:
 
 
 def finish_others() -> None:
-    """Wait for those of ``finished_first``; before a collective of the main thread.
+    """Wait for the threads of ``finished_first``; before a collective of the main thread.
 
     Raises:
         Exception: what one of their tasks raised.
@@ -417,7 +416,7 @@ def barrier() -> None:
 
 
 class RankError(RuntimeError):
-    """What another rank, ``of_rank``, raised; every rank of the group ends with its message."""
+    """The error of another rank, ``of_rank``; every rank of the group ends with its message."""
 
     def __init__(self, of_rank: int, text: str) -> None:
         super().__init__(f"[rank {of_rank}] {text}")
@@ -425,9 +424,9 @@ class RankError(RuntimeError):
 
 
 def same_verdict(action: Callable[[], T]) -> T:
-    """Run ``action`` on every rank; if any rank raises, all ranks raise, with the first one's text.
+    """Run ``action`` on every rank; if any rank raises, all ranks raise, with the first error.
 
-    Use around whatever may fail on one rank alone (reading a file, checking an input) before a
+    Use around code that can fail on a single rank (reading a file, checking an input) before a
     collective, which the failing rank would never reach.
 
     Raises:
@@ -455,14 +454,14 @@ def shared_scratch(target: Path, *, kind: str) -> Iterator[Path]:
     Raises:
         ArtifactError, LockedError: On every rank, if the target may not be replaced, or if a rank
             does not see the directory.
-        RankError: On the ranks that saw no fault themselves.
+        RankError: On the ranks without an error of their own.
     """
 
     def check_seen() -> None:
         if not scratch.is_dir():
             raise ArtifactError(
-                f"{target}: expected a file system that all ranks share, got none of rank 0's "
-                f"files on rank {rank()}. Choose another directory."
+                f"{target}: expected a shared file system, got none of rank 0's files on rank "
+                f"{rank()}. Choose another directory."
             )
 
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Run directories: the names of what they hold, and how to find one again."""
+"""Run directories: the names of their files, and how to find one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hotrec.artifact import read_record
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE, SUMMARY = "config.yaml", "summary.json"
-# A line per logged step, per evaluation, and per decision of which rows are hot.
+# A line per logged step, per evaluation, and per decision on hot rows.
 METRICS, EVAL, HOT_SET = "metrics.jsonl", "eval.jsonl", "hot_set.jsonl"
 PLAN_JSON, PLAN_TEXT, ENVIRONMENT = "plan.json", "plan.txt", "environment.json"
 CHECKPOINTS, PARTITION, PREDICTION = "checkpoints", "partition", "prediction.json"
@@ -22,16 +22,16 @@ POINT = "point.json"
 # Where a run writes its record until its configuration and checkpoint have been accepted.
 STAGED = ".staged"
 LOCK_FILE = ".lock"
-# In a directory of `hotrec run`, and beside artifacts: what it was made from. Such a directory
-# holds the run in TRAINED, and to compare with it one with TorchRec's own plan in COMPARISON, and
-# one with hot rows in COUNTERPART, or without if the run has some.
+# In a directory of `hotrec run`, and next to artifacts: their inputs. Such a directory has the run
+# in TRAINED, and for comparison one with TorchRec's own plan in COMPARISON, and one with hot rows
+# in COUNTERPART, or without if the run has some.
 RECORD = "made.json"
 TRAINED, COMPARISON, COUNTERPART = "train", "torchrec", "counterpart"
 RUNS = Path("runs")
 
 
 def read_finished(run_dir: Path, config_text: str | None = None) -> dict[str, Any] | None:
-    """The summary of a run that has made all its steps; None for any other.
+    """The summary of a run that has finished all its steps; None for any other.
 
     Args:
         run_dir: Directory of the run.
@@ -56,8 +56,8 @@ def latest_step(run_dir: Path) -> int | None:
 def find_run(path: str, *, holding: str, key: str) -> Path:
     """A run directory as configured, or the newest under ``runs/`` for "latest".
 
-    A directory of ``hotrec run`` stands for the run that it trained. The newest is never one that
-    was trained to compare with, nor one without a recorded configuration.
+    A directory of ``hotrec run`` refers to the run in it. Baselines of a comparison, and runs
+    without a recorded configuration, are never the newest.
 
     Args:
         holding: File that a run of the expected kind contains.
@@ -71,8 +71,8 @@ def find_run(path: str, *, holding: str, key: str) -> Path:
         if run_dir is not None:
             return run_dir
         raise ValueError(
-            f"{key}: expected a run directory with {holding}, got {path}, which has none. "
-            "Pass a directory that `hotrec train` or `hotrec run` wrote."
+            f"{key}: expected a run directory with {holding}, got {path} without it. Pass a "
+            "directory written by `hotrec train` or `hotrec run`."
         )
     depth = len(Path(holding).parts) - 1
     found = {file.parents[depth]: file.stat().st_mtime_ns for file in RUNS.rglob(holding)}
@@ -92,7 +92,7 @@ def find_run(path: str, *, holding: str, key: str) -> Path:
 
 
 def run_at(path: Path, holding: str) -> Path | None:
-    """The run directory with that file: this one, or what ``hotrec run`` trained in it."""
+    """The run directory with that file: this one, or the run of ``hotrec run`` in it."""
     return next((at for at in (path, path / TRAINED) if (at / holding).exists()), None)
 
 
@@ -102,5 +102,5 @@ def find_trained(path: str) -> Path:
 
 
 def is_comparison(run_dir: Path) -> bool:
-    """Whether ``hotrec run`` trained this to compare its own run with."""
+    """Whether this is a baseline of a comparison by ``hotrec run``."""
     return run_dir.name in (COMPARISON, COUNTERPART) and (run_dir.parent / RECORD).exists()

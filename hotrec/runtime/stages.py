@@ -1,9 +1,9 @@
-"""Where the time of a step goes: a step is one line of work on the main thread.
+"""Where the time of a step goes: a step is the main thread's timeline.
 
-``mark(stage)`` says that everything since the last mark belonged to that stage of
-``hotrec.types.STAGES``. On CUDA a mark is an event on the step's own stream, so the device's time
-line is measured. What other threads and streams do has no stage: the clock shows where the step
-waits for them. In a trace they show by ``named_range``.
+``mark(stage)`` assigns the time since the last mark to a stage of ``hotrec.types.STAGES``. On CUDA
+a mark is an event on the step's own stream, so the device's timeline is measured. Other threads and
+streams have no stages: the clock shows where the step waits for them. In a trace they are shown by
+``named_range``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch.autograd import profiler
 from hotrec.runtime.watchdog.progress import passed
 from hotrec.types import STAGES
 
-# The stages in which a step does nothing but wait for other ranks.
+# The stages in which a step only waits for other ranks.
 EXPOSED_STAGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
-# What the names of ``named_range`` begin with in the profiler's events.
+# Prefix of the names of ``named_range`` in the profiler's events.
 RANGE_PREFIX = "hotrec::"
-# What the names of the empty ranges begin with that a clock leaves where a stage ends.
+# Prefix of the names of the empty ranges with which a clock marks the end of a stage.
 STAGE_END = RANGE_PREFIX + "end of "
 
 _clock: StageClock | None = None
@@ -34,7 +34,7 @@ _NO_RANGE: AbstractContextManager[Any] = nullcontext()
 
 
 def exposed_s(stage_s: Mapping[str, Any]) -> Any:
-    """Exposed communication: what a step waits for other ranks, the sum of EXPOSED_STAGES.
+    """Exposed communication: the time that a step waits for other ranks, the sum of EXPOSED_STAGES.
 
     Takes and returns seconds of one step, or arrays over steps.
     """
@@ -42,9 +42,9 @@ def exposed_s(stage_s: Mapping[str, Any]) -> Any:
 
 
 def named_range(name: str) -> AbstractContextManager[Any]:
-    """Name what the block does in a trace, on whichever thread it runs.
+    """Name the block in a trace, on any thread.
 
-    Costs a quarter of a microsecond where no profiler runs, record_function's 10 where one does.
+    Costs a quarter of a microsecond without a profiler, and record_function's 10 with one.
     """
     if profiler._is_profiler_enabled:  # of the process, not of the thread
         return profiler.record_function(RANGE_PREFIX + name)
@@ -52,7 +52,7 @@ def named_range(name: str) -> AbstractContextManager[Any]:
 
 
 def mark(stage: str) -> None:
-    """The time since the last mark belongs to ``stage``; nothing if no clock runs."""
+    """Assign the time since the last mark to ``stage``; no-op if no clock runs."""
     passed(stage)
     if _clock is not None:
         _clock.mark(stage)
@@ -81,23 +81,23 @@ def _leaf(device: torch.device) -> torch.Tensor:
 def backward_point(stage: str, like: torch.Tensor) -> torch.Tensor | None:
     """A point in forward, for ``mark_backward`` of something computed after it; None without clock.
 
-    Autograd goes backward from what was computed last. When it has undone everything that was
-    computed after this point, the time since the last mark is ``stage``'s. ``like`` is a tensor on
-    the device whose backward is meant.
+    Autograd starts from the last computed tensor. When backward has finished everything that was
+    computed after this point, the time since the last mark is assigned to ``stage``. ``like`` is a
+    tensor on the device of that backward.
     """
     if _clock is None or not torch.is_grad_enabled():
         return None
     point = _leaf(like.device).view(())
     assert point.grad_fn is not None
-    # As in all of autograd, a node without a gradient takes its turn all the same.
+    # As everywhere in autograd, a node without a gradient is still executed.
     point.grad_fn.register_prehook(lambda _: mark(stage))
     return point
 
 
 def mark_backward(tensor: torch.Tensor, stage: str, *points: torch.Tensor | None) -> torch.Tensor:
-    """The same tensor; when backward comes to it, the time since the last mark is ``stage``'s.
+    """The same tensor; when backward reaches it, the time since the last mark goes to ``stage``.
 
-    Backward comes to ``points``, from ``backward_point``, by way of this tensor.
+    Backward reaches ``points``, from ``backward_point``, through this tensor.
     """
     if _clock is None or not tensor.requires_grad:
         return tensor
@@ -133,7 +133,7 @@ class StageClock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure the step made inside the block; what is left at its end is the optimizer's."""
+        """Measure the step in the block; the time since its last mark is the optimizer's."""
         global _clock
         if self._is_cuda:
             self._stream = torch.cuda.current_stream()
@@ -167,5 +167,5 @@ class StageClock:
         return {stage: float(np.median(s)) for stage, s in self.seconds().items() if s.size}
 
     def clear(self) -> None:
-        """Forget the steps so far."""
+        """Clear the steps so far."""
         self._steps = []

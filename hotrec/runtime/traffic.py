@@ -1,8 +1,8 @@
-"""Bytes that a rank sends, by collective, and the least that exact training has to send.
+"""Bytes that a rank sends, by collective, and the lower bound of exact training.
 
-Counted as the standard algorithms send, which gloo and NCCL use for large tensors; headers and
-acknowledgements come on top (a few percent on TCP). Counting slows Python's dispatch, so it is for
-sampled steps, whose timings are not to be used.
+Counted for the standard algorithms, which gloo and NCCL use for large tensors; headers and
+acknowledgements add a few percent on TCP. Counting slows Python's dispatch, so it is only for
+sampled steps, whose timings are invalid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def count_sent_bytes() -> SentBytes:
     return SentBytes()
 
 
-# The counts that are being made; a dispatch mode sees its own thread only.
+# The active counts; a dispatch mode only sees its own thread.
 _counting: list[SentBytes] = []
 
 
@@ -51,7 +51,7 @@ def counted_by_sender(collective: str = "other", num_bytes: int = 0) -> Iterator
 
 
 class SentBytes(TorchDispatchMode):
-    """Adds up what this rank sends in the block; ``sent_bytes`` has an entry by COLLECTIVES.
+    """Adds up the bytes that this rank sends in the block, in ``sent_bytes`` by COLLECTIVES.
 
     It sees all collectives of its own thread: those of TorchRec, those that DDP's reducer starts
     from C++, those of communication hooks. Those compiled into a graph are refused with an error.
@@ -76,7 +76,7 @@ class SentBytes(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled layers run inside the block; without this torch.compile refuses to."""
+        """Allow compiled layers inside the block, which torch.compile otherwise refuses."""
         return True
 
     def __torch_dispatch__(
@@ -98,9 +98,9 @@ class SentBytes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# The name, the argument that is counted, and what is sent of its n bytes by each of w ranks (the
-# mean over them where a root sends or receives). gloo makes its reduce_scatter of an all_reduce and
-# sends twice as much; the count is that of NCCL.
+# The name, the counted argument, and the part of its n bytes that each of w ranks sends (the mean
+# over them if a root sends or receives). gloo implements reduce_scatter by an all_reduce and sends
+# twice as much; the count is that of NCCL.
 _RULES: Mapping[str, tuple[str, int, Callable[[int, int], int]]] = {
     # Ring: reduce-scatter, then all-gather.
     **dict.fromkeys(
@@ -123,7 +123,7 @@ _RULES: Mapping[str, tuple[str, int, Callable[[int, int], int]]] = {
     ),
     "broadcast_": ("broadcast", 0, lambda n, w: n * (w - 1) // w),
     "gather_": ("other", 1, lambda n, w: n * (w - 1) // w),
-    # The argument of scatter_ is one part, the output: only the root holds the input.
+    # The argument of scatter_ is one part, the output: only the root has the input.
     **dict.fromkeys(("reduce_", "scatter_"), ("other", 0, lambda n, w: n * (w - 1) // w)),
     "send": ("other", 0, lambda n, w: n),
 }
@@ -176,12 +176,12 @@ def _num_bytes(tensors: Any) -> int:
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """What one rank's batch reads.
+    """Lookup statistics of one rank's batch.
 
     Args:
         num_distinct: Number of distinct rows U by embedding dim D.
         num_lookups: Number of ids in the batch.
-        num_hot_lookups: Number of these ids that are hot rows.
+        num_hot_lookups: Number of ids of hot rows among them.
     """
 
     num_distinct: Mapping[int, int]
@@ -210,11 +210,12 @@ def count_distinct_rows(
 def lower_bound_bytes(
     num_distinct_rows: Mapping[int, int], world_size: int, *, num_dense_values: int = 0
 ) -> int:
-    """The least bytes that a rank sends in an exact synchronous step: 2 (U D + n) 4 (W-1)/W.
+    """The minimum bytes that a rank sends in an exact synchronous step: 2 (U D + n) 4 (W-1)/W.
 
-    Each of the U distinct rows of dim D in the rank's batch comes from where it lives, (W-1)/W of
-    them from other ranks, and its gradient goes back; the gradients of the n dense values are
-    all-reduced. A pooled exchange sends one vector a bag, and can stay under it for long bags.
+    Each of the U distinct rows of dim D in the rank's batch is sent by its owner, (W-1)/W of them
+    by other ranks, and its gradient is sent back; the gradients of the n dense values are
+    all-reduced. A pooled exchange sends one vector per bag, and can be below the bound for long
+    bags.
     """
     num_values = sum(dim * num for dim, num in num_distinct_rows.items()) + num_dense_values
     return 2 * num_values * BYTES_PER_VALUE * (world_size - 1) // world_size

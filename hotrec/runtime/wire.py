@@ -1,9 +1,9 @@
-"""Exchanges of float values over a process group, in 32 or 16 bits, which count what they send.
+"""Exchanges of float values over a process group, in 32 or 16 bits, that count sent bytes.
 
-fp16 holds 5 bits of exponent: gradients of a mean loss (1e-8 and less) would vanish. So a message
-carries a factor, a power of two that brings its largest value near fp16's largest; multiplying by
-it is exact. bf16 has fp32's range and needs none. A rank's own share stays in fp32, except where
-all ranks have to add up the same values.
+fp16 has 5 exponent bits: gradients of a mean loss (1e-8 and less) would underflow. So each message
+has a scale, a power of two that brings its largest value near fp16's largest; multiplying by it is
+exact. bf16 has fp32's range and needs none. A rank's own share stays in fp32, except where all
+ranks have to add up the same values.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def encode(values: torch.Tensor, wire_type: WireType) -> torch.Tensor:
     """Float32 (n,) -> (wire_numel(n),) of the wire's type.
 
     fp16 is off by at most 2**-11 of each value and 2**-39 of the largest one, bf16 by 2**-8 of each
-    value. Infinities and NaNs stay what they are; values beside them may become infinite in fp16.
+    value. Infinities and NaNs are preserved; other values of their message may become infinite in
+    fp16.
     """
     if wire_type is WireType.fp32:
         return values  # integers too
@@ -61,7 +62,7 @@ def decode(message: torch.Tensor, wire_type: WireType) -> torch.Tensor:
         return message
     if wire_type is WireType.bf16 or message.numel() == 0:
         return message.float()
-    # A copy: the header may stand anywhere in a buffer, and a float must be aligned.
+    # A copy: the header may be at any offset in a buffer, and a float must be aligned.
     factor = message[:_HEADER].clone().view(torch.float32)
     return message[_HEADER:].float().div_(factor)
 
@@ -70,7 +71,7 @@ class Wire:
     """Exchanges over one process group; calls must come in the same order on every rank.
 
     Args:
-        group: The process group, which nothing else may use at the same time; its owner closes it.
+        group: The process group, not used concurrently by others; closed by its owner.
         wire_type: Type in which float32 values are sent; other types are sent unchanged.
     """
 
@@ -102,7 +103,7 @@ class Wire:
         if wire_type is WireType.fp32:
             return self._exchange("all_to_all", parts, sizes_from)
         own = parts[self.rank]
-        # What stays here is not sent: an empty part stands for it.
+        # This rank's own part is not sent: an empty part replaces it.
         parts[self.rank] = own[:0]
         arriving = [wire_numel(size, wire_type) for size in sizes_from]
         arriving[self.rank] = 0
@@ -137,7 +138,7 @@ class Wire:
     def _exchange(
         self, collective: str, parts: list[torch.Tensor], sizes_from: Sequence[int]
     ) -> torch.Tensor:
-        """Send ``parts[r]`` to rank r; what all ranks sent, joined."""
+        """Send ``parts[r]`` to rank r; returns the concatenated parts from all ranks."""
         source = parts[self.rank]
         joined = source.new_empty(sum(sizes_from))
         out = list(joined.split(list(sizes_from)))
@@ -146,8 +147,8 @@ class Wire:
             if backend_of(self.group, source.device) != "gloo":
                 dist.all_to_all(out, parts, group=self.group)
                 return joined
-            # Receive first: in gloo's all-to-all a rank announces that it can receive only after
-            # all that it sends, so of two ranks the earlier one sends when the other has ended.
+            # Receive first: in gloo's all-to-all a rank only announces that it can receive after
+            # all its sends, so of two ranks the earlier one sends when the other has finished.
             out[self.rank].copy_(source)
             works = []
             for step in range(1, self.world_size):
@@ -164,7 +165,7 @@ class Wire:
         return joined
 
     def _gather(self, message: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """The messages of all ranks, joined."""
+        """The concatenated messages of all ranks."""
         out = message.new_empty(sum(sizes))
         num_bytes = (self.world_size - 1) * message.numel() * message.element_size()
         with counted_by_sender("all_gather", num_bytes):
@@ -181,7 +182,7 @@ class Wire:
         if self.type_of(values) is WireType.fp32:
             self.start_all_reduce(values, is_async=False)
             return
-        # Sums in 16 bits lose what is small beside them: gather shares, add up in fp32.
+        # Sums in 16 bits lose small terms: gather shares, add up in fp32.
         flat = values.view(-1)
         length = -(-flat.numel() // self.world_size)
         share_sizes = [

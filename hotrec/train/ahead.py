@@ -25,12 +25,12 @@ class NextDay:
 
 @dataclass
 class DaysAhead:
-    """What a run evaluates at the end of each day.
+    """The evaluations at the end of each day.
 
     Args:
-        days: The next days, by the steps after which they are evaluated, in rising order.
+        days: The next days, by the steps after which they are evaluated, in increasing order.
         batches: The batches of these days, one day after the other.
-        evaluated: What was found before: lines of eval.jsonl.
+        evaluated: Earlier results: lines of eval.jsonl.
     """
 
     days: Mapping[int, NextDay]
@@ -38,7 +38,7 @@ class DaysAhead:
     evaluated: list[dict[str, Any]] = field(default_factory=list)
 
     def start(self) -> None:
-        """Start the workers of the loader, which go on from day to day."""
+        """Start the loader's workers, persistent across days."""
         self._batches = iter(self.batches)
 
     def take(self, step: int) -> Iterator[Batch]:
@@ -46,7 +46,7 @@ class DaysAhead:
         return islice(self._batches, self.days[step].num_batches)
 
     def add_quality(self, step: int, quality: Quality) -> None:
-        """Keep what was found for the summary."""
+        """Store the result for the summary."""
         self.evaluated.append({"day": self.days[step].name, "step": step, **quality.to_json()})
 
 

@@ -1,8 +1,8 @@
-"""Blocks of all-hot and of mixed batches in turn; how long they are follows the evaluated loss.
+"""Alternating blocks of all-hot and mixed batches, whose length depends on the evaluated loss.
 
-After FAE's Shuffle Scheduler (Adnan et al., PVLDB 15(1), 2022): long blocks let the model drift
-towards one kind of sample, so a loss that got worse halves them. FAE measures at every switch; here
-each evaluation at the configured cadence counts, and the next block has the new length.
+After FAE's Shuffle Scheduler (Adnan et al., PVLDB 15(1), 2022): with long blocks the model drifts
+towards one kind of sample, so they are halved if the loss gets worse. FAE measures at every switch;
+here each evaluation at the configured interval counts, and the next block has the new length.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ KINDS = {True: "all_hot", False: "mixed"}
 
 
 class Alternation:
-    """Which kind of batch comes next: a function of evaluated losses, the same on every rank.
+    """The kind of the next batch: a function of evaluated losses, the same on every rank.
 
-    Every epoch starts with a mixed block. Where one kind is used up, the rest of the other runs.
+    Every epoch starts with a mixed block. When one kind is used up, the other runs to its end.
 
     Args:
         num_all_hot_steps: all-hot batches of an epoch.
         num_mixed_steps: mixed batches of an epoch.
-        start_rate: share of an epoch's batches of its kind that a block holds at first, in (0, 1].
-        least_rate: the least share, in (0, start_rate]; a block holds one batch at least.
-        patience: how many times in a row the loss has to get better before blocks double.
+        start_rate: initial share of an epoch's batches of a kind in a block, in (0, 1].
+        least_rate: the minimum share, in (0, start_rate]; a block has at least one batch.
+        patience: number of consecutive improvements of the loss before blocks double.
 
     Raises:
         ValueError: if ``least_rate`` exceeds ``start_rate``.
@@ -105,7 +105,7 @@ class Alternation:
             self.rate = min(rate * 2, 1.0)
             self._num_falls = 0
         if self.rate != rate:
-            text = "step %d: log loss %.5f after %.5f: blocks of %.3g of an epoch, not %.3g"
+            text = "step %d: log loss %.5f, before %.5f: blocks of %.3g of an epoch, before %.3g"
             logger.info(text, step, loss, before, self.rate, rate)
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class Alternation:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another run stood.
+        """Restore the state of a saved run.
 
         Raises:
             ValueError: if it had other numbers of batches or other settings.
@@ -142,10 +142,10 @@ class Alternation:
 
 
 class AlternatingLoader:
-    """A loader that takes from a loader of all-hot and one of mixed batches, in turn.
+    """A loader that alternates between a loader of all-hot and one of mixed batches.
 
-    Each keeps its own workers, so a switch waits for nothing, and no batch that was made ahead is
-    lost when the loss changes the order to come. None stands for a kind that an epoch lacks.
+    Each keeps its own workers, so a switch does not wait, and no prefetched batch is lost when the
+    loss changes the order. None if an epoch has no batches of a kind.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class AlternatingLoader:
         self._alternation = alternation
 
     def __iter__(self) -> Iterator[Batch]:
-        # Not by a generator alone: workers start here.
+        # Not in a generator: workers start here.
         return self._take({kind: iter(loader) for kind, loader in self._loaders.items()})
 
     def _take(self, iterators: Mapping[bool, Iterator[Batch]]) -> Iterator[Batch]:
@@ -167,7 +167,7 @@ class AlternatingLoader:
             batch = next(iterators[self._alternation.next_is_all_hot()], None)
             if batch is None:
                 return
-            # Only now: the end of the data, or an error, is no step.
+            # Only now: the end of the data, or an error, does not count as a step.
             self._alternation.advance()
             yield batch
 
@@ -176,7 +176,7 @@ class AlternatingLoader:
         return {"alternation": self._alternation.state_dict(), **state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where another run stood.
+        """Restore the state of a saved run.
 
         Raises:
             ValueError: if its loaders were of other kinds or had other settings.

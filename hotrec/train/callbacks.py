@@ -1,11 +1,11 @@
 """Callbacks of a training run, by import path, and writers for Weights & Biases and MLflow.
 
-A callback is a class that derives from ``Callback``. It exists on rank 0 alone, so it must not
-start a collective. ``trainer.callbacks`` names its import path.
+A callback is a class that derives from ``Callback``. It runs on rank 0 only, so it must not start a
+collective. ``trainer.callbacks`` names its import path.
 
-An exception in it ends the run on every rank, and so does an attempt to end the process. What it
-changes of random generators, signal handlers and the working directory is undone, and threads that
-it leaves may not keep the process from ending.
+An exception in it ends the run on every rank, and so does an attempt to exit the process. Its
+changes to random generators, signal handlers and the working directory are undone, and its
+remaining threads do not block the process's exit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hotrec.runtime.ranks import rank, same_verdict
 from hotrec.train.run_log import numbers_of
 
 Figures = Mapping[str, Any]
-# How long threads of callbacks may take at the end, such as to send what is queued.
+# Time limit for threads of callbacks at the end, for example to send queued data.
 THREADS_S = 10.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -38,7 +38,7 @@ class Callback:
 
     Args:
         run_dir: The run's directory; None if it has none.
-        description: What summary.json begins with: name, placement, model, batch_size, ...
+        description: The first entries of summary.json: name, placement, model, batch_size, ...
     """
 
     def __init__(self, run_dir: Path | None, description: Figures) -> None:
@@ -54,14 +54,14 @@ class Callback:
         """A checkpoint was written."""
 
     def on_end(self, summary: Figures) -> None:
-        """The run has ended, all steps made or stopped in between; the content of summary.json."""
+        """The run has finished or was stopped; gets the content of summary.json."""
 
 
 def import_callback(path: str) -> type[Callback]:
     """The class of a callback.
 
     Raises:
-        ValueError: If it cannot be imported, or is no ``Callback``.
+        ValueError: If it cannot be imported, or is not a ``Callback``.
     """
     with _contained() as ends:
         try:
@@ -70,8 +70,8 @@ def import_callback(path: str) -> type[Callback]:
             if isinstance(error, Exception) or not ends(error):
                 raise
             raise ValueError(
-                f"trainer.callbacks: expected a class, got {path}, whose import ends the process "
-                f"({_text_of(error)}). Correct its module, or leave it out."
+                f"trainer.callbacks: expected a class, got {path}, whose import exits the process "
+                f"({_text_of(error)}). Fix its module, or remove it."
             ) from error
     if not issubclass(found, Callback):
         raise ValueError(
@@ -120,16 +120,16 @@ class Callbacks:
             if hook == "on_end" and (left := self._left_threads()):
                 thread, path = left.popitem()
                 raise RuntimeError(
-                    f"trainer.callbacks {path}: expected its threads to end with the run, got "
-                    f"{thread.name!r} running {THREADS_S:g} s later. Join it in on_end, or make it "
-                    "a daemon."
+                    f"trainer.callbacks {path}: expected all threads to finish with the run, got "
+                    f"{thread.name!r} still running after {THREADS_S:g} s. Join it in on_end, or "
+                    "make it a daemon."
                 )
 
         if self._paths:
             same_verdict(run)
 
     def close(self) -> None:
-        """See that the process can end, at the end of a run that may have failed."""
+        """Make sure that the process can exit, even after a failure."""
         if self._left_threads():
             # Before the interpreter waits for them, which may be forever.
             register: Any = threading._register_atexit  # type: ignore[attr-defined]
@@ -151,7 +151,7 @@ class Callbacks:
                     raise
                 raise RuntimeError(
                     f"trainer.callbacks {path}.{hook}: expected it to return, got "
-                    f"{_text_of(error)}. Correct it, or leave it out."
+                    f"{_text_of(error)}. Fix or remove it."
                 ) from error
             finally:
                 new = (t for t in threading.enumerate() if t not in before and not t.daemon)
@@ -164,10 +164,10 @@ class _ProcessEnd(BaseException):
 
 @contextmanager
 def _contained() -> Iterator[Callable[[BaseException], bool]]:
-    """Undo what code of others changes in this process, which it cannot end inside the block.
+    """Undo changes of user code to this process, and prevent it from exiting inside the block.
 
     Yields:
-        Whether an exception is of that code; else a signal of hotrec's user raised it.
+        Whether an exception is from that code; otherwise it is from a signal.
     """
     kept, folder = random_state(), os.getcwd()
     is_main = threading.current_thread() is threading.main_thread()
@@ -175,7 +175,7 @@ def _contained() -> Iterator[Callable[[BaseException], bool]]:
     process, thread, end = os.getpid(), threading.current_thread(), os._exit
 
     def refuse(status: int) -> NoReturn:
-        # Processes that the callback forks end so.
+        # Processes forked by the callback exit this way.
         if os.getpid() != process or threading.current_thread() is not thread:
             end(status)
         raise _ProcessEnd(f"os._exit({status})")

@@ -1,4 +1,4 @@
-"""Checkpoints: everything that a run needs to go on, on any ranks and under any placement.
+"""Checkpoints: everything needed to resume a run on any ranks and under any placement.
 
 ``step-00000100/`` holds the weights and the optimizer state of the plain model in safetensors files
 (``hotrec.embedding.canonical``, ``hotrec.train.tensor_files``), the random generators of each rank,
@@ -7,9 +7,9 @@ size and checksum. It is written under a hidden name and renamed when all ranks 
 ``latest`` names the newest, and ``best`` one that is kept. All ranks write under one directory, so
 with several hosts it has to be on a shared file system.
 
-A run with the same ranks and plan goes on bit for bit on CPU, and on CUDA where FBGEMM's updates
-are reproducible (``hotrec.embedding.fused``); with others it goes on with the same weights, state
-and remaining samples. No file can run code: random generators are read with ``weights_only``.
+A run with the same ranks and plan continues bit for bit on CPU, and on CUDA if FBGEMM's updates are
+reproducible (``hotrec.embedding.fused``); with others it continues with the same weights, state and
+remaining samples. No file can run code: random generators are read with ``weights_only``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hotrec.artifact import (
     remove_abandoned,
 )
 from hotrec.embedding.adapt import AdaptiveHotSet
-from hotrec.embedding.canonical import Parts, canonical_parts
+from hotrec.embedding.canonical import TensorParts, canonical_parts
 from hotrec.embedding.table_memory import take_snapshot
 from hotrec.embedding.tables import sharded_collections
 from hotrec.runtime.comm_thread import CommunicationThread
@@ -56,7 +56,7 @@ from hotrec.runtime.ranks import (
 from hotrec.train.best import BestQuality
 from hotrec.train.run_log import replace_text
 from hotrec.train.tensor_files import (
-    Piece,
+    FilePiece,
     Share,
     TensorFiles,
     make_index,
@@ -65,17 +65,17 @@ from hotrec.train.tensor_files import (
 )
 
 T = TypeVar("T")
-# What a rank wrote of the tensors: the boxes, and the files.
-_Written = tuple[list[Piece], dict[str, FileFacts]]
+# The tensor data written by a rank: the boxes, and the files.
+_Written = tuple[list[FilePiece], dict[str, FileFacts]]
 
 logger = logging.getLogger(__name__)
 
 KIND = "checkpoint"
-# Longer than a file takes, unless the disk hangs.
+# Longer than any file takes, unless the disk hangs.
 _ABANDON_S = 10.0
 LATEST, BEST = "latest", "best"
 TENSORS = "tensors"
-# Modules that hold a table under its name.
+# Modules that have a table under its name.
 _TABLES = "(embedding_bags|embeddings)"
 HOT_SET = "hot_set"
 _NAME, _POINTER_BYTES = re.compile(r"step-\d{8}(\.[0-9a-f]{8})?"), 1 << 10
@@ -84,7 +84,7 @@ _LAST_COMMIT_OF_DCP = "a16b2ca"
 
 
 class StatefulLoader(Protocol):
-    """A loader whose position can be taken and set; its state is JSON, the same on every rank."""
+    """A loader with a restorable position; its state is JSON, the same on every rank."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
@@ -95,7 +95,7 @@ class StatefulLoader(Protocol):
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: updates made, and samples seen over all ranks."""
+    """The position of a run: updates made, and samples seen over all ranks."""
 
     step: int
     num_samples: int
@@ -103,10 +103,10 @@ class Position:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where a run keeps its checkpoints, and what they have to agree with.
+    """The checkpoint directory of a run, and the facts that checkpoints must match.
 
     Args:
-        directory: Holds the checkpoints of one run and nothing else; shared by all ranks.
+        directory: Contains only the checkpoints of one run; shared by all ranks.
         facts: JSON values by name that must match at loading: dataset, partition, model.
         keep_last: The number of newest checkpoints to keep, 1 or more.
         resume_from: The checkpoint to resume from; None for a new run.
@@ -139,16 +139,16 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint from all ranks, and remove the oldest of its lineage.
 
-    To be called on every rank, with the pipeline drained. If any rank fails (a full disk), all
-    ranks raise, and the directory is as before.
+    Call on every rank, with the pipeline drained. If any rank fails (a full disk), all ranks raise,
+    and the directory is unchanged.
 
     Args:
-        checkpoints: Where to write, and what to record.
-        position: The updates made, which Adam's bias correction goes on from, and samples seen.
+        checkpoints: The directory, and the facts to record.
+        position: The updates made (for Adam's bias correction) and the samples seen.
         model: The sharded model.
         optimizer: Its optimizer.
         loader: The loader of the training samples.
-        hot_set: The hot rows, where they follow the data.
+        hot_set: The hot rows, if they follow the data.
         best: The best evaluation so far, whose checkpoint is not removed; None for none.
 
     Returns:
@@ -164,9 +164,9 @@ def save_checkpoint(
 class Saving:
     """A checkpoint that is being written; the arguments are those of ``save_checkpoint``.
 
-    With ``in_background``, a thread writes the tables as they were when this was made, while
-    training goes on; all else is copied at once. ``finish`` makes it a checkpoint, or raises.
-    Nothing is left of one that is abandoned.
+    With ``in_background``, a thread writes the tables as of the construction, while training
+    continues; everything else is copied immediately. ``finish`` commits the checkpoint, or raises.
+    An abandoned save leaves no files.
 
     Raises:
         RankError: on the ranks that did not fail themselves.
@@ -246,7 +246,7 @@ class Saving:
         return self._target
 
     def abandon(self) -> None:
-        """Write no more, and remove what was written; nothing after ``finish``."""
+        """Stop writing and remove the files; no-op after ``finish``."""
         self._is_abandoned.set()
         with self._open:
             wait([self._written], timeout=_ABANDON_S)
@@ -260,12 +260,13 @@ class Saving:
     def _check(self) -> None:
         if self._is_abandoned.is_set():
             raise RuntimeError(
-                f"{self._scratch}: expected the run to go on, got its end. Resume it."
+                f"{self._scratch}: expected the save to finish, got the end of the run. Resume the "
+                "run."
             )
 
 
 def keep_best(checkpoints: Checkpoints, step: int) -> None:
-    """Keep the checkpoint after ``step``, if there is one, in the place of another; on rank 0."""
+    """Keep the checkpoint after ``step``, if there is one, instead of another; on rank 0."""
     name = f"step-{step:08d}"
     if rank() == 0 and (checkpoints.directory / name).is_dir():
         replace_text(checkpoints.directory / BEST, f"{name}\n")
@@ -273,14 +274,14 @@ def keep_best(checkpoints: Checkpoints, step: int) -> None:
 
 
 def find_latest(directory: Path, name: str = LATEST) -> Path | None:
-    """The newest whole checkpoint of a run's directory, None if it has none yet.
+    """The newest complete checkpoint of a run's directory, None if it has none yet.
 
     Args:
         directory: The directory of its checkpoints.
-        name: LATEST, or BEST for the one that is kept.
+        name: LATEST, or BEST.
 
     Raises:
-        ArtifactError: if the file names a checkpoint that is not there.
+        ArtifactError: if the file names a missing checkpoint.
     """
     pointer = directory / name
     found = _pointed_at(pointer)
@@ -289,22 +290,22 @@ def find_latest(directory: Path, name: str = LATEST) -> Path | None:
     path = directory / found
     if not _NAME.fullmatch(found) or not path.is_dir():
         raise ArtifactError(
-            f"{pointer}: expected the name of a checkpoint beside it, got {found[:40]!r}. "
-            "Name another checkpoint to resume from."
+            f"{pointer}: expected the name of a checkpoint in its directory, got {found[:40]!r}. "
+            "Set another checkpoint to resume from."
         )
     return path
 
 
 def _pointed_at(pointer: Path) -> str | None:
-    """What a file that names a checkpoint says; None without one."""
+    """The checkpoint name in a pointer file; None without one."""
     try:
-        return read_record(pointer, most_bytes=_POINTER_BYTES).strip()
+        return read_record(pointer, max_bytes=_POINTER_BYTES).strip()
     except FileNotFoundError:
         return None
 
 
 def lineage_of(path: Path) -> str | None:
-    """The lineage of a checkpoint; None if it cannot be read, or is of an older version."""
+    """The lineage of a checkpoint; None if it is unreadable, or from an older version."""
     try:
         return read_artifact(path, kind=KIND).content.get("lineage")
     except ArtifactError:
@@ -320,23 +321,23 @@ def load_checkpoint(
     loader: StatefulLoader | None = None,
     hot_set: AdaptiveHotSet | None = None,
 ) -> Position:
-    """Load a checkpoint into a model that has not computed anything yet, on every rank.
+    """Load a checkpoint into a fresh model, on every rank.
 
     Args:
         path: one ``step-...`` directory.
         facts: as at saving.
-        optimizer: left out to evaluate only.
-        loader: left out to evaluate only. Iterate it only after this; then call
+        optimizer: None to evaluate only.
+        loader: None to evaluate only. Iterate it only after this; then call
             ``restore_random_state``.
-        hot_set: where hot rows follow the data; takes those of the checkpoint, if it has any.
+        hot_set: if hot rows follow the data; gets those of the checkpoint, if it has any.
 
     Raises:
-        ArtifactError: if it is cut short or altered, or any fact or tensor differs; RankError on
-            the ranks that saw no fault themselves.
+        ArtifactError: if it is truncated or altered, or any fact or tensor differs; RankError on
+            the ranks without an error of their own.
         ValueError: if the loader has another dataset or order of samples.
     """
     content = same_verdict(lambda: read_facts(path, facts, verify_files=True))
-    if hot_set is not None:  # first, since it says where the rows belong
+    if hot_set is not None:  # first, because it determines the place of the rows
         same_verdict(lambda: _load_hot_set(path, hot_set))
     if optimizer is not None:
         same_verdict(lambda: _fill_optimizer_state(optimizer))
@@ -351,8 +352,8 @@ def load_checkpoint(
     return Position(step=content["step"], num_samples=content["num_samples"])
 
 
-def _accept(model: nn.Module, parts: Parts, num_updates: int) -> None:
-    """Tell the model and its caches that the tensors were written."""
+def _accept(model: nn.Module, parts: TensorParts, num_updates: int) -> None:
+    """Refresh caches and replicas after loading."""
     parts.set_num_updates(num_updates)
     model.load_state_dict(parts.weights)
     for _, collection in sharded_collections(model):
@@ -363,7 +364,7 @@ def open_tensors(path: Path) -> TensorFiles:
     """Open the weights and optimizer state of a checkpoint, under their canonical names.
 
     Raises:
-        ArtifactError: If it is no whole checkpoint.
+        ArtifactError: If it is not a complete checkpoint.
     """
     # Open until the end: the files are mapped, and must not be replaced meanwhile.
     artifact = read_artifact(path, kind=KIND, stay_open=True)
@@ -371,10 +372,10 @@ def open_tensors(path: Path) -> TensorFiles:
         return TensorFiles(artifact, artifact.content["tensors"])
 
 
-def _load_tensors(path: Path, parts: Parts, *, with_state: bool) -> None:
+def _load_tensors(path: Path, parts: TensorParts, *, with_state: bool) -> None:
     with same_verdict(lambda: open_tensors(path)) as files:
         expected: dict[str, tuple[int, ...]] = {}
-        # A table's state is only on the ranks that hold its rows.
+        # A table's state is only on the ranks that have its rows.
         for shapes in all_gather_object({part.name: part.shape for part in parts.parts}):
             expected.update(shapes)
         saved = files.shapes
@@ -392,27 +393,27 @@ def load_rows(
     find_rows: Callable[[str, torch.Tensor], torch.Tensor],
     names: Mapping[str, str | None] | None = None,
 ) -> dict[str, int]:
-    """Load what a changed model or dataset shares with a checkpoint; collective.
+    """Load the tensors that a changed model or dataset shares with a checkpoint; collective.
 
-    What the checkpoint lacks keeps its values: rows, tables, layers, and the state of another
-    optimizer. Rank 0 logs a line for every tensor that is renamed, starts anew, or is not used.
+    Anything missing keeps its initial values: rows, tables, layers, and the state of another
+    optimizer. Rank 0 logs a line for every tensor that is renamed, initialized, or unused.
 
     Args:
         path: One ``step-...`` directory.
         model: The sharded model.
-        optimizer: Its optimizer, if it is of the checkpoint's kind; None to start its state anew,
-            which an optimizer with other tensors does, too.
+        optimizer: Its optimizer, if it is of the checkpoint's kind; None to reset its state, as is
+            done for an optimizer with other tensors.
         find_rows: Maps a table's name and rows int64 (R,) of the model to their rows in the
             checkpoint, int64 (R,), -1 for none.
-        names: Names in the model by those in the checkpoint, None for what is not to be loaded: of
-            tables, of parameters, or of modules, for all parameters in them.
+        names: Names in the model by those in the checkpoint, None to skip one: of tables, of
+            parameters, or of modules, for all parameters in them.
 
     Returns:
         The number of rows that were loaded, by table.
 
     Raises:
         ArtifactError: If the checkpoint is damaged, a tensor has another width or shape, or a name
-            is of nothing.
+            does not exist.
     """
     content = same_verdict(lambda: read_facts(path, None, verify_files=True))
     if optimizer is not None:
@@ -431,7 +432,7 @@ def load_rows(
         if not all(all_gather_object(_has_state(saved, parts))):
             parts = same_verdict(lambda: canonical_parts(model))
             if rank() == 0:
-                logger.warning("%s is of another optimizer, whose state starts anew", path)
+                logger.warning("%s was saved with another optimizer; its state is reset", path)
         same_verdict(lambda: _check_shapes(path, saved, parts))
         if rank() == 0:
             _say_sources(path, files.shapes, every, sources)
@@ -448,7 +449,7 @@ def load_rows(
                     continue
                 rows = find_rows(part.table, part.own_rows())
                 files.read_rows(of_source, rows)
-                # Once, of the columns that a table may be cut into.
+                # Once, for all column shards of a table.
                 is_first = part.is_shard and not any(part.first[1:])
                 is_counted = is_first or (rank() == 0 and not parts.has_shards(part.name))
                 if is_counted and "/" not in part.name:
@@ -465,30 +466,30 @@ def load_rows(
 
 
 def _base(name: str) -> str:
-    """The parameter of a tensor that may be its state."""
+    """The parameter that a tensor belongs to, if it is a state."""
     return name.partition("/")[0]
 
 
 def _find_sources(
     path: Path, saved: Iterable[str], own: Sequence[str], names: Mapping[str, str | None]
 ) -> dict[str, str]:
-    """The saved parameter of each of the model's that has one, by name."""
+    """The saved parameter for each parameter of the model that has one, by name."""
     left = set(map(_base, saved))
     sources: dict[str, str] = {}
     for old, new in names.items():
         found = _named(old, left)
         if not found:
             raise ArtifactError(
-                f"trainer.warm_start_names.{old}: expected a table or parameter of {path} that is "
-                f"not named before, got none of that name. Take one of {_short_names(left)}."
+                f"trainer.warm_start_names.{old}: expected an unmapped table or parameter of "
+                f"{path}, got none with this name. Use one of {_short_names(left)}."
             )
         left -= found.keys()
         targets = {} if new is None else {end: name for name, end in _named(new, own).items()}
         for source, end in found.items() if new is not None else ():
             if end not in targets or targets[end] in sources:
                 raise ArtifactError(
-                    f"trainer.warm_start_names.{old}: expected a table or parameter of this model "
-                    f"that is not named before, with the parts of {old}, got {new}. Take one of "
+                    f"trainer.warm_start_names.{old}: expected an unmapped table or parameter of "
+                    f"this model, with the parts of {old}, got {new}. Use one of "
                     f"{_short_names(own)}."
                 )
             sources[targets[end]] = source
@@ -496,7 +497,7 @@ def _find_sources(
 
 
 def _named(name: str, parameters: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """The parameters of a table or module, or a parameter, with what is around its name."""
+    """The parameters of a table or module, or a parameter, with the affixes of its name."""
     weight = re.compile(rf"(.*\.)?{_TABLES}\.{re.escape(name)}\.weight")
     tables = {full: ("", "") for full in parameters if weight.fullmatch(full)}
     inside = re.compile(rf"(.*?\.|){re.escape(name)}(\..*|)")
@@ -514,15 +515,15 @@ def _say_sources(
 ) -> None:
     for name in own:
         if name not in sources:
-            logger.warning("warm start: %s is new, and starts anew", name)
+            logger.warning("warm start: %s not in the checkpoint, initialized", name)
         elif sources[name] != name:
-            logger.info("warm start: %s is %s of the checkpoint", name, sources[name])
+            logger.info("warm start: %s loaded from %s", name, sources[name])
     for name in sorted(set(map(_base, saved)) - set(sources.values())):
-        logger.warning("warm start: %s of %s is not used", name, path)
+        logger.warning("warm start: %s in %s unused", name, path)
 
 
-def _has_state(saved: Mapping[str, tuple[int, ...]], parts: Parts) -> bool:
-    """Whether the parameters that were saved have state of this rank's optimizer."""
+def _has_state(saved: Mapping[str, tuple[int, ...]], parts: TensorParts) -> bool:
+    """Whether the saved parameters have state of this rank's optimizer."""
     return all(
         len(saved.get(part.name, ())) == len(part.shape) and part.name in saved
         for part in parts.parts
@@ -530,7 +531,7 @@ def _has_state(saved: Mapping[str, tuple[int, ...]], parts: Parts) -> bool:
     )
 
 
-def _check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], parts: Parts) -> None:
+def _check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], parts: TensorParts) -> None:
     for part in parts.parts:
         shape = saved.get(part.name, part.shape)
         first = 0 if part.table is None else 1  # tables may have another number of rows
@@ -540,20 +541,20 @@ def _check_shapes(path: Path, saved: Mapping[str, tuple[int, ...]], parts: Parts
                 f"{path}: expected tensor {part.name} of shape {part.shape} (of this model), got "
                 f"{shape} (of the checkpoint). "
                 + (
-                    f"Let its module start anew with +trainer.warm_start_names={{{module}: null}}."
+                    f"Skip its module with +trainer.warm_start_names={{{module}: null}}."
                     if part.table is None
-                    else "Start from a model of the same model.embedding_dim, or without "
+                    else "Start from a model with the same model.embedding_dim, or without "
                     "trainer.warm_start."
                 )
             )
 
 
 def restore_random_state(path: Path) -> None:
-    """Set this rank's random generators as they were when the checkpoint was taken.
+    """Restore this rank's random generators from a checkpoint.
 
-    To be called last before the next step: starting a loader draws a number, which the run that
-    was not interrupted did not draw at this point. A rank that the checkpoint does not know keeps
-    its own generators, moved on by its number.
+    Call this last before the next step: starting a loader draws a random number that an
+    uninterrupted run did not draw here. A rank that is not in the checkpoint keeps its own
+    generators, advanced by its rank.
     """
     same_verdict(lambda: _set_random(path, _load_random(path)))
 
@@ -578,7 +579,7 @@ def _random_file(path: Path) -> Path:
 
 
 def _load_hot_set(path: Path, hot_set: AdaptiveHotSet) -> None:
-    """Give it what every rank saved; nothing if hot rows did not follow the data."""
+    """Load the states of all ranks into it; no-op if hot rows did not follow the data."""
     try:
         of_ranks = [load_file(file) for file in sorted(path.glob(f"{HOT_SET}-*.safetensors"))]
         hot_set.load_state_dict(of_ranks)
@@ -600,7 +601,7 @@ def _load_position(path: Path, loader: StatefulLoader, state: Any) -> None:
 
 
 def _save_small(scratch: Path, hot_state: Mapping[str, torch.Tensor]) -> None:
-    # The key of numpy's generator is kept as a tensor, which needs no pickle.
+    # The key of numpy's generator is stored as a tensor, which needs no pickle.
     state = random_state()
     keys = state["numpy"]["state"]
     state["numpy"]["state"] = {**keys, "key": torch.from_numpy(keys["key"])}
@@ -612,9 +613,9 @@ def _save_small(scratch: Path, hot_state: Mapping[str, torch.Tensor]) -> None:
 def _naming(scratch: Path, write: Callable[[], T]) -> T:
     try:
         return write()
-    except (RuntimeError, SafetensorError) as error:  # of writers, which hide the system's
+    except (RuntimeError, SafetensorError) as error:  # of writers, which wrap the system's
         raise RuntimeError(
-            f"{scratch}: expected to write it, got {str(error).splitlines()[0]} Free disk "
+            f"{scratch}: expected a writable directory, got {str(error).splitlines()[0]} Free disk "
             "space or choose another run directory."
         ) from error
 
@@ -628,8 +629,8 @@ def _load_random(path: Path) -> dict[str, Any] | None:
     except Exception as error:  # a damaged pickle raises almost anything
         raise ArtifactError(
             f"{file}: expected random generators in plain values and tensors, got "
-            f"{type(error).__name__}: {str(error).splitlines()[0]} Use another checkpoint, and "
-            "find out who wrote this one."
+            f"{type(error).__name__}: {str(error).splitlines()[0]} Use another checkpoint; this "
+            "one may be malicious."
         ) from error
     return loaded
 
@@ -651,7 +652,9 @@ def _commit(
         target.rename(kept)
         if was_best:
             replace_text(target.parent / BEST, f"{kept.name}\n")
-        logger.warning("%s: kept as %s, since this run did not go on from it", target, kept.name)
+        logger.warning(
+            "%s: renamed to %s, because this run did not resume from it", target, kept.name
+        )
     commit_artifact(scratch, target, kind=KIND, content=content, written=written)
     replace_text(target.parent / LATEST, f"{target.name}\n")
     if is_best:
@@ -675,9 +678,9 @@ def _remove_old(checkpoints: Checkpoints) -> None:
     for old in own[: -checkpoints.keep_last]:
         if old.name == best:
             continue
-        # Renamed first: a removal that is cut short must not leave half a checkpoint in sight.
+        # Renamed first: an interrupted removal must not leave a partial checkpoint under its name.
         old.rename(old.with_name(f".{old.name}.old"))
-    # With what runs that were killed while saving have left: the directory has one writer.
+    # Including the files of runs that were killed while saving: the directory has one writer.
     for stale in directory.glob(".step-*"):
         shutil.rmtree(stale, ignore_errors=True)
 
@@ -685,7 +688,7 @@ def _remove_old(checkpoints: Checkpoints) -> None:
 def read_facts(
     path: Path, facts: Mapping[str, Any] | None, *, verify_files: bool = False
 ) -> Mapping[str, Any]:
-    """The manifest's content of a checkpoint that agrees with a run.
+    """The manifest's content of a checkpoint, after checking that it matches a run.
 
     Args:
         path: One ``step-...`` directory.
@@ -745,10 +748,10 @@ def _check_tensors(
 
 
 def _fill_optimizer_state(optimizer: KeyedOptimizer) -> None:
-    """Let lazy optimizers make their state, which is then overwritten by the loaded one.
+    """Materialize lazy optimizer state so that it can be loaded.
 
-    TorchRec's fused optimizers have theirs from the start, and a dummy step would give their whole
-    tables gradients; so only the parts that lack state take one. Weights that it moves (by
+    TorchRec's fused optimizers have theirs from the start, and a dummy step would create gradients
+    of their whole tables; so only the parts without state take one. Weights that it changes (by
     weight decay) are loaded afterwards.
     """
     parts = (

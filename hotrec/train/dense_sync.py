@@ -1,4 +1,4 @@
-"""Data-parallel dense layers whose all-reduce overlaps the next step, in place of DDP."""
+"""Data-parallel dense layers whose all-reduce overlaps the next step, instead of DDP."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _Future = dist.Work | CommunicationFuture[None]
 
 
 class Sender:
-    """Runs all-reduces in the order of their start, in a group of its own or in line with others.
+    """Runs all-reduces in the order of their start, in its own group or among other tasks.
 
-    ``line`` is the group and the thread of others, who call ``start`` in the same order among their
-    own tasks on every rank; they close both.
+    ``line`` is the group and thread to share; its owner calls ``start`` in the same order among its
+    other tasks on every rank, and closes both.
     """
 
     def __init__(self, wire_type: WireType, line: Line | None = None) -> None:
@@ -73,7 +73,7 @@ class Sender:
         self._exact_wire.all_reduce(message[num_values:])
 
     def close(self) -> None:
-        """Let its own thread end after its queued messages, and leave its own group."""
+        """Stop its thread after the queued messages, and close its group."""
         if self.is_in_line:
             return
         self._thread.close()
@@ -81,10 +81,10 @@ class Sender:
 
 
 def share_first(model: nn.Module) -> None:
-    """Give all ranks the first one's weights and buffers of the dense layers.
+    """Broadcast rank 0's weights and buffers of the dense layers.
 
     Raises:
-        ValueError: if the ranks hold others, by name, shape or whether they are trained.
+        ValueError: if ranks have different ones, by name, shape or whether they are trained.
     """
     if world_size() == 1:
         return
@@ -95,9 +95,9 @@ def share_first(model: nn.Module) -> None:
         if others != gathered[0]:
             differing = sorted(set(others) ^ set(gathered[0]))
             raise ValueError(
-                f"dense layers of rank {rank}: expected the parameters of rank 0, got others "
-                f"(name, shape, is trained): {differing[:4] or 'in another order'}. Build the "
-                "same model on every rank."
+                f"dense layers of rank {rank}: expected the parameters of rank 0 (name, shape, is "
+                f"trained), got {differing[:4] or 'another order'}. Build the same model on every "
+                "rank."
             )
     for tensor in tensors.values():
         dist.broadcast(tensor.detach(), src=0)
@@ -228,7 +228,7 @@ class DeferredLinears:
                     parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
 
     def restore(self) -> None:
-        """Restore the layers' ``forward`` and drop what is deferred."""
+        """Restore the layers' ``forward`` and drop deferred gradients."""
         self._noted.clear()
         for layer in self._layers:
             vars(layer).pop("forward", None)
@@ -306,7 +306,7 @@ class _Bucket:
         self, parameters: list[nn.Parameter], layers: list[nn.Linear], sender: Sender
     ) -> None:
         self.parameters, self.layers, self._sender = parameters, layers, sender
-        # Those whose gradient the step's last backward pass has completed.
+        # Parameters whose gradient the step's last backward pass has completed.
         self.arrived: set[nn.Parameter] = set()
         # Settings of the optimizer's groups for the pending update; None without one.
         self.noted: list[dict[str, Any]] | None = None
@@ -318,7 +318,7 @@ class _Bucket:
         self._work: _Future | None = None
 
     def start(self) -> None:
-        """Take the parameters' ``grad`` (None afterwards) and start averaging."""
+        """Move out the parameters' ``grad`` (None afterwards) and start averaging."""
         grads = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -335,13 +335,13 @@ class _Bucket:
                 torch.mul(grad, 1 / self._sender.world_size, out=view)
         self._has_grad = [grad is not None for grad in grads]
         if all(self._has_grad):
-            self._message[num_values:].fill_(1)  # a copy to the device would make the host wait
+            self._message[num_values:].fill_(1)  # a copy to the device would block the host
         else:
             self._message[num_values:].copy_(torch.tensor(self._has_grad))
         self._work = self._sender.start(self._message, num_values)
 
     def drop(self) -> None:
-        """Forget what was started, which holds connections."""
+        """Drop pending messages, which keep connections open."""
         self._work = None
 
     def _views(self, message: torch.Tensor) -> list[torch.Tensor]:
@@ -350,7 +350,7 @@ class _Bucket:
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
     def take(self) -> list[torch.Tensor | None]:
-        """Wait for the means, valid until the next ``start``; None where no rank has a gradient.
+        """Wait for the means, valid until the next ``start``; None if no rank has a gradient.
 
         Raises:
             RuntimeError: if a rank has failed.
@@ -410,12 +410,12 @@ class DenseSync:
         wire_type: The type in which float32 gradients are sent; sums are made in float32.
         max_norm: Clips the joint norm of all mean gradients to this value; None disables clipping.
             With it the first update of a step waits for the gradients of all buckets.
-        line: Whose collectives the messages go in line with, see ``Sender``; then they are all sent
-            by ``finish_backward``. None for a group of their own.
+        line: The group and thread to share, see ``Sender``; then all messages are sent by
+            ``finish_backward``. None for a separate group.
 
     Raises:
         ValueError: if the optimizer's parameters are not the model's dense ones, a layer keeps
-            running statistics, or the ranks hold different parameters.
+            running statistics, or the ranks have different parameters.
     """
 
     def __init__(
@@ -490,13 +490,13 @@ class DenseSync:
         assert isinstance(parameter, nn.Parameter)
         if parameter in bucket.arrived:
             raise RuntimeError(
-                f"dense parameter {self._names[parameter]}: expected one gradient in a "
-                "backward pass, got a second. Do not nest backward passes (re-entrant "
-                "checkpointing) or make two of them inside one dense.backward()."
+                f"dense parameter {self._names[parameter]}: expected one gradient in a backward "
+                "pass, got a second. Do not nest backward passes (re-entrant checkpointing) or "
+                "run two inside one dense.backward()."
             )
         bucket.arrived.add(parameter)
         if self._sender.is_in_line:
-            return  # the place in the line must not depend on when this rank has its gradients
+            return  # the order of messages must not depend on when this rank has its gradients
         for upcoming in self._direct[self._num_started :]:
             if len(upcoming.arrived) < len(upcoming.parameters):
                 break
@@ -517,8 +517,8 @@ class DenseSync:
             if used:
                 raise RuntimeError(
                     f"dense parameter {self._names[used[0]]}: expected its module to be called in "
-                    "forward, got a gradient without a call, computed with a stale weight. Call "
-                    "the module, or the part of the model it is in."
+                    "forward, got a gradient without a call (computed from a stale weight). Call "
+                    "the module itself or a parent."
                 )
             self._update(bucket)
         bucket.start()
@@ -532,10 +532,10 @@ class DenseSync:
             bucket.arrived.clear()
         self._num_started, self._is_new_step = 0, True
 
-    # An evaluation may trigger the update, and the optimizer state made here outlives it.
+    # An evaluation may trigger the update, and the optimizer state created here outlives it.
     @torch.inference_mode(False)
     def _update(self, bucket: _Bucket) -> None:
-        """Wait for the bucket's gradients and update its parameters alone."""
+        """Wait for the bucket's gradients and update only its parameters."""
         assert bucket.noted is not None
         mark("dense")
         if bucket.taken is None:
@@ -602,8 +602,8 @@ def _check_optimizer(named: Mapping[str, nn.Parameter], optimizer: torch.optim.O
     if missing or unknown:
         raise ValueError(
             f"optimizer of the dense layers: expected exactly their {len(expected)} parameters, "
-            f"got it without {missing[:4]} and with others of shapes {sorted(unknown)[:4]}. "
-            "Make it from dense_parameters(model) and freeze what is not trained."
+            f"got {missing[:4]} missing and additional ones of shapes {sorted(unknown)[:4]}. "
+            "Create it from dense_parameters(model) and freeze untrained layers."
         )
 
 

@@ -1,4 +1,4 @@
-"""Evaluate on held-out data over all ranks, exactly: every prediction takes part, once."""
+"""Evaluate on held-out data over all ranks, exactly: every prediction counts once."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Quality:
         log_loss: mean cross entropy in nats.
         normalized_entropy: log loss over that of always predicting the click rate of the same
             samples; below 1 is better than that. None unless clicks and non-clicks occur.
-        num_samples: the number of samples; of those with weights, whose weight is above 0.
-        by_label: of several labels, the quality of each. The log loss is then the weighted sum
+        num_samples: the number of samples; with weights, of those whose weight is above 0.
+        by_label: with several labels, the quality of each. The log loss is then the weighted sum
             that is trained, the normalised entropy its ratio to that of predicting the rates, and
             the AUC the weighted mean.
     """
@@ -147,7 +147,7 @@ def measure_log_loss(logits: Floats, labels: Floats, weights: Floats | None = No
     """Mean of log(1 + exp(z)) - y z, which does not overflow for large logits."""
     z = logits.astype(np.float64)
     losses = np.logaddexp(0.0, z) - labels.astype(np.float64) * z
-    # The plain mean's rounding without weights, as np.average has another.
+    # Keeps the plain mean's rounding without weights; np.average rounds differently.
     return float(np.mean(losses) if weights is None else np.average(losses, weights=weights))
 
 
@@ -155,8 +155,8 @@ def evaluate(pipeline: Pipeline, batches: Iterable[Batch], *, step: int | None =
     """Measure the model on this rank's share of a split together with all other ranks.
 
     Args:
-        pipeline: drained; it is drained again on return.
-        batches: as many on every rank; padding samples (weight 0) are left out.
+        pipeline: empty; it is empty again on return.
+        batches: the same number on every rank; padding samples (weight 0) are ignored.
         step: updates made so far, for the watchdog's messages.
 
     Returns:
@@ -182,7 +182,7 @@ def evaluate(pipeline: Pipeline, batches: Iterable[Batch], *, step: int | None =
     finally:
         model.train(was_training)
     parts = _gather_on_first(predictions)
-    # The first rank sorts all predictions; the others wait, however long it takes.
+    # The first rank sorts all predictions; the others wait without a time limit.
     watchdog.enter(watchdog.MAIN, watchdog.METRICS, step)
     label_weights = next((m.label_weights for m in model.modules() if isinstance(m, ClickTask)), {})
 
@@ -203,12 +203,12 @@ def _count(batches: Iterable[Batch]) -> int | None:
 
 
 def _start(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Start the loader; ranks with unequal numbers of batches would wait for one another."""
+    """Start the loader; ranks with unequal numbers of batches would wait for each other."""
     nums = all_gather_object(_count(batches))
     if len(set(nums)) > 1:
         raise ValueError(
-            f"evaluation: expected as many batches on every rank, got {nums}. "
-            "Pad the ranks that have fewer."
+            f"evaluation: expected the same number of batches on every rank, got {nums}. Pad the "
+            "shorter ones."
         )
     with signals_held_back():
         return iter(batches)
@@ -221,8 +221,8 @@ Predictions = tuple[np.ndarray, np.ndarray, np.ndarray]
 def _predict(
     pipeline: Pipeline, iterator: Iterator[Batch], step: int | None, bar: Progress
 ) -> Predictions:
-    """The predictions of this rank on the host, padding left out."""
-    held: deque[torch.Tensor] = deque()  # weights of the batches that the pipeline holds
+    """The predictions of this rank on the host, without padding."""
+    held: deque[torch.Tensor] = deque()  # weights of the batches in the pipeline
 
     def remember_weights() -> Iterator[Batch]:
         for batch in iterator:
@@ -236,10 +236,10 @@ def _predict(
         nothing = np.empty(0, np.float32)
         return nothing, nothing, nothing
     batches = chain([first], remembered)
-    # On the device until all are there: a copy of each to the host would wait for its batch. Labels
-    # and weights are cloned, since they would keep the memory of the whole batch.
+    # On the device until all are computed: a copy of each to the host would wait for its batch.
+    # Labels and weights are cloned, since views would keep the memory of the whole batch.
     logits, labels, weights = [], [], []
-    while held:  # one for every batch that is handed out and not yet computed
+    while held:  # one for every batch that is not computed yet
         watchdog.enter(watchdog.MAIN, watchdog.EVALUATION, step)
         _, logits_B, labels_B = pipeline.progress(batches)
         logits.append(logits_B.float())

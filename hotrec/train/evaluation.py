@@ -1,4 +1,4 @@
-"""The evaluations of a run: of its splits, of the days to come, and what follows from them."""
+"""The evaluations of a run: of its splits and of upcoming days, and their consequences."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from hotrec.train.signals import signals_held_back
 
 
 class Evaluation:
-    """Evaluates splits every so many steps and at the end, and each day before it is trained on.
+    """Evaluates splits at an interval and at the end, and each day before it is trained on.
 
     Args:
         metrics: Records the evaluations.
-        splits: Loaders by split, started anew for each evaluation. The first one is evaluated on
-            the way, all at the end; the summary reports the last.
-        every_steps: Steps between evaluations on the way; 0 for none.
-        ahead: What to evaluate at the end of each day.
-        best: The best evaluation, which may end the run; saved with the checkpoint.
-        alternation: The order that follows the loss; saved with the loader.
+        splits: Loaders by split, restarted for each evaluation. The first one is evaluated during
+            training, all at the end; the summary reports the last.
+        every_steps: Steps between evaluations during training; 0 for none.
+        ahead: The evaluations at the end of each day.
+        best: Early stopping and best-checkpoint tracking; saved with the checkpoint.
+        alternation: The order that depends on the loss; saved with the loader.
         checkpoints: Where the checkpoint of the best evaluation is kept.
     """
 
@@ -68,7 +68,7 @@ class Evaluation:
 
     @property
     def days(self) -> dict[str, Any]:
-        """What was found of the days, for the summary."""
+        """The results of the days, for the summary."""
         return {} if self._ahead is None else {"days": self._ahead.evaluated}
 
     def start_workers(self) -> None:
@@ -84,7 +84,7 @@ class Evaluation:
                 same_verdict(self._ahead.start)
 
     def make_up(self, pipeline: Pipeline, num_steps: int) -> None:
-        """Make the evaluation that the resumed run owed after its last step; collective.
+        """Run the evaluation that the resumed run missed after its last step; collective.
 
         An uninterrupted run would have used this loss to choose the next block, or to end.
         """
@@ -97,7 +97,7 @@ class Evaluation:
         self._evaluate_ahead(pipeline)
 
     def run(self, segment: Segment, pipeline: Pipeline, *, must_stop: bool) -> None:
-        """Evaluate after a segment what is due, unless the run must stop; collective.
+        """Run the evaluations due after a segment, unless the run must stop; collective.
 
         The end of the run is not evaluated here, but by ``finish``.
         """
@@ -123,7 +123,7 @@ class Evaluation:
     def _evaluate(self, pipeline: Pipeline) -> None:
         """Evaluate the first split; all others, too, if this is the best to keep.
 
-        The model that is kept is reported on them, and the run goes on from it.
+        The kept model is reported on them, and the run continues from it.
         """
         step, best = self._metrics.position.step, self.best
         for index, (split, batches) in enumerate(self._splits.items()):

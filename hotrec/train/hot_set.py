@@ -9,13 +9,13 @@ from hotrec.train.schedule import Segment
 
 
 class HotSet:
-    """Decides every so many steps which rows are hot.
+    """Chooses the hot rows at an interval of steps.
 
     Args:
         metrics: Records the decisions.
-        of_model: The hot rows of the model; None where they stay those of the plan.
-        every_steps: Steps between decisions, also after the last step: a run that is resumed from
-            it has the hot rows of a longer one. 0 for none.
+        of_model: The hot rows of the model; None if they stay those of the plan.
+        every_steps: Steps between decisions, also after the last step, so that a resumed run has
+            the hot rows of a longer one. 0 for none.
     """
 
     def __init__(

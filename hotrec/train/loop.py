@@ -1,4 +1,4 @@
-"""The training loop: pipeline steps in segments, and what the parts do between them.
+"""The training loop: pipeline steps in segments, and the parts between them.
 
 A run evaluates and saves only between segments of steps, where the pipeline is drained, so that
 weights, loader position and step agree. After an exception no rank starts another collective.
@@ -21,8 +21,8 @@ from hotrec.train.segment import SegmentBatches
 from hotrec.train.signals import STOPPED_EXIT_CODE
 
 
-class Trained(Protocol):
-    """What is trained: a sharded model with its optimizer and pipeline."""
+class TrainedModel(Protocol):
+    """A sharded model with its optimizer and pipeline."""
 
     @property
     def model(self) -> nn.Module:
@@ -42,10 +42,10 @@ class TrainResult:
 
     Args:
         step: The number of updates, those before a resume included.
-        is_finished: Whether all steps were made; else a signal ended the run after a checkpoint,
-            and the program should exit with ``exit_code``.
-        summary: The content of summary.json; the same on every rank but for times.
-        stopped_by: The signal that this rank got, if any.
+        is_finished: Whether all steps were completed; otherwise a signal stopped the run after a
+            checkpoint, and the program should exit with ``exit_code``.
+        summary: The content of summary.json; the same on every rank except for times.
+        stopped_by: The signal that this rank received, if any.
     """
 
     step: int
@@ -55,21 +55,21 @@ class TrainResult:
 
     @property
     def exit_code(self) -> int:
-        """0, or 128 + n after signal n; SIGTERM where only another rank got one."""
+        """0, or 128 + n after signal n; SIGTERM if only another rank received one."""
         if self.is_finished:
             return 0
         return STOPPED_EXIT_CODE if self.stopped_by is None else 128 + self.stopped_by
 
 
 def train(
-    trained: Trained,
+    trained: TrainedModel,
     loader: StatefulLoader,
     parts: Parts,
     *,
     num_steps: int,
     lr_factor: Callable[[int], float],
 ) -> TrainResult:
-    """Train a sharded model until ``num_steps`` updates are made, those before a resume included.
+    """Train a sharded model until ``num_steps`` updates are made, including those before a resume.
 
     Call this on every rank with the same arguments, except for the loaders, which return the rank's
     own samples. The same seed, data and arguments give the same losses, resumed or not.
@@ -77,18 +77,18 @@ def train(
     Args:
         trained: The sharded model.
         loader: Returns the batches of all ``num_steps`` updates.
-        parts: What happens beside the steps.
+        parts: The activities around the steps.
         num_steps: The number of updates of the whole run.
         lr_factor: Maps an update number, from 1, to a factor; for example a ``Schedule``.
 
     Raises:
-        ValueError: If nothing is left to train; ArtifactError if the checkpoint does not fit.
+        ValueError: If no steps remain; ArtifactError if the checkpoint does not match.
         RuntimeError: If a loss is not finite, the data ends early, or a module is not pipelined.
     """
     metrics, watch = parts.metrics, parts.watch
     with parts.running(trained, loader, num_steps) as (pipeline, batches):
         while metrics.position.step < num_steps and not parts.must_stop:
-            # The first of those that are left: the one before may have ended early, to save.
+            # The first of the remaining ones: the one before may have ended early, to save.
             segment = next_segment(metrics.position.step, num_steps, parts.every, parts.ends)
             feed = SegmentBatches(batches, segment)
             pipeline.start()

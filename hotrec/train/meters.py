@@ -1,9 +1,9 @@
 """Measures the steps of this rank: rates, stages, traffic, and memory.
 
-What all ranks' values come to is declared in ``hotrec/runtime/figures.py``. The clock of the stages
-runs in every step that is like the others: not in those whose traffic is counted (slowed down), nor
-in the first and the last of a segment, where the pipeline fills and drains. What a step takes
-outside the pipeline counts as "other", so the stages of a step add up to its time.
+The reduction over ranks is declared in ``hotrec/runtime/figures.py``. The clock of the stages runs
+in every representative step: not in those whose traffic is counted (slowed down), nor in the first
+and the last of a segment, where the pipeline fills and drains. Time outside the pipeline counts as
+"other", so the stages of a step add up to its time.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hotrec.runtime.traffic import COLLECTIVES, BatchFacts, count_sent_bytes, lo
 from hotrec.train.segment import SegmentBatches
 from hotrec.types import STAGES
 
-MOST_KEPT_STEPS = 4096
-# How many steps the clock may hold before they are added up.
+MAX_KEPT_STEPS = 4096
+# Number of steps that the clock stores before they are added up.
 MOST_PENDING_STEPS = 256
-# What is kept of a step, in seconds: its stages, the exposed communication, and the whole step.
+# Values kept for a step, in seconds: its stages, the exposed communication, and the whole step.
 EXPOSED, STEP = len(STAGES), len(STAGES) + 1
-# Counting makes a step several times slower, and the bytes of steps hardly vary.
+# Counting makes a step several times slower, and bytes hardly vary between steps.
 SAMPLE_EVERY_STEPS = 500
-# Bytes of a table's tensors: what they hold -> "device" and "host" -> bytes.
+# Bytes of a table's tensors: kind of content -> "device" and "host" -> bytes.
 Tables = Mapping[str, Mapping[str, int]]
 PLACES = ("device", "host")
 
@@ -59,7 +59,8 @@ class Meter:
     def end_step(self, *, num_samples: int, wait_s: float, is_slowed: bool = False) -> float:
         """Measure the time since the last step, in seconds, and return it.
 
-        ``wait_s`` of it was spent waiting for the loader. A step ``is_slowed`` is in no rate.
+        ``wait_s`` of it was spent waiting for the loader. Steps with ``is_slowed`` are excluded
+        from rates.
         """
         now = time.perf_counter()
         step_s, self._last = now - self._last, now
@@ -72,12 +73,12 @@ class Meter:
         return step_s
 
     def end_interval(self) -> dict[str, float | None]:
-        """Throughput and step times since the last call; None where no step was measured."""
+        """Throughput and step times since the last call; None if no step was measured."""
         start, self._interval_start = self._interval_start, len(self._step_s)
         return _rates(self._step_s[start:], self._samples[start:])
 
     def total(self) -> dict[str, float | None]:
-        """Those of all measured steps, and the fraction of it that this rank waited for data."""
+        """The same of all measured steps, and the fraction of the time spent waiting for data."""
         total_s = sum(self._step_s)
         rates = _rates(self._step_s, self._samples)
         return {**rates, "data_wait_frac": self._wait_s / total_s if total_s else None}
@@ -92,16 +93,16 @@ def _rates(step_s: array[float], samples: array[int]) -> dict[str, float | None]
 
 
 class KeptSteps:
-    """Figures of the steps, (STEP + 1,) each; every other one is dropped when they are too many."""
+    """Figures of the steps, (STEP + 1,) each; every other one is dropped if there are too many."""
 
-    def __init__(self, most_kept: int = MOST_KEPT_STEPS) -> None:
+    def __init__(self, max_kept: int = MAX_KEPT_STEPS) -> None:
         self.rows: list[np.ndarray] = []
-        self._most_kept, self._num_seen, self._stride = most_kept, 0, 1
+        self._max_kept, self._num_seen, self._stride = max_kept, 0, 1
 
     def add(self, row: np.ndarray) -> None:
         if self._num_seen % self._stride == 0:
             self.rows.append(row)
-            if len(self.rows) > self._most_kept:
+            if len(self.rows) > self._max_kept:
                 self.rows = self.rows[::2]
                 self._stride *= 2
         self._num_seen += 1
@@ -122,12 +123,12 @@ class StageTimes:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Measure the step made inside the block; ``end_step`` must follow."""
+        """Measure the step in the block; ``end_step`` must follow."""
         with self._clock.step():
             yield
 
     def end_step(self, step: int, step_s: float) -> None:
-        """Add that the step measured last took ``step_s`` from the end of the one before."""
+        """Record that the last measured step took ``step_s`` from the end of the one before."""
         self._pending.append((step, step_s))
         if len(self._pending) >= MOST_PENDING_STEPS:
             self._add_up()
@@ -153,7 +154,7 @@ class StageTimes:
         return {"stage_s": stage_s, "exposed_communication_s": medians[EXPOSED]}
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json says of all ranks; a collective. What was not measured is None."""
+        """The entries of summary.json for all ranks, None if not measured; a collective."""
         self._add_up()
         medians = self._run.medians().tolist() if self._run.rows else [None] * (STEP + 1)
         stage_s = dict(zip(STAGES, medians[:EXPOSED], strict=True)) if self._run.rows else None
@@ -168,7 +169,7 @@ class StageTimes:
         step_s, exposed = measured["measured_step_s"], measured["exposed_communication_s"]
         if step_s is None:
             logger.info(
-                "the stages of the steps are not summed up: none was measured from step %d on",
+                "no summary of stages: no step was measured from step %d on",
                 self.compared_from_step,
             )
         measured["exposed_communication_frac"] = exposed / step_s if step_s else None
@@ -195,7 +196,7 @@ class TrafficMeter:
     def is_due(self, index: int, num_steps: int) -> bool:
         """Whether to count in step ``index`` (from 0) of a segment.
 
-        A step in between is sampled, since the others fill or drain the pipeline. Where segments
+        A step in the middle is sampled, since the others fill or drain the pipeline. If segments
         are too short for that, a whole segment is.
         """
         if num_steps >= 4:
@@ -204,14 +205,14 @@ class TrafficMeter:
 
     @contextmanager
     def counting(self, batches: SegmentBatches) -> Iterator[None]:
-        """Count the bytes that the step inside the block sends and the rows its batch reads."""
+        """Count the bytes that the step in the block sends and the rows that its batch reads."""
         with count_sent_bytes() as traffic:
             yield
         self._sums["steps"] += 1
         for name, num_bytes in traffic.sent_bytes.items():
             self._sums[name] += num_bytes
         if self._inspect_batch is not None:
-            assert batches.last_taken is not None, "the step took no batch"
+            assert batches.last_taken is not None, "the step consumed no batch"
             facts = self._inspect_batch(batches.last_taken)
             self._sums["lookups"] += facts.num_lookups
             self._sums["hot_lookups"] += facts.num_hot_lookups
@@ -220,7 +221,7 @@ class TrafficMeter:
             )
 
     def sums(self) -> dict[str, float]:
-        """What this rank has counted, to be summed over the ranks."""
+        """This rank's counts, to be summed over the ranks."""
         return dict(self._sums)
 
     def means(self, total: Mapping[str, float]) -> dict[str, Any]:
@@ -238,9 +239,9 @@ class TrafficMeter:
 
 
 def peak_bytes(device: torch.device) -> dict[str, int | None]:
-    """This rank's peaks since it started; None where the device keeps none. Waits for nothing.
+    """This rank's peaks since it started; None if the device has no statistics.
 
-    They hold everything: dense layers, activations, messages, and the libraries of the process.
+    Does not synchronize. Includes dense layers, activations, messages, and the process's libraries.
     """
     is_cuda = device.type == "cuda"
     return {
@@ -252,7 +253,7 @@ def peak_bytes(device: torch.device) -> dict[str, int | None]:
 
 
 def memory_figures(device: torch.device, tables: Tables | None) -> dict[str, Any]:
-    """What summary.json says of memory; a collective."""
+    """The entries of summary.json for memory; a collective."""
     own: dict[str, Any] = {**peak_bytes(device)}
     for place in PLACES:
         by_kind = None if tables is None else {kind: of[place] for kind, of in tables.items()}

@@ -1,4 +1,4 @@
-"""What a run measures and records: metrics.jsonl, eval.jsonl, hot_set.jsonl and summary.json."""
+"""Measurements and records of a run: metrics.jsonl, eval.jsonl, hot_set.jsonl, summary.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hotrec.data.batch import Batch
-from hotrec.embedding.adapt import Decision
+from hotrec.embedding.adapt import HotSetDecision
 from hotrec.runtime.figures import FIGURES, Unit, of_sum
 from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import Ranks, same_verdict
@@ -46,7 +46,7 @@ _ADDED = ("num_moved", "moved_bytes", "pause_s")
 
 @dataclass(frozen=True)
 class Counts:
-    """How to count what a model and its batches hold; None for what is not counted.
+    """Counters of a model and its batches; None for what is not counted.
 
     Args:
         num_dense_values: Parameters of the dense layers.
@@ -64,14 +64,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Record:
-    """Where a run is recorded, and what else takes the records.
+    """Where a run is recorded, and the other receivers of its records.
 
     Args:
         run_dir: Where rank 0 writes; None writes nothing.
         description: Entries to add to summary.json (name, placement, model, batch_size, ...).
         prediction: Figures to compare with the measurements, see ``compare``.
         callbacks: Import paths of callbacks, see ``hotrec.train.callbacks``.
-        listeners: On rank 0, take the lines that it writes.
+        listeners: On rank 0, called with the lines that it writes.
         trace: The steps to record with torch.profiler; None records nothing.
         accept: Called on every rank after the checkpoint to resume from has been loaded, and before
             anything is written.
@@ -87,16 +87,16 @@ class Record:
 
 
 class Metrics:
-    """Measures the steps of a run, and records what they were when it is due.
+    """Measures the steps of a run, and records them when due.
 
     Args:
         ranks: The process group.
-        counts: What is counted beside times.
+        counts: What is counted besides times.
         log_every_steps: Steps between lines of metrics.jsonl.
-        warmup_steps: Steps at the start that are in no rate.
+        warmup_steps: Steps at the start that are excluded from rates.
         first_compared_step: The first step that is compared with the prediction, counted from this
             start.
-        record: Where the run is recorded, and what else takes the records.
+        record: Where the run is recorded, and the other receivers of its records.
     """
 
     position: Position  # after the last step made
@@ -132,13 +132,13 @@ class Metrics:
         # Summed over all ranks, with the number of steps; empty without caches.
         self._cache: Counter[str] = Counter()
         self._line_cache: Counter[str] = Counter()  # since the last line
-        # Sums over the decisions of which rows are hot, with their number; empty without any.
+        # Sums over the decisions on hot rows, with their number; empty without any.
         self._hot_set: Counter[str] = Counter()
         self._line_wait_s, self._line_steps = 0.0, 0  # since the last line, on this rank
         self._start_s = time.perf_counter()
 
     def accept(self) -> None:
-        """Accept the run's record, once it is known that the run can start; collective."""
+        """Accept the run's record, once the run can certainly start; collective."""
         if self._record.accept is not None:
             same_verdict(self._record.accept)
 
@@ -171,11 +171,11 @@ class Metrics:
             yield
 
     def is_whole(self, segment: Segment) -> bool:
-        """Whether all steps of a segment were made; a check-up may have cut it."""
+        """Whether all steps of a segment were completed; a check-up may have cut it."""
         return self.position.step == segment.last_step
 
     def is_due(self, segment: Segment, every_steps: int) -> bool:
-        """Whether something that happens every so many steps is due after a segment."""
+        """Whether something with an interval of ``every`` steps is due after a segment."""
         is_reached = every_steps > 0 and segment.last_step % every_steps == 0
         return is_reached and self.is_whole(segment)
 
@@ -184,7 +184,7 @@ class Metrics:
         return time.perf_counter() - self._start_s
 
     def restart_clock(self) -> None:
-        """Count the time since the last step for no step."""
+        """Exclude the time since the last step."""
         self._rates.restart_clock()
 
     @contextmanager
@@ -198,7 +198,7 @@ class Metrics:
         is_like_others = not is_slowed and 0 < index < batches.num_steps - 1
         with self._tracer.step(step), ExitStack() as stack:
             if is_counted:
-                # What a thread of the pipeline still sends belongs to the step before.
+                # Bytes that a thread of the pipeline still sends belong to the step before.
                 self._pipeline.drain()
                 stack.enter_context(self._traffic.counting(batches))
                 stack.callback(self._pipeline.drain)
@@ -226,7 +226,7 @@ class Metrics:
         return step % self._log_every_steps == 0
 
     def counts(self, step: int) -> dict[str, Any]:
-        """What this rank has counted since the last check-up, to be summed over the ranks."""
+        """This rank's counts since the last check-up, to be summed over the ranks."""
         line = {}
         if self.is_line_due(step):
             line = {**self._stages.end_line(), "data_wait_s": self._line_wait_s / self._line_steps}
@@ -238,7 +238,7 @@ class Metrics:
         }
 
     def add_counts(self, step: int, loss: float, sums: Mapping[str, Any]) -> None:
-        """Take the loss and the sums of ``counts`` of all ranks; record a line if one is due."""
+        """Add the loss and the sums of ``counts`` over all ranks; record a line if one is due."""
         num_ranks, num_steps = self._ranks.world_size, len(self.losses)
         self._loss = loss
         self._traffic_means = self._traffic.means(sums["traffic"])
@@ -256,7 +256,7 @@ class Metrics:
             self._write_line(step, of_line)
 
     def _write_line(self, step: int, of_line: Mapping[str, Any]) -> None:
-        # NaN where a rank measured no step.
+        # NaN if a rank measured no step.
         is_measured = math.isfinite(of_line["exposed_communication_s"])
         line = {
             "step": step,
@@ -277,10 +277,10 @@ class Metrics:
         self._line_cache.clear()
 
     def add_quality(self, split: str, quality: Quality, **facts: Any) -> None:
-        """Record a line of eval.jsonl, with more facts about it."""
+        """Record a line of eval.jsonl, with further facts."""
         if self._counts.of_caches is not None:
-            # Discard what the evaluation did in the caches; the check-up at the end of the segment
-            # has counted its steps.
+            # Discard the evaluation's cache counts; the check-up at the end of the segment has
+            # counted its steps.
             self._counts.of_caches()
         # The last one is reported, so it comes last.
         self._quality.pop(split, None)
@@ -291,7 +291,7 @@ class Metrics:
         self._log.append(EVAL, split, line)
         self.callbacks.call("on_evaluate", line)
 
-    def add_decision(self, decision: Decision) -> None:
+    def add_decision(self, decision: HotSetDecision) -> None:
         """Record a line of hot_set.jsonl."""
         line = {"step": self.position.step, **asdict(decision)}
         self._log.append(HOT_SET, "hot_set", line)
@@ -300,12 +300,12 @@ class Metrics:
     def summary(
         self, found: Mapping[str, Any], *, best: BestQuality | None = None, is_finished: bool = True
     ) -> dict[str, Any]:
-        """Write summary.json and return its content, None where not measured; a collective.
+        """Write summary.json and return its content, None if not measured; a collective.
 
         Args:
             found: Further entries.
             best: The best evaluation, whose quality is reported.
-            is_finished: Whether all steps were made.
+            is_finished: Whether all steps were completed.
         """
         sent = self._traffic_means["sent_bytes"]
         tables = None if self._counts.of_tables is None else self._counts.of_tables()
@@ -336,9 +336,9 @@ class Metrics:
         return summary
 
     def _quality_figures(self, best: BestQuality | None) -> dict[str, Any]:
-        """The quality of the checkpoint that is meant: the best where it is kept, else the last.
+        """The quality of the reported checkpoint: the best if it is kept, else the last.
 
-        The figures of the last split that was evaluated stand by themselves, all are in "quality".
+        The figures of the last evaluated split are on the top level, all are in "quality".
         """
         step = max(self._evaluated.values(), default=None)
         of_splits = {
@@ -366,7 +366,7 @@ class Metrics:
 
 
 def _by_label(of_labels: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Figures of several labels, where they are known; empty with one label."""
+    """Figures of several labels, as far as known; empty with one label."""
     return {
         key: {label: of[name] for label, of in of_labels.items() if of[name] is not None}
         for name in QUALITIES
@@ -379,7 +379,7 @@ def _if_any(key: str, counted: Mapping[str, float]) -> dict[str, Any]:
 
 
 def compare(prediction: Mapping[str, Any] | None, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """What summary.json says of a prediction; errors are (predicted - measured) / measured.
+    """The entries of summary.json for a prediction; errors are (predicted - measured) / measured.
 
     Args:
         prediction: "step_s", "stage_s" by stage, "total_sent_bytes" per step and rank, and

@@ -1,7 +1,7 @@
 """The newest lines of a run's records over HTTP, in the form that Prometheus reads.
 
-``RunLog`` hands each line over as it writes it; a scrape turns the newest ones into gauges, in a
-thread of the server. So a training step does nothing for it, whoever scrapes and however often.
+``RunLog`` passes on each line it writes; a scrape turns the newest ones into gauges, in a thread of
+the server, so scraping never affects a training step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class NewestLines:
 
 @contextmanager
 def serve_metrics(port: int) -> Iterator[Listener]:
-    """Serve /metrics on all addresses of this host; yields what takes the lines.
+    """Serve /metrics on all addresses of this host; yields the function that takes the lines.
 
     Raises:
         ValueError: If the port is taken, or prometheus_client is not installed.
@@ -75,8 +75,8 @@ def serve_metrics(port: int) -> Iterator[Listener]:
         server, thread = start_http_server(port, registry=registry)
     except OSError as error:
         raise ValueError(
-            f"trainer.metrics_port: expected a port that is free on {platform.node()}, got {port}, "
-            f"which gives {error.strerror}. Choose another one, or 0 for none."
+            f"trainer.metrics_port: expected a free port on {platform.node()}, got {port} "
+            f"({error.strerror}). Choose another one, or 0 to disable."
         ) from error
     try:
         yield lines.keep

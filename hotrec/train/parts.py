@@ -1,4 +1,4 @@
-"""The parts of a run around its steps: each knows when it is due and has its own state."""
+"""The parts of a run around its steps, each with its own schedule and state."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from hotrec.train.watch import Watch
 
 @dataclass(frozen=True)
 class Parts:
-    """What happens beside the steps, in this order after each segment: adapt, evaluate, save.
+    """The activities around the steps, in this order after each segment: adapt, evaluate, save.
 
     Args:
         ranks: The process group.
-        metrics: What is measured and recorded, with the trace and the callbacks.
+        metrics: Measurements and records, with the trace and the callbacks.
         watch: Check-ups with the other ranks, signals, replicas.
         evaluation: Evaluations, early stopping, days ahead.
         checkpoints: Checkpoints, and the one to resume from.
@@ -61,11 +61,11 @@ class Parts:
     def running(
         self, trainable: Any, loader: StatefulLoader, num_steps: int
     ) -> Iterator[tuple[Pipeline, Iterator[Any]]]:
-        """Start or resume a run; its pipeline, and the batches that are left.
+        """Start or resume a run; returns its pipeline and the remaining batches.
 
         Raises:
-            ValueError: If nothing is left to train.
-            ArtifactError: If the checkpoint does not fit.
+            ValueError: If no steps remain.
+            ArtifactError: If the checkpoint does not match.
         """
         model: nn.Module = trainable.model
         optimizer: KeyedOptimizer = trainable.optimizer

@@ -44,7 +44,7 @@ Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class EndOfDataError(RuntimeError):
-    """There is no batch left; an escaping StopIteration would silently end a caller's loop."""
+    """The iterator is exhausted; an escaping StopIteration would silently end a caller's loop."""
 
 
 class Pipeline(ABC):
@@ -77,26 +77,26 @@ class Pipeline(ABC):
         """Compute the next batch and, in training mode, update the model.
 
         Returns:
-            What the model returns beside the loss; of ``ClickTask``, loss (), logits (B,) and
-            labels (B,), detached.
+            The model's second output; for ``ClickTask`` loss (), logits (B,) and labels (B,),
+            detached.
 
         Raises:
-            EndOfDataError: if ``batches`` has ended.
+            EndOfDataError: if ``batches`` is exhausted.
             RuntimeError: if the model does not fit the pipeline.
         """
 
     @abstractmethod
     def drain(self) -> None:
-        """Wait until all threads are idle and all updates are applied; held batches stay held.
+        """Wait until all threads are idle and all updates are applied; keep batches in flight.
 
         Call this before reading weights.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End the pipeline's threads and process groups, and restore the model's forward.
+        """Stop the pipeline's threads and process groups, and restore the model's forward.
 
-        To be called on every rank, also after a failure. Another call does nothing.
+        Call on every rank, also after a failure. Idempotent.
         """
 
     def __enter__(self) -> Self:
@@ -108,14 +108,14 @@ class Pipeline(ABC):
     def _check_drained(self, held: Sized, why: str = "") -> None:
         if held:
             raise RuntimeError(
-                f"pipeline {self.kind}: expected it drained{why}, got {len(held)} batches in it. "
-                "Progress until the iterator's last batch is computed."
+                f"pipeline {self.kind}: expected an empty pipeline{why}, got {len(held)} batches "
+                "in flight. Call progress until the iterator is exhausted."
             )
 
     def _no_batch(self) -> EndOfDataError:
         return EndOfDataError(
-            f"pipeline {self.kind}: expected another batch, got the end of the data. "
-            "Ask for as many steps as the loader has."
+            f"pipeline {self.kind}: expected another batch, got the end of the data. Reduce the "
+            "number of steps to that of the loader."
         )
 
 
@@ -182,8 +182,8 @@ TORCHREC_PIPELINES: dict[str, Any] = {
 class TorchRecPipeline(Pipeline):
     """One of TorchRec's pipelines; see ``make_pipeline`` for the arguments.
 
-    Between steps the model's forward is its own, also while batches are held, so any loop may use
-    it then.
+    Between steps the model has its own forward, even with batches in flight, so any loop may use it
+    then.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class TorchRecPipeline(Pipeline):
         clipped = list(dense_parameters(model).values())
         marked: Any = MarkedOptimizer(optimizer, clipped, grad_clip_norm)
         self._pipeline: Any = TORCHREC_PIPELINES[kind](model, marked, device)
-        # Modules that TorchRec calls in parts: its forward of each, and the module's own.
+        # Modules whose forward TorchRec replaces: its forward of each, and the module's own.
         self._forwards: list[tuple[nn.Module, Any, Any]] = []
         self._is_inside = False
         self._hooks: list[Any] = []
@@ -235,7 +235,7 @@ class TorchRecPipeline(Pipeline):
 
     @contextmanager
     def _rewritten(self) -> Iterator[None]:
-        """Let TorchRec's forward take the place of the modules' own inside the block."""
+        """Replace the modules' forward by TorchRec's inside the block."""
         for module, of_torchrec, _ in self._forwards:
             module.forward = of_torchrec
         self._is_inside = True
@@ -247,7 +247,7 @@ class TorchRecPipeline(Pipeline):
                 module.forward = own
 
     def _rewrite_once(self, rewrite: Callable[[], None]) -> None:
-        """Let TorchRec find the features of each module, at the first batch.
+        """Trace the features of each module with TorchRec at the first batch.
 
         Raises:
             RuntimeError: If torch.fx cannot trace the model, or a module's features are computed.
@@ -262,8 +262,8 @@ class TorchRecPipeline(Pipeline):
                 raise
             raise RuntimeError(
                 f"pipeline {self.kind}: expected a forward that torch.fx can trace, got "
-                f'{first_line(error)}. Pass pipeline="base", or keep control flow by values out of '
-                "the forward of modules that hold embeddings."
+                f'{first_line(error)}. Pass pipeline="base", or avoid data-dependent control flow '
+                "in the forward of modules with embeddings."
             ) from error
         finally:
             self._forwards = rewritten_forwards(pipeline)
@@ -281,16 +281,16 @@ class TorchRecPipeline(Pipeline):
                 self._hooks.append(hook)
 
     def _check_call(self, module: Any, args: Any, kwargs: Any) -> None:
-        """See that a module is called as it was when TorchRec traced the model."""
+        """Check that a module is called as in the trace."""
         if not self._is_inside:
             return
         forward = module.forward
         expected, named = forward.args.build_args_kwargs(self._pipeline.batches[0])
         given = (*args, *kwargs.values())
         if not all(map(_is_same, given, (*expected, *named.values()))):
-            raise self._unlike(forward.name, "the features of the batch, got others")
+            raise self._unlike(forward.name, "the traced features of the batch, got different ones")
         if forward.name not in forward.get_context().input_dist_tensors_requests:
-            raise self._unlike(forward.name, "one call in a step, got a second")
+            raise self._unlike(forward.name, "one call per step, got two")
 
     def _unlike(self, name: str, what: str) -> RuntimeError:
         return RuntimeError(
@@ -299,7 +299,7 @@ class TorchRecPipeline(Pipeline):
         )
 
     def drain(self) -> None:
-        """Do nothing: TorchRec's pipelines have no thread."""
+        """No-op: TorchRec's pipelines have no thread."""
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -320,7 +320,7 @@ class LookAhead:
     """Settings of the look-ahead pipeline.
 
     Args:
-        make_rows: Makes the row prefetcher; called on every rank when the pipeline is made.
+        make_rows: Creates the row prefetcher; called on every rank when the pipeline is created.
         micro_batches: Whether to compute samples first whose rows have already arrived.
         wire_type: The type in which gradients of the dense layers are sent.
     """
@@ -346,11 +346,11 @@ class LookAheadPipeline(Pipeline):
         grad_clip_norm: float | None = None,
     ) -> None:
         super().__init__("look_ahead", model, device)
-        # TorchRec's sharded modules also hold unused DDP lookups, but not as submodules.
+        # TorchRec's sharded modules also have unused DDP lookups, but not as submodules.
         if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
             raise ValueError(
-                "pipeline look_ahead: expected dense layers without DDP, which would reduce their "
-                "gradients a second time, got DDP. Shard the model with data_parallel=False."
+                "pipeline look_ahead: expected dense layers without DDP (which would reduce "
+                "gradients twice), got DDP. Shard the model with data_parallel=False."
             )
         parts = _parts_of(optimizer)
         self._hot = parts.get("hot")
@@ -364,7 +364,7 @@ class LookAheadPipeline(Pipeline):
         except BaseException:
             self._rows.close()
             raise
-        # Batches, and when they have arrived where a stream of their own copies them.
+        # Batches, and the events of their copies if these have a separate stream.
         self._held: deque[tuple[Any, Any]] = deque()
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._source: Iterator[Any] | None = None
@@ -384,7 +384,7 @@ class LookAheadPipeline(Pipeline):
         if is_training is not self._was_training:
             self._check_drained(self._held, " between training and evaluation")
         self._was_training = is_training
-        if batches is not self._source:  # held batches of the one before come first
+        if batches is not self._source:  # batches of the previous one come first
             self._source, self._has_ended = batches, False
         self._fill(batches, is_training)
         if not self._held:
@@ -409,7 +409,7 @@ class LookAheadPipeline(Pipeline):
             if batch is None:
                 self._has_ended = True
                 return
-            # What a loader has routed, the step needs only when its turn comes.
+            # A batch that the loader has routed is only needed at its own step.
             is_routed = isinstance(batch, Batch) and isinstance(batch.sparse, RoutedFeatures)
             with torch.cuda.stream(self._copies if is_routed else None):
                 batch = batch.to(self.device, non_blocking=True)
@@ -454,7 +454,7 @@ class LookAheadPipeline(Pipeline):
         self._dense.close()
         optimizer = self._optimizer
         if isinstance(optimizer, ModelOptimizer) and optimizer.before_reading == self.drain:
-            optimizer.before_reading = None  # there is no thread left to wait for
+            optimizer.before_reading = None  # no thread remains to wait for
         # The loader holds the dataset open.
         self._source = None
         self._held.clear()
@@ -465,7 +465,7 @@ def _parts_of(optimizer: torch.optim.Optimizer) -> dict[str, KeyedOptimizer]:
     if "dense" not in parts or not parts.keys() <= {"fused", "hot", "dense"}:
         raise ValueError(
             "pipeline look_ahead optimizer: expected the parts fused, hot and dense, got "
-            f"{sorted(parts) or type(optimizer).__name__}. Make it with "
+            f"{sorted(parts) or type(optimizer).__name__}. Create it with "
             "hotrec.embedding.make_optimizer, or use pipeline=sparse_dist."
         )
     return parts
@@ -531,6 +531,7 @@ def make_pipeline(
         )
     if look_ahead is None:
         raise ValueError(
-            "pipeline look_ahead: expected its settings, got none. Pass look_ahead=LookAhead(...)."
+            "pipeline look_ahead: expected look_ahead settings, got none. Pass "
+            "look_ahead=LookAhead(...)."
         )
     return LookAheadPipeline(model, optimizer, device, look_ahead, grad_clip_norm)

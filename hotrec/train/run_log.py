@@ -16,7 +16,7 @@ from hotrec.runtime.run_dir import EVAL, HOT_SET, METRICS, SUMMARY
 logger = logging.getLogger(__name__)
 
 RECORDS = (METRICS, EVAL, HOT_SET)
-_MOST_BYTES = 4 << 30
+_MAX_BYTES = 4 << 30
 # Takes each line of the records with its prefix: "train", "hot_set" or the split.
 Listener = Callable[[str, Mapping[str, Any]], None]
 
@@ -26,9 +26,9 @@ class RunLog:
 
     Args:
         run_dir: The run's directory; None, as on all ranks but the first, writes nothing.
-        start_step: The step that the run starts from. Lines of later steps, left by a run that was
+        start_step: The step that the run starts from. Lines of later steps, from a run that was
             killed after its last checkpoint, are dropped.
-        listeners: Get each line after it has been written.
+        listeners: Called with each line after it is written.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def check_records(run_dir: Path) -> None:
-    """Raise ArtifactError if a record of the run cannot be gone on with, before anything else."""
+    """Raise ArtifactError if a record of the run cannot be continued; call before anything else."""
     for name in RECORDS:
         path = run_dir / name
         if path.exists() and not path.is_file():
@@ -120,19 +120,19 @@ def check_records(run_dir: Path) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a record, without those that are damaged, as by a kill or by another program.
+    """The lines of a record without damaged ones, for example after a kill.
 
-    A warning says how many are left out, but for the last one, which a killed run was writing.
+    A warning counts the skipped lines, except for the last one, which a killed run was writing.
     """
     if not path.exists():
         return []
-    # A record grows with the run: only what has no end is refused.
-    texts = read_record(path, most_bytes=_MOST_BYTES, errors="replace").splitlines()
+    # A record grows with the run: only an endless file is refused.
+    texts = read_record(path, max_bytes=_MAX_BYTES, errors="replace").splitlines()
     lines = [_parse_line(text) for text in texts]
     num_damaged = lines[:-1].count(None) + (bool(texts) and "}" in texts[-1] and lines[-1] is None)
     if num_damaged:
         logger.warning(
-            "%s: %d lines are damaged and left out; the run goes on from its checkpoint",
+            "%s: skipped %d damaged lines; the run resumes from its checkpoint",
             *(path, num_damaged),
         )
     return [line for line in lines if line is not None]

@@ -28,18 +28,18 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves checkpoints one after the other, each while training goes on or at once.
+    """Saves checkpoints one after the other, each in the background or synchronously.
 
     Args:
-        metrics: Where the run stands, and its callbacks.
-        evaluation: The best evaluation, which is saved and may ask for a checkpoint.
+        metrics: The position of the run, and its callbacks.
+        evaluation: The best evaluation, which is saved and may request a checkpoint.
         hot_set: Hot rows that follow the data, which are saved.
         checkpoints: Where to save and what to resume from; None for neither.
-        every_steps: Steps between checkpoints; 0 for none on the way. The last step saves in any
-            case.
+        every_steps: Steps between checkpoints; 0 for none before the end. The last step always
+            saves.
         every_s: Seconds since the last checkpoint, by rank 0's clock, after which the next check-up
-            asks for one; 0 for never.
-        in_background: Whether training goes on while a checkpoint is written; on CPU.
+            requests one; 0 for never.
+        in_background: Whether training continues while a checkpoint is written; on CPU.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class Saver:
         """Load the checkpoint to resume from, if any; collective."""
         if self._in_background and ranks.device.type != "cpu":
             raise ValueError(
-                "trainer.save_in_background: expected false on a GPU, whose kernels update rows "
-                "that are yet to be written, got true. Set it to false, or train on CPU."
+                "trainer.save_in_background: expected false on a GPU (its kernels may update rows "
+                "before they are written), got true. Set it to false, or train on CPU."
             )
         path = None if self._checkpoints is None else self._checkpoints.resume_from
         if self._checkpoints is None or path is None:
@@ -108,7 +108,7 @@ class Saver:
         return position
 
     def restore_random_state(self) -> None:
-        """Set the random generators as they were at the checkpoint, once the loader has started."""
+        """Restore the random generators from the checkpoint, once the loader has started."""
         if self._checkpoints is not None and self._checkpoints.resume_from is not None:
             restore_random_state(self._checkpoints.resume_from)
 
@@ -133,7 +133,7 @@ class Saver:
         if self._checkpoints is None or not (is_due or must_stop or must_save):
             return
         if must_stop:
-            logger.info("stopping after step %d, to be saved", position.step)
+            logger.info("stopping after step %d and saving a checkpoint", position.step)
         self.finish()
         watchdog.enter(watchdog.MAIN, watchdog.CHECKPOINT, position.step)
         self._saving = Saving(
@@ -160,6 +160,6 @@ class Saver:
             self._metrics.callbacks.call("on_checkpoint", saving.position.step, path)
 
     def abandon(self) -> None:
-        """Stop writing, because the run ends with an error."""
+        """Abort the save because the run failed."""
         if self._saving is not None:
             self._saving.abandon()

@@ -1,4 +1,4 @@
-"""Which updates come when, and with which learning rate: pure functions of the step.
+"""The order of updates and their learning rates: pure functions of the step.
 
 A step is numbered by the update it makes, from 1; "after step s" means that s updates are done.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hotrec.config.groups import Decay, ScheduleConfig
+from hotrec.config.groups import Decay
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ def next_segment(
 ) -> Segment:
     """The segment after ``start_step`` of a run of ``num_steps``.
 
-    The pipeline holds batches ahead of the update, so weights and loader position agree only at
-    the end of a segment.
+    The pipeline prefetches batches, so weights and loader position only agree at the end of a
+    segment.
 
     Args:
         start_step: The steps made so far.
@@ -54,7 +54,7 @@ def next_segment(
 
 
 def count_steps(steps_per_epoch: int, *, epochs: int, max_steps: int | None = None) -> int:
-    """Updates of a run: whole epochs, cut at ``max_steps`` where that is less.
+    """Updates of a run: complete epochs, at most ``max_steps``.
 
     Raises:
         ValueError: if nothing would be trained.
@@ -65,13 +65,13 @@ def count_steps(steps_per_epoch: int, *, epochs: int, max_steps: int | None = No
     if num_steps < 1:
         raise ValueError(
             f"trainer: expected at least 1 step, got {steps_per_epoch} steps per epoch, "
-            f"epochs={epochs} and max_steps={max_steps}. Give more data or more epochs."
+            f"epochs={epochs} and max_steps={max_steps}. Use more data or more epochs."
         )
     return num_steps
 
 
-@dataclass
-class Schedule(ScheduleConfig):
+@dataclass(frozen=True)
+class Schedule:
     """Linear warm-up, a plateau, then a decay, as a factor on each part's own learning rate.
 
     Before ``warmup_steps`` the factor of step s is s / warmup_steps. With f the ``end_factor`` and
@@ -80,28 +80,20 @@ class Schedule(ScheduleConfig):
     f + (1-f)(1-p)^power. MLPerf's DLRM is polynomial with power 2 and f = 0.
 
     Args:
-        num_steps: Steps of the run, which the decay takes where ``num_decay_steps`` is 0.
-
-    Raises:
-        ValueError: if warm-up or decay do not fit the run.
+        decay: Shape of the decay.
+        warmup_steps: Steps of the warm-up.
+        decay_start_step: Last step at the full rate, not before the warm-up ends.
+        num_decay_steps: Steps of the decay, at least 1 unless it is constant.
+        end_factor: Final factor.
+        power: Exponent of the polynomial decay.
     """
 
-    num_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        num_steps = self.num_steps
-        of_run = () if num_steps is None else self.rules_in(num_steps)
-        for holds, message in (*self.rules(), *of_run):
-            if not holds:
-                raise ValueError(f"optimizer.schedule.{message}")
-        self.decay_start_step = self.first_decay_step
-        if num_steps is not None and self.num_decay_steps == 0:
-            self.num_decay_steps = num_steps - self.decay_start_step
-        if self.decay is not Decay.constant and self.num_decay_steps < 1:
-            raise ValueError(
-                f"optimizer.schedule.num_decay_steps: expected 1 or more for {self.decay.name} "
-                f"decay, got {self.num_decay_steps}. Give them, or the number of steps of the run."
-            )
+    decay: Decay = Decay.constant
+    warmup_steps: int = 0
+    decay_start_step: int = 0
+    num_decay_steps: int = 0
+    end_factor: float = 0.0
+    power: float = 2.0
 
     def __call__(self, step: int) -> float:
         """The factor of update ``step``, counted from 1."""
@@ -122,11 +114,11 @@ class Schedule(ScheduleConfig):
 def set_learning_rates(
     optimizer: torch.optim.Optimizer, lr_factor: Callable[[int], float], step: int
 ) -> float:
-    """Give every part of the optimizer the learning rate of update ``step``; the first is returned.
+    """Set the learning rate of every part for update ``step``; returns the first part's.
 
-    To be called before the pipeline makes the update: TorchRec's fused optimizer hands the value to
-    the kernel in ``zero_grad``, before forward. Each group's own rate is kept in ``initial_lr``, as
-    torch's schedulers do.
+    Call before the pipeline's update: TorchRec's fused optimizer passes the value to the kernel in
+    ``zero_grad``, before forward. Each group's own rate is kept in ``initial_lr``, as in torch's
+    schedulers.
     """
     factor = lr_factor(step)
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""The batches of one segment of steps, and how long the loader kept the step waiting."""
+"""The batches of one segment of steps, and the time that the step waited for the loader."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hotrec.train.schedule import Segment
 class SegmentBatches(Iterator[Batch]):
     """The batches of one segment, and the time spent waiting for them.
 
-    It ends with the segment, or earlier after ``cut``: the pipeline then computes the batches that
-    it holds, so that the loader's position is that of the weights.
+    It ends with the segment, or earlier after ``cut``: the pipeline then computes its batches in
+    flight, so that the loader's position matches the weights.
     """
 
     def __init__(self, source: Iterator[Batch], segment: Segment) -> None:

@@ -17,7 +17,7 @@ _STOPS = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass
 class StopRequest:
-    """Whether a signal asked this rank to stop, and which."""
+    """Whether a signal requested this rank to stop, and which."""
 
     number: int | None = None
 
@@ -30,8 +30,8 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """Inside the block, record SIGTERM or SIGINT as a request to stop at the next check-up.
 
-    SIGINT after that ends the block at once, as it would without it. Where it is ignored, as in a
-    job in the background, it stays so.
+    A second SIGINT ends the block at once, as it would without it. If SIGINT is ignored, as in a
+    background job, it stays ignored.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

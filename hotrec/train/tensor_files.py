@@ -1,9 +1,8 @@
 """Canonical tensors in safetensors files: written by all ranks at once, read by any number.
 
-Every rank writes the rows that it owns, so no rank holds a table that is not its own, and at most
-``MAX_FILE_BYTES`` of copies, beside what a snapshot keeps. An index names the files that hold a
-tensor and the part of it that each has. A reader maps the files into memory and copies only the
-rows that it needs.
+Every rank writes the rows that it owns, so no rank needs memory for other tables, and at most
+``MAX_FILE_BYTES`` for copies, besides a snapshot's. An index lists the files of a tensor and the
+part of it in each. A reader maps the files into memory and copies only the rows that it needs.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hotrec.artifact import Artifact, ArtifactError, FileFacts, write_through
-from hotrec.embedding.canonical import Part, Parts
+from hotrec.embedding.canonical import TensorPart, TensorParts
 from hotrec.embedding.snapshot import Snapshot
 
 MAX_FILE_BYTES = 256 << 20
@@ -34,7 +33,7 @@ _NEVER_NEGATIVE = frozenset({"sum", "step", "exp_avg_sq", "max_exp_avg_sq", "mom
 
 
 @dataclass(frozen=True)
-class Piece:
+class FilePiece:
     """A box of a tensor in a file.
 
     Args:
@@ -62,28 +61,28 @@ class Share:
 
     Args:
         part: The part.
-        begin: The first row, of those of the part.
+        begin: The first row, within the part.
         end: The row after the last one.
-        take: Reads rows of the part, by their range, as the whole tensor has them.
+        take: Reads rows of the part, by their range, in the layout of the whole tensor.
     """
 
-    part: Part
+    part: TensorPart
     begin: int
     end: int
     take: Callable[[int, int], torch.Tensor]
 
 
 def own_shares(
-    parts: Parts, rank: int, world_size: int, snapshot: Snapshot | None = None
+    parts: TensorParts, rank: int, world_size: int, snapshot: Snapshot | None = None
 ) -> list[Share]:
-    """What this rank writes of the tensors of a model; not a collective.
+    """This rank's share of the tensors of a model, to write; not a collective.
 
     Args:
-        parts: What this rank holds.
+        parts: The parts on this rank.
         rank: This rank.
         world_size: Number of ranks, which all write.
-        snapshot: Where to read the tables that it watches from; all others are copied now, so that
-            training may go on. None to read all of them later, as they are then.
+        snapshot: The source of the tables that it watches; all others are copied now, so that
+            training may continue. None to read all of them later, with their values then.
     """
     hot = {part.name: part for part in parts.parts if part.rows is not None}
     shares = []
@@ -105,7 +104,7 @@ def own_shares(
 
 def write_tensors(
     shares: Sequence[Share], directory: Path, folder: str, rank: int, check: Callable[[], None]
-) -> tuple[list[Piece], dict[str, FileFacts]]:
+) -> tuple[list[FilePiece], dict[str, FileFacts]]:
     """Write this rank's share of the tensors of a model to the disk; not a collective.
 
     Args:
@@ -113,13 +112,13 @@ def write_tensors(
         directory: Directory of the checkpoint.
         folder: Folder in it, made if it is missing.
         rank: This rank, for the names of its files.
-        check: Called now and then; raises to end the writing.
+        check: Called regularly; raises to abort the writing.
 
     Returns:
-        What was written, for ``make_index``, and the files, for ``commit_artifact``.
+        The written boxes, for ``make_index``, and the files, for ``commit_artifact``.
     """
     (directory / folder).mkdir(exist_ok=True)
-    pieces: list[Piece] = []
+    pieces: list[FilePiece] = []
     held: dict[str, torch.Tensor] = {}
     files: list[str] = []
 
@@ -140,20 +139,20 @@ def write_tensors(
         held[key] = value
         dtype = str(value.dtype).removeprefix("torch.")
         pieces.append(
-            Piece(part.name, file_name(), key, first, tuple(value.shape), part.shape, dtype)
+            FilePiece(part.name, file_name(), key, first, tuple(value.shape), part.shape, dtype)
         )
     flush()
     return pieces, {file: write_through(directory / file) for file in files}
 
 
-def _key(part: Part, first: Sequence[int], value: torch.Tensor) -> str:
+def _key(part: TensorPart, first: Sequence[int], value: torch.Tensor) -> str:
     if tuple(value.shape) == part.shape:
         return part.name
     ranges = (f"{at}:{at + size}" for at, size in zip(first, value.shape, strict=True))
     return f"{part.name}[{', '.join(ranges)}]"
 
 
-def _boxes(shares: Sequence[Share]) -> Iterator[tuple[Part, tuple[int, ...], torch.Tensor]]:
+def _boxes(shares: Sequence[Share]) -> Iterator[tuple[TensorPart, tuple[int, ...], torch.Tensor]]:
     """The boxes of the shares, with their positions."""
     for share in shares:
         part = share.part
@@ -168,9 +167,9 @@ def _boxes(shares: Sequence[Share]) -> Iterator[tuple[Part, tuple[int, ...], tor
 
 
 def _taker(
-    part: Part, replica: Part | None, begin: int, end: int, snapshot: Snapshot | None
+    part: TensorPart, replica: TensorPart | None, begin: int, end: int, snapshot: Snapshot | None
 ) -> Callable[[int, int], torch.Tensor]:
-    """Reads rows of a share, by their range in the part; hot rows are those of the replica."""
+    """Reads rows of a share, by their range in the part; hot rows come from the replica."""
     if replica is None:
         read = _reader(part.value, begin, end, snapshot)
         return lambda low, high: _canonical(read(low, high))
@@ -219,12 +218,12 @@ def _reader(
 
 
 def _canonical(value: torch.Tensor) -> torch.Tensor:
-    """On the host, and in fp32 if it is a store of rows in half precision."""
+    """A copy on the host, in fp32 if the rows are stored in half precision."""
     is_half = value.dtype in (torch.float16, torch.bfloat16)
     return (value.float() if is_half else value).contiguous().cpu()
 
 
-def make_index(pieces: Sequence[Piece]) -> dict[str, Any]:
+def make_index(pieces: Sequence[FilePiece]) -> dict[str, Any]:
     """The pieces of all ranks as a JSON document."""
     index: dict[str, Any] = {}
     for piece in pieces:
@@ -243,12 +242,12 @@ class TensorFiles:
         index: The document of ``make_index``.
 
     Raises:
-        ArtifactError: If the index is damaged, or a tensor is not whole.
+        ArtifactError: If the index is damaged, or a tensor is incomplete.
     """
 
     def __init__(self, artifact: Artifact, index: Mapping[str, Any]) -> None:
         self._artifact = artifact
-        self._pieces: dict[str, list[Piece]] = {}
+        self._pieces: dict[str, list[FilePiece]] = {}
         with artifact.parsing():
             for name, entry in index.items():
                 if not isinstance(entry, dict):
@@ -258,7 +257,7 @@ class TensorFiles:
                     )
                 of, dtype = tuple(map(int, entry["shape"])), str(entry["dtype"])
                 self._pieces[name] = [
-                    Piece(
+                    FilePiece(
                         name,
                         str(piece["file"]),
                         str(piece["key"]),
@@ -290,22 +289,22 @@ class TensorFiles:
         """All values of a tensor."""
         first = self._pieces[name][0]
         value = torch.empty(first.of, dtype=getattr(torch, first.dtype))
-        self._read(Part(name, first.of, value, (0,) * value.dim()))
+        self._read(TensorPart(name, first.of, value, (0,) * value.dim()))
         return value
 
-    def read(self, parts: Iterable[Part]) -> None:
+    def read(self, parts: Iterable[TensorPart]) -> None:
         """Copy the values of parts from the files into them."""
         for part in parts:
             self._read(part)
 
-    def read_rows(self, part: Part, rows: torch.Tensor) -> None:
-        """Copy rows int64 (R,) of the saved tensor into a part; those of -1 keep their values."""
+    def read_rows(self, part: TensorPart, rows: torch.Tensor) -> None:
+        """Copy rows int64 (R,) of the saved tensor into a part; rows with -1 keep their values."""
         self._check_type(part)
         for piece in self._pieces[part.name]:
             self._copy_rows(piece, part, rows)
 
-    def _check_type(self, part: Part) -> None:
-        """Refuse numbers of another type than weights have; optimizers may count in either."""
+    def _check_type(self, part: TensorPart) -> None:
+        """Refuse another type than that of weights; counts of optimizers may have either."""
         saved, expected = self._pieces[part.name][0].dtype, _canonical_type(part.value.dtype)
         is_state = "/" in part.name
         is_float = getattr(torch, saved).is_floating_point
@@ -315,8 +314,8 @@ class TensorFiles:
                 f"{saved}. Use another checkpoint."
             )
 
-    def _check_values(self, piece: Piece, values: torch.Tensor) -> None:
-        """Refuse values with which a run would be lost, of those that are read."""
+    def _check_values(self, piece: FilePiece, values: torch.Tensor) -> None:
+        """Refuse invalid values, such as NaN, among those that are read."""
         if values.numel() == 0 or values.dtype == torch.bool:
             return
         low, high = (float(bound) for bound in torch.aminmax(values))  # NaN if a value is
@@ -331,7 +330,7 @@ class TensorFiles:
                 f"{found:g}. Use another checkpoint."
             )
 
-    def _read(self, part: Part) -> None:
+    def _read(self, part: TensorPart) -> None:
         self._check_type(part)
         for piece in self._pieces[part.name]:
             if part.rows is None:
@@ -339,7 +338,7 @@ class TensorFiles:
             else:
                 self._copy_rows(piece, part, part.rows)
 
-    def _copy_box(self, piece: Piece, part: Part) -> None:
+    def _copy_box(self, piece: FilePiece, part: TensorPart) -> None:
         boxes = _overlap(piece.first, piece.shape, part.first, part.value.shape)
         if boxes is not None:
             source, target = boxes
@@ -347,7 +346,7 @@ class TensorFiles:
             self._check_values(piece, values)
             part.value[target] = values.to(part.value.device)
 
-    def _copy_rows(self, piece: Piece, part: Part, rows_H: torch.Tensor) -> None:
+    def _copy_rows(self, piece: FilePiece, part: TensorPart, rows_H: torch.Tensor) -> None:
         first = piece.first[0]
         is_in = (rows_H >= first) & (rows_H < first + piece.shape[0])
         slots = is_in.nonzero().squeeze(1)
@@ -363,7 +362,7 @@ class TensorFiles:
             values = values.to(device, part.value.dtype)
             part.value[(slice(None), *target)].index_copy_(0, chunk.to(device), values)
 
-    def _open(self, piece: Piece) -> torch.Tensor:
+    def _open(self, piece: FilePiece) -> torch.Tensor:
         """The values of a piece, mapped from its file."""
         try:
             if piece.file not in self._opened:
@@ -383,13 +382,13 @@ class TensorFiles:
         return value
 
 
-def _check_cover(path: Path, name: str, pieces: Sequence[Piece]) -> None:
-    """Raise an ArtifactError unless the pieces hold each value of a tensor once."""
+def _check_cover(path: Path, name: str, pieces: Sequence[FilePiece]) -> None:
+    """Raise an ArtifactError unless the pieces contain each value of a tensor exactly once."""
     found = sum(prod(piece.shape) for piece in pieces)
-    expected = f"{path}: expected tensor {name} whole"
+    expected = f"{path}: expected a complete tensor {name}"
     if not pieces or found != prod(pieces[0].of):
         raise ArtifactError(f"{expected}, got {found} of its values. Use another checkpoint.")
-    open_pieces: list[Piece] = []
+    open_pieces: list[FilePiece] = []
     for piece in sorted(pieces, key=lambda piece: piece.first):
         is_box = len(piece.first) == len(piece.shape) == len(piece.of) and all(
             0 <= at <= at + size <= of
@@ -400,7 +399,7 @@ def _check_cover(path: Path, name: str, pieces: Sequence[Piece]) -> None:
                 f"{expected}, got a piece at {list(piece.first)} of shape {list(piece.shape)} in "
                 f"{list(piece.of)}. Use another checkpoint."
             )
-        # The others end before this one begins.
+        # The others end before this one starts.
         row = piece.first[0] if piece.first else 0
         open_pieces = [p for p in open_pieces if p.shape and p.first[0] + p.shape[0] > row]
         if any(_overlap(p.first, p.shape, piece.first, piece.shape) for p in open_pieces):
@@ -419,7 +418,7 @@ def _canonical_type(dtype: torch.dtype) -> str:
 def _overlap(
     first: Sequence[int], shape: Sequence[int], own_first: Sequence[int], own_shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What two boxes of a tensor share, as slices of each; None for nothing."""
+    """The intersection of two boxes of a tensor, as slices of each; None if empty."""
     source, target = [], []
     for at, size, own_at, own_size in zip(first, shape, own_first, own_shape, strict=True):
         low, high = max(at, own_at), min(at + size, own_at + own_size)

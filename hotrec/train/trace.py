@@ -42,7 +42,8 @@ class TraceWindow:
             profiler warms up in the step before it.
         num_steps: The number of consecutive steps to record.
         directory: Receives ``rank0.json.gz`` and so on; each host makes its own.
-        warn_of_syncs: Whether CUDA warns, in these steps, of lines that make the host wait for it.
+        warn_of_syncs: Whether CUDA warns, in these steps, of lines that synchronize the host with
+            it.
     """
 
     first_step: int
@@ -109,7 +110,7 @@ class Tracer:
             self._profiler = None
 
     def is_slowed(self, step: int) -> bool:
-        """Whether the profiler is at work in ``step``, so that its time is not representative."""
+        """Whether the profiler is active in ``step``, so that its time is not representative."""
         return self._first - 1 <= step <= self._last
 
     @contextmanager
@@ -152,7 +153,7 @@ class Tracer:
         add_lanes(document, f"rank {self._ranks.rank} of {self._ranks.world_size}")
         path = self._window.directory / f"rank{self._ranks.rank}.json.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Readers must never find half a file.
+        # Readers must never find a partial file.
         partial = path.with_name(f".{path.name}.tmp")
         with gzip.open(partial, "wt", encoding="utf-8") as file:
             json.dump(document, file)

@@ -1,4 +1,4 @@
-"""Whether TorchRec's pipelines can read a model's features ahead, as torch.fx sees its forward."""
+"""Whether TorchRec's pipelines can read a model's features ahead, according to torch.fx."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrec.distributed.train_pipeline.tracing import Tracer
 
 @contextmanager
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Undo what a forward that is traced does to the attributes of its modules."""
+    """Undo changes of a traced forward to the attributes of its modules."""
     before = [(module, dict(vars(module))) for module in modules]
     try:
         yield
@@ -25,12 +25,12 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
             vars(module).update(attributes)
 
 
-# How features are reached from the batch: by attributes and items.
+# Operations from the batch to its features: attributes and items.
 Path = tuple[tuple[Callable[[Any, Any], Any], Any], ...]
 
 
 def features_read(model: nn.Module, is_lookup: Callable[[nn.Module], bool]) -> dict[str, Path]:
-    """Where in the batch each embedding module finds its features, by the module's name.
+    """The path of each embedding module's features in the batch, by the module's name.
 
     Args:
         model: The model, sharded or not.
@@ -50,7 +50,7 @@ def features_read(model: nn.Module, is_lookup: Callable[[nn.Module], bool]) -> d
     try:
         with attributes_kept(names.values()):
             graph = Tracer(leaf_modules=leaves).trace(model)
-    except Exception as error:  # the model's own, too: its values are no tensors here
+    except Exception as error:  # also the model's own: its values are not tensors here
         raise ValueError(first_line(error)) from error
     paths: dict[str, Path] = {}
     for node in graph.nodes:

@@ -1,7 +1,7 @@
 """The check-up of all ranks every few steps: requests to stop or to save, and metrics.
 
-A check-up is one small all-reduce of losses, requests, and what is counted. Beside the model's own
-exchanges it is the only one, and beside reading the counters of caches the only wait for the
+A check-up is one small all-reduce of losses, requests, and counts. Besides the model's own
+exchanges it is the only one, and besides reading the counters of caches the only wait for the
 device. Its result is the same on every rank.
 """
 
@@ -26,12 +26,12 @@ from hotrec.train.signals import StopRequest, stop_on_signals
 
 
 class Watch:
-    """Decides every few steps, with the other ranks, whether to stop or to save; checks replicas.
+    """Decides with the other ranks whether to stop or to save, and checks replicas.
 
     Args:
         ranks: The process group.
-        metrics: What is summed over the ranks at a check-up.
-        saver: The checkpoints, which are late or being written.
+        metrics: The counts that are summed over the ranks at a check-up.
+        saver: The checkpoints, which may be overdue or being written.
         every_steps: Steps between check-ups.
         check_replicas: Raises on every rank if replicated rows differ between ranks.
         check_replicas_every: Steps between these checks; also after the last step. 0 for never.
@@ -63,7 +63,7 @@ class Watch:
             yield
 
     def enter(self, step: int) -> None:
-        """Report to the watchdog that a step begins."""
+        """Report the start of a step to the watchdog."""
         # The first step compiles and allocates, which may take long on one rank.
         stage = watchdog.FIRST_STEP if step == self._metrics.start_step + 1 else watchdog.STEP
         watchdog.enter(watchdog.MAIN, stage, step)
@@ -89,7 +89,7 @@ class Watch:
             if not self.is_saving:
                 self._saver.finish()
             if self.must_stop or (self.must_save and self._saver.saves):
-                batches.cut()  # the pipeline still computes the batches it holds
+                batches.cut()  # the pipeline still computes its batches in flight
 
     def _check_up(self, step: int) -> None:
         """Check up with the other ranks, and record a line of metrics if one is due."""
@@ -111,7 +111,7 @@ class Watch:
 def check_up(
     losses: Mapping[int, torch.Tensor], counts: Mapping[str, Any], world_size: int
 ) -> tuple[float, dict[str, Any]]:
-    """Sum what all ranks have counted; a collective.
+    """Sum the counts of all ranks; a collective.
 
     Args:
         losses: This rank's loss () of each step since the last check-up, by step.
@@ -119,7 +119,7 @@ def check_up(
         world_size: World size.
 
     Returns:
-        The global batch's mean loss in the last step, and the sums in place of the counts.
+        The global batch's mean loss in the last step, and the sums instead of the counts.
 
     Raises:
         RuntimeError: on every rank, if the loss of a step is not finite.
@@ -136,7 +136,7 @@ def check_up(
         if not math.isfinite(loss):
             raise RuntimeError(
                 f"step {step}: expected a finite loss, got {loss}. Lower the learning rate, "
-                "lengthen the warm-up, or look for extreme dense values in the data."
+                "lengthen the warm-up, or check the data for extreme dense values."
             )
     return loss, _with_leaves(counts, totals)
 

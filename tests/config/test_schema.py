@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import hotrec
-from hotrec.bench.benchmark import SETTINGS
+from hotrec.bench.job import SETTINGS
 from hotrec.cli.store import conf_dir
 from hotrec.config import data, groups, roots
 from hotrec.config.fields import VARIANTS
@@ -23,17 +23,17 @@ PACKAGE = Path(hotrec.__file__).parent
 READERS = ("assemble/*.py", "runs/*.py", "bench/*.py")
 READERS += ("calibrate/**/*.py", "cli/*.py")
 # The specification of a dataset reads itself, too.
-READERS += ("data/*.py", "config/data.py", "train/schedule.py")
+READERS += ("data/*.py", "config/data.py")
 # Constants of the update rules, which optimizer_specs takes by name from those that have them.
 READ_BY_NAME = {"eps", "beta1", "beta2"}
-# Those of a model's layers, see hotrec.models.shape.
+# Those of a model's layers, see architecture_of.
 READ_BY_NAME |= {"dense_layer_sizes", "over_layer_sizes", "deep_layer_sizes", "num_experts"}
 READ_BY_NAME |= {"expert_layer_sizes", "item_columns", "tower_layer_sizes", "args"}
 READ_BY_NAME |= {"attention", "attention_layer_sizes"}
 READ_BY_NAME |= {"cross_num_layers", "cross_low_rank_dim", "_target_"}
 # By the property keeps_best.
 READ_BY_NAME |= {"keep_best"}
-# Those of the page of a benchmark, see hotrec.bench.benchmark.SETTINGS.
+# Those of the page of a benchmark, see hotrec.bench.job.SETTINGS.
 READ_BY_NAME |= set(SETTINGS)
 
 

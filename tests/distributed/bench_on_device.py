@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hotrec.bench.cases import build_runner, make_cases
+from hotrec.bench.cases import build_runner
+from hotrec.bench.job import make_cases, subject_of
 from hotrec.bench.samples import ZipfTables
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import BenchCase, BenchRouting
@@ -23,10 +24,11 @@ def pageable_copies() -> dict[str, dict[str, int]]:
     bench = config.bench
     bench.cases = [*BenchCase.__members__, "look_ahead"]
     samples = ZipfTables(bench.table_rows, exponent=1.05, num_dense=4, seed=0)
+    subject = subject_of(config, samples.schema)
     for bench.routing in BenchRouting:
         for case in make_cases(bench, samples.count(1000), 1, device.type):
             batches = samples.batches(NUM_STEPS + 4, batch_size=64, rank=0, world_size=1)
-            runner = build_runner(config, case, samples.schema, batches, ranks, samples)
+            runner = build_runner(subject, case, batches, ranks, samples)
             with recording() as log:
                 for _ in range(NUM_STEPS - 1):
                     runner.step()

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hotrec.embedding.adapt import AdaptiveHotSet, Decision
+from hotrec.embedding.adapt import AdaptiveHotSet, HotSetDecision
 from hotrec.embedding.convert import check_replicas
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
 from hotrec.types import POPULAR_ROW, OptimizerKind, Partition, Placement, TablePlacement, Tier
 from tests.distributed import setups, test_portable
 from tests.distributed.test_portable import LAST_STEP, TOLERANCE, Run, Way, train_plain
 from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import on_ranks
 from tests.helpers.tiny import TinyLoader
 
 EVERY, SAVED_STEP = 2, 4
@@ -53,7 +54,7 @@ class Found:
     """What a run of some steps gave on one rank."""
 
     losses: list[float]
-    decisions: list[Decision]
+    decisions: list[HotSetDecision]
     tensors: dict[str, torch.Tensor]
 
 
@@ -86,7 +87,7 @@ def run_all(folder: Path) -> list[tuple[Found, Found]]:
     """Every way until it is saved, and on from there."""
     test_portable.SPLIT.update(STALE_PLACEMENTS)
     results = []
-    for index, way in enumerate(ways()):
+    for index, way in enumerate(on_ranks(ways(), dist.get_world_size())):
         run, hot_set = make_run(way)
         before = train_on(run, hot_set, 0, SAVED_STEP)
         save_checkpoint(
@@ -106,7 +107,7 @@ def resume_all(folder: Path, saved_by: int) -> list[Found]:
     """Every way from the checkpoints of some ranks."""
     test_portable.SPLIT.update(STALE_PLACEMENTS)
     results = []
-    for index, way in enumerate(ways()):
+    for index, way in enumerate(on_ranks(ways(), saved_by)):
         run, hot_set = make_run(way)
         load_checkpoint(
             folder / f"{saved_by}-{index}" / f"step-{SAVED_STEP:08d}",
@@ -135,8 +136,8 @@ def check(found: Found, losses: list[float], tensors: dict[str, torch.Tensor], w
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_moves_change_nothing(world_size: int, plain: Any, tmp_path: Path) -> None:
     of_ranks = run_ranks(run_all, world_size, timeout_s=280, folder=tmp_path)
-    whole = of_ranks[0]
-    for way, (before, after), *others in zip(ways(), whole, *of_ranks[1:], strict=True):
+    chosen, whole = on_ranks(ways(), world_size), of_ranks[0]
+    for way, (before, after), *others in zip(chosen, whole, *of_ranks[1:], strict=True):
         losses, tensors = plain[way.optimizer]
         decisions = [*before.decisions, *after.decisions]
         assert sum(decision.num_moved for decision in decisions) >= 9, way
@@ -152,11 +153,11 @@ def test_moves_change_nothing(world_size: int, plain: Any, tmp_path: Path) -> No
     [again, *_] = run_ranks(
         resume_all, world_size, timeout_s=280, folder=tmp_path, saved_by=world_size
     )
-    for way, found, (_, after) in zip(ways(), again, whole, strict=True):
+    for way, found, (_, after) in zip(chosen, again, whole, strict=True):
         assert [d.num_moved for d in found.decisions] == [d.num_moved for d in after.decisions]
         assert found.losses == after.losses, way
         assert all(torch.equal(found.tensors[key], after.tensors[key]) for key in after.tensors)
     if world_size == 3:
         [elsewhere, *_] = run_ranks(resume_all, 2, timeout_s=280, folder=tmp_path, saved_by=3)
-        for way, found in zip(ways(), elsewhere, strict=True):
+        for way, found in zip(chosen, elsewhere, strict=True):
             check(found, plain[way.optimizer][0][SAVED_STEP:], plain[way.optimizer][1], way)

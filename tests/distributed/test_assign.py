@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ import torch
 import torch.distributed as dist
 
 from hotrec.artifact import scratch_directory
-from hotrec.assemble.job import model_spec, request_for
+from hotrec.assemble.job import order_of, plan_job
 from hotrec.assemble.order import by_owner, check_assign, choose_assign, make_train_loader
 from hotrec.assemble.trainable import Trainable, assemble
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
 from hotrec.data.chunks import Block, ChunkWriter, Jagged, commit_dataset
 from hotrec.data.locality import NOBODY
-from hotrec.embedding.prefetch.owned_rows import OwnedRows
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import gather_tables
 from hotrec.planner.machine import Machine
@@ -43,6 +41,8 @@ from hotrec.types import (
 )
 from tests.distributed.setups import this_rank
 from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import losses
+from tests.helpers.samples import on_ranks
 from tests.helpers.training import Cadence, train_model
 
 NUM_ROWS = {"t0": 2000, "t1": 1500, "t2": 700, "t3": 5, "t4": 301}
@@ -119,9 +119,9 @@ def make_model(config: Config, placement: Placement) -> Trainable:
     world_size = dist.get_world_size()
     torch.manual_seed(1)
     machine = Machine(world_size, world_size, "cpu", 1 << 30, 1 << 34, BATCH_SIZE)
-    plan = unpredicted(request_for(config, GivenTables(placement)), machine)
-    spec = model_spec(config, SCHEMA)
-    return assemble(spec, plan, placement, machine, torch.device("cpu"))
+    job = plan_job(config, SCHEMA)
+    plan = unpredicted(job.request_for(GivenTables(placement)), machine)
+    return assemble(job.spec, plan, placement, machine, torch.device("cpu"))
 
 
 def run(
@@ -129,13 +129,14 @@ def run(
 ) -> tuple[TrainResult, dict[str, torch.Tensor]]:
     """Train two epochs, or fewer steps; the result and the tables."""
     ranks, world_size = this_rank(), dist.get_world_size()
-    check_assign(config, placement)
+    order = order_of(config)
+    check_assign(order, placement)
     made = make_model(config, placement)
-    assign = choose_assign(config, SCHEMA, placement, made.sharding)
+    assign = choose_assign(order, SCHEMA, placement, made.sharding)
     result = train_model(
         made.model,
         made.optimizer,
-        make_train_loader(config, ranks, made.route, None, None, assign),
+        make_train_loader(order, ranks, made.route, None, None, assign),
         ranks,
         num_steps=num_steps or 2 * -(-NUM_SAMPLES // (BATCH_SIZE * world_size)),
         cadence=Cadence(log_every=1),
@@ -150,12 +151,6 @@ def run(
     return result, gather_tables(made.model)
 
 
-def losses_of(run_dir: Path) -> dict[int, float]:
-    """The mean over the ranks, by step."""
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["loss"] for line in lines}
-
-
 def check_training(folder: Path, placement: str, pipeline: str, optimizer: str) -> None:
     """By owner trains what as read trains, with fewer bytes; a stopped run goes on bitwise."""
     placed = PLACEMENTS[placement]
@@ -165,7 +160,7 @@ def check_training(folder: Path, placement: str, pipeline: str, optimizer: str) 
     assigned = config_of(folder.parent, pipeline, optimizer, "by_owner")
     plain, plain_tables = run(as_read, placed, folder / "as_read")
     whole, tables = run(assigned, placed, folder / "by_owner")
-    expected, found = losses_of(folder / "as_read"), losses_of(folder / "by_owner")
+    expected, found = losses(folder / "as_read"), losses(folder / "by_owner")
     assert len(expected) > 6
     assert found == pytest.approx(expected, abs=1e-6)
     assert found.keys() == expected.keys()
@@ -181,12 +176,12 @@ def check_training(folder: Path, placement: str, pipeline: str, optimizer: str) 
     assert path is not None
     again = replace(checkpoints, resume_from=path)
     _, resumed = run(assigned, placed, folder / "cut", checkpoints=again)
-    assert losses_of(folder / "cut") == found
+    assert losses(folder / "cut") == found
     for name, table in tables.items():
         assert torch.equal(resumed[name], table), name
     # The samples that remain are the same, whoever gets them.
     run(as_read, placed, folder / "other", checkpoints=again)
-    left = losses_of(folder / "other")
+    left = losses(folder / "other")
     assert left == pytest.approx({step: found[step] for step in left}, abs=1e-6)
     assert max(left) == max(found)
 
@@ -201,7 +196,7 @@ def check_owners(folder: Path) -> None:
             for module in made.model.modules()
             if isinstance(module, ShardedHotColdEmbeddingBagCollection)
             for rows in module.sharded_rows()
-            for shard in OwnedRows(rows).shards
+            for shard in rows.owned.shards
         ]
         held = sum(all_gather_object(mine), [])
         found = by_owner(SCHEMA, placement, made.sharding).owners(np.arange(sum(NUM_ROWS.values())))
@@ -219,7 +214,7 @@ def check_owners(folder: Path) -> None:
 def run_checks(folder: Path) -> None:
     torch.set_num_threads(1)
     check_owners(folder)
-    for case in CASES:
+    for case in on_ranks(CASES, dist.get_world_size()):
         dist.barrier()
         check_training(folder, *case)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,14 +19,21 @@ from tests.helpers.ranks import run_ranks
 GPU_KERNELS = {name for name in KERNELS if name.endswith(("_host", "_hit", "_miss", "_mapped"))}
 
 
-def tiny_subject(optimizer: Any) -> Any:
+def tiny_target(
+    optimizer: Any,
+    table_rows: Sequence[int] = (50, 3, 400),
+    batch_size: int = 16,
+    cap_bytes: int = 1 << 14,
+) -> Any:
+    from hotrec.bench.job import make_subject
+    from hotrec.bench.samples import table_per_feature
     from hotrec.calibrate.workload import CalibrationTarget
     from hotrec.config.groups import DlrmConfig
 
     model = DlrmConfig(embedding_dim=8, dense_layer_sizes=[8, 8], over_layer_sizes=[4, 1])
-    return CalibrationTarget(
-        [50, 3, 400], model, optimizer, num_dense=2, batch_size=16, cap_bytes=1 << 14
-    )
+    schema = table_per_feature(table_rows, num_dense=2)
+    subject = make_subject(model, optimizer, schema, batch_size=batch_size)
+    return CalibrationTarget(subject, cap_bytes)
 
 
 def calibrate() -> list[dict[str, Any]]:
@@ -37,7 +45,7 @@ def calibrate() -> list[dict[str, Any]]:
     optimizers = [RowwiseAdagradConfig(learning_rate=0.1), AdamConfig(learning_rate=0.1)]
     return [
         measure_costs(
-            ranks, tiny_subject(optimizer), name="tiny", max_bytes=65536.0, repeats=3
+            ranks, tiny_target(optimizer), name="tiny", max_bytes=65536.0, repeats=3
         ).to_json()
         for optimizer in optimizers
     ]
@@ -107,7 +115,7 @@ def measure_two_hosts() -> tuple[list[Any], float, float]:
 
     rank = dist.get_rank()
     ranks = Ranks(rank, 4, rank % 2, 2, torch.device("cpu"))
-    network = start_network(ranks, max_bytes=16384.0, most_s=60.0)
+    network = start_network(ranks, max_bytes=16384.0, max_s=60.0)
     intra, inter = network.links()
     assert intra is not None
     assert inter is not None

@@ -12,9 +12,11 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.types import ShardedModule
 
@@ -23,11 +25,20 @@ from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import gather_tables
 from hotrec.runtime.ranks import broadcast_object
+from hotrec.runtime.traffic import count_sent_bytes
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
 from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
-from hotrec.types import OptimizerKind, TorchrecPlan
+from hotrec.types import (
+    OptimizerKind,
+    Partition,
+    Placement,
+    Sharding,
+    TablePlacement,
+    TorchrecPlan,
+)
 from tests.distributed.setups import (
     ALL_POOLED,
+    NUM_ROWS,
     PARTITIONS,
     PLACEMENT,
     Setup,
@@ -275,6 +286,54 @@ def closed_pipelines_leave_nothing() -> None:
         assert count_threads_and_groups() == before, kinds
 
 
+class Messages(TorchDispatchMode):
+    """Records the collectives of this thread: name, bytes sent to others, bytes received."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            with count_sent_bytes() as traffic:
+                result = func(*args, **(kwargs or {}))
+            [name] = [name for name, num in traffic.sent_bytes.items() if num] or ["nothing"]
+            self.sent.append((name, traffic.total_bytes))
+            return result
+        return func(*args, **(kwargs or {}))
+
+
+def rows_in_line_are_exchanged_in_this_order() -> None:
+    """One message of each kind for the cold rows of a dimension, whatever their shardings."""
+    placement = Placement(
+        Partition(NUM_ROWS, {"t0": np.arange(5)}),
+        {
+            table: TablePlacement(sharding=Sharding.ROW_WISE if at % 2 else Sharding.TABLE_WISE)
+            for at, table in enumerate(NUM_ROWS)
+        },
+    )
+    dim = 8
+    setup = build(OptimizerKind.sgd, placement, dims=dict.fromkeys(NUM_ROWS, dim))
+    train(setup, 2)
+    with Messages() as messages:
+        setup.step(make_batch(2))
+    names, num_bytes = zip(*messages.sent, strict=True)
+    assert names == (
+        "all_gather",  # the number of hot rows
+        "all_to_all",  # the numbers of cold rows,
+        "all_to_all",  # their positions,
+        "all_to_all",  # the rows,
+        "all_reduce",  # the dense layers' gradients,
+        "all_to_all",  # the cold rows' gradients; those of hot rows go in a thread
+        "all_reduce",  # the mean loss, by this test
+    )
+    num_hot_bytes, num_count_bytes, of_positions, of_rows, _, of_gradients, _ = num_bytes
+    assert (num_hot_bytes, num_count_bytes) == (8, 8)
+    assert of_gradients == dim * of_positions  # 4 bytes for a position, and for a value
+    [other] = {0, 1} - {dist.get_rank()}
+    assert of_rows == gather(of_gradients)[other] > 0
+
+
 CHECKS: list[Callable[[], None]] = [
     pipelines_give_the_same_losses,
     segments_drain_and_go_on,
@@ -285,6 +344,7 @@ CHECKS: list[Callable[[], None]] = [
     torchrec_plans_reach_the_same_losses,
     learning_rates_change_at_the_same_step,
     closed_pipelines_leave_nothing,
+    rows_in_line_are_exchanged_in_this_order,
 ]
 
 

@@ -41,6 +41,7 @@ from hotrec.types import (
     TablePlacement,
     TorchrecPlan,
 )
+from tests.distributed.setups import mean_over_ranks
 from tests.helpers.ranks import run_ranks
 from tests.unit.planner.situations import torchrec_plan
 
@@ -150,12 +151,6 @@ def make_batch(step: int, rank: int, world_size: int) -> TwoSets:
 def batches(num: int = NUM_STEPS, first: int = 0) -> list[TwoSets]:
     rank, size = dist.get_rank(), dist.get_world_size()
     return [make_batch(step, rank, size) for step in range(first, first + num)]
-
-
-def mean_over_ranks(value: torch.Tensor) -> float:
-    total = value.detach().clone()
-    dist.all_reduce(total)
-    return float(total) / dist.get_world_size()
 
 
 def reference() -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -416,7 +411,7 @@ def one_rank_fails() -> str:
 def test_every_rank_hears_of_a_loader_without_batches() -> None:
     found = run_ranks(one_rank_fails, 2, timeout_s=60)
     assert [text.split(":")[0] for text in found] == ["RankError", "ValueError"]
-    assert all("expected a batch or more to count" in text for text in found)
+    assert all("expected at least one batch to count" in text for text in found)
 
 
 def resumed(hot: Any, kind: PipelineKind, folder: str) -> None:

@@ -16,6 +16,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from hotrec.assemble.constraints import hot_cold_constraints, torchrec_constraints
+from hotrec.assemble.job import architecture_of
 from hotrec.config.data import ColumnKind, ColumnSpec, Encoding, TableSpec
 from hotrec.config.groups import DinConfig
 from hotrec.data.chunks import Dataset
@@ -29,7 +30,6 @@ from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.plain import Attention
-from hotrec.models.shape import architecture_of
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture, make_checked_layers
 from hotrec.train.dense_sync import dense_parameters

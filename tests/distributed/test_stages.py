@@ -184,7 +184,7 @@ def probe(clock: Clock) -> list[Any]:
         (cpu_rows, "update_rows", clock.takes("cold_update", cpu_rows.update_rows)),
     ]
     for owner, name, part in (
-        (cpu_rows.ColdRowsOnCpu, "__call__", "cold_read"),
+        (cpu_rows.ColdRowsOnCpu, "look_up", "cold_read"),
         (HotReplicas, "__call__", "hot_read"),
         (HotReplicas, "_reduce", "hot_reduce"),
         (HotOptimizer, "step", "hot_update"),

@@ -16,7 +16,7 @@ import torch
 from hotrec.planner.trial import Trial
 from hotrec.runs.trial import (
     BUILD_S,
-    LEAST_ROUNDS,
+    MIN_ROUNDS,
     NUM_WARM,
     Candidate,
     _Contender,
@@ -92,7 +92,7 @@ def test_the_fastest_is_found_on_every_rank(num_bytes: float, most_held: int) ->
         assert set(trial.block_s) == {*SLEEPS_S, UNEVEN}
         assert trial.step_s(UNEVEN) > 0.04  # the slowest rank's
         # Clearly slower ones have their first steps only, where others are held meanwhile.
-        rounds = 1 if most_held > 1 else LEAST_ROUNDS
+        rounds = 1 if most_held > 1 else MIN_ROUNDS
         assert len(trial.block_s["slower"]) == rounds
 
 
@@ -119,7 +119,7 @@ def test_plans_that_are_compared_all_take_all_turns(num_bytes: float, took_turns
         assert trial.took_turns is took_turns
         assert [*trial.block_s] == ["fast", "slow", "as fast"]
         (rounds,) = {len(blocks) for blocks in trial.block_s.values()}
-        assert rounds > LEAST_ROUNDS if took_turns else rounds == LEAST_ROUNDS
+        assert rounds > MIN_ROUNDS if took_turns else rounds == MIN_ROUNDS
         assert trial.ratio("slow", "fast")[1] > 2
 
 

@@ -58,7 +58,9 @@ def test_slow_ranks_are_left_alone_and_an_error_reaches_all(tmp_path: Path) -> N
     for rank in (0, 2):
         message, cause = told[rank]
         assert message == told[0][0]
-        assert message.startswith("LostRank: step 3: expected all ranks to go on, got an error on")
+        assert message.startswith(
+            "LostRank: step 3: expected all ranks to continue, got an error on"
+        )
         assert "rank 1 in step 3 (at test_watchdog.py:" in message
         assert "ArithmeticError: the model has had enough." in message
         assert cause == "RuntimeError"

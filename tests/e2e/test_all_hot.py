@@ -48,7 +48,7 @@ def test_a_run_says_that_it_reorders(workspace: Workspace, whole: dict[str, Any]
     assert [step for step, split in evaluated if split == "valid"] == [4, 8, 12, 16, 20, 24]
     # With patience 1 every evaluation after the first changes the length of the blocks, unless it
     # is at an end of its range.
-    assert "blocks of 1 of an epoch, not 0.5" in log
+    assert "blocks of 1 of an epoch, before 0.5" in log
 
 
 def test_resume_is_bitwise(workspace: Workspace, whole: dict[str, Any]) -> None:

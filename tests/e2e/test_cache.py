@@ -9,14 +9,10 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import SMOKE, Workspace, hotrec, hotrec_here
+from tests.helpers.runs import losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SLOTS = ("placement=all_cold", "placement.cold_tier=cached", "placement.cache_load_frac=0.5")
-
-
-def losses(run_dir: Path) -> dict[int, float]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
 
 def test_a_replay_counts_what_a_run_misses(workspace: Workspace) -> None:

@@ -179,7 +179,7 @@ def test_stopped_rank_is_named(workspace: Workspace) -> None:
         os.kill(stopped, signal.SIGCONT)  # torchrun would kill it after half a minute
         _, err = running.communicate(timeout=60)
     assert running.returncode == EXIT_CODE, err
-    line = line_with(err, "no sign of life from rank 1")
+    line = line_with(err, "no heartbeat from rank 1")
     assert "[rank 0]" in line
     assert "within 2 s" in line
     # "step 16", or "check-up of step 16", or still "checkpoint of step 10": steps are short here.

@@ -162,5 +162,5 @@ def test_ctrl_c_ends_the_run_and_its_ranks(folder: Path) -> None:
     os.kill(child.pid, signal.SIGINT)
     said = child.stderr.read()
     assert child.wait(60) != 0
-    assert "hotrec run: ended by SIGINT; start the same command again to go on." in said
+    assert "hotrec run: ended by SIGINT; run the same command again to continue." in said
     assert said.rstrip().endswith("KeyboardInterrupt")

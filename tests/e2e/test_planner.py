@@ -14,6 +14,7 @@ from hotrec.cost_model.store import read_costs
 from hotrec.planner.names import candidate_name
 from hotrec.planner.partition import read_placement
 from tests.e2e.conftest import SMOKE, Workspace, hotrec, hotrec_here
+from tests.helpers.runs import losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 QUICK = ("calibrate.max_bytes=65536", "calibrate.repeats=3", "calibrate.cap_mib=4")
@@ -148,11 +149,6 @@ def test_what_if_sweep(calibrated: Path) -> None:
     assert len(outcome.stderr.splitlines()) < 40
     assert " I hotrec.assemble" not in outcome.stderr
     assert " I hotrec.assemble" in (calibrated / "runs/what_if/0/log.txt").read_text()
-
-
-def losses(run_dir: Path) -> dict[int, float]:
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
 def test_a_trial_chooses_and_changes_no_loss(calibrated: Path) -> None:

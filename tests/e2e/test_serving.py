@@ -525,17 +525,17 @@ def write(name: str, text: str) -> Callable[[Path], object]:
         (
             (*PREDICT, "input=[days]", "predict.keep=[time,clicked]"),
             None,
-            r"predict.keep: expected columns with other names .*got \['clicked'\]",
+            r"predict.keep: expected names other than the score columns .*got \['clicked'\]",
         ),
         (
             (*EXPORT[:2], "output=data/my_log/dataset/new"),
             None,
-            r"output .*got one within .*dataset",
+            r"output .*got one inside .*dataset",
         ),
         (
             (*PREDICT[:2], "input=[days]", "output=data/my_log/dataset/new"),
             None,
-            r"output .*got one within .*dataset",
+            r"output .*got one inside .*dataset",
         ),
     ],
 )  # fmt: skip

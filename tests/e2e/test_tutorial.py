@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.conftest import REPOSITORY, environment
 from tests.helpers import forked
+from tests.helpers.samples import is_whole
 
 NOTEBOOK = REPOSITORY / "docs" / "tutorial.ipynb"
 
@@ -44,6 +45,7 @@ def test_its_links_lead_to_pages() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.skipif(not is_whole(), reason="make test-more runs the notebook")
 def test_it_runs(tmp_path: Path) -> None:
     (tmp_path / "samples").symlink_to(REPOSITORY / "samples")
     code = "\n\n".join("".join(cell["source"]) for cell in cells("code"))

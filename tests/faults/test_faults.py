@@ -1,4 +1,4 @@
-"""The fast tenth of the cases; ``make faults`` runs all of them."""
+"""A twentieth of the cases; ``make faults`` runs all of them."""
 
 from __future__ import annotations
 

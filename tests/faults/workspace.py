@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.case import Made, works
+from tests.helpers.runs import losses
 
 TINY = (
     "experiment=synthetic_smoke dataset_name=tiny data.synthetic.num_rows=[200,50,20,100] "
@@ -132,12 +133,6 @@ def same_files(found: Path, expected: Path) -> str | None:
 def final_loss(run_dir: Path) -> float:
     loss: float = json.loads((run_dir / "summary.json").read_text())["loss"]
     return loss
-
-
-def losses(run_dir: Path) -> dict[int, float]:
-    """The loss of every logged step; where a step was computed twice, the last."""
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["loss"] for line in lines}
 
 
 def same_run(name: str, as_name: str = "") -> Any:

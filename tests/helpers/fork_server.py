@@ -17,12 +17,14 @@ from tests.helpers.forked import Process, exit_code_of, leave, serve
 def import_program() -> None:
     """Import all of hotrec, and what its commands import later."""
     import hotrec
+    from tests.helpers.quiet import log_little
 
     for module in pkgutil.walk_packages(hotrec.__path__, "hotrec."):
         if module.name != "hotrec.__main__":
             importlib.import_module(module.name)
     for name in ("matplotlib.pyplot", "torch.distributed.run", "torch.utils.tensorboard"):
         importlib.import_module(name)
+    log_little()
     # A command sets its handlers before torch is imported, which then adds none.
     logging.getLogger().handlers.clear()
 

@@ -8,10 +8,12 @@ error that names the rank; no rank and no file outlives the call.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -27,7 +29,10 @@ from typing import Any
 GRACE_S = 3.0
 
 # What ranks import in any case. A test imports more where it needs it.
-PRELOAD = ["torch", "torchrec", "hotrec.assemble.order", "tests.distributed.setups"]
+PRELOAD = [
+    *("pytest", "torch", "tests.helpers.quiet", "hotrec.assemble.order", "hotrec.program.parallel"),
+    "tests.distributed.setups",
+]
 
 
 class RanksError(RuntimeError):
@@ -143,6 +148,7 @@ def _run_rank(
     timeout_s: float,
     folder: Path,
 ) -> None:
+    gc.freeze()  # so that collections copy no pages of what the server has imported
     # The server has the environment of the first call.
     os.environ.clear()
     os.environ.update(environment)
@@ -172,6 +178,10 @@ def _call_in_group(call: bytes, rank: int, world_size: int, timeout_s: float, fo
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if "torchrec" in sys.modules:  # not in a spawned rank, which may need none
+        from tests.helpers.quiet import log_little
+
+        log_little()
     store = dist.FileStore(str(folder / "rendezvous"), world_size)
     dist.init_process_group(
         "gloo",

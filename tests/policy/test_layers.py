@@ -166,6 +166,16 @@ def test_the_planner_knows_no_configuration() -> None:
     assert wrong == []
 
 
+def test_measurements_know_no_configuration() -> None:
+    """What is measured is values; ``hotrec.bench.job`` makes them of a configuration."""
+    readers = {
+        i.importer
+        for i in imports()
+        if part_of(i.importer) in {"bench", "calibrate"} and part_of(i.imported) == "config"
+    }
+    assert readers == {"hotrec.bench.job"}
+
+
 def test_the_reader_of_imports_sees_every_form(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(

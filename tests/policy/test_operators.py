@@ -24,7 +24,7 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
 
 def test_calls_are_found() -> None:
     text = "".join(path.read_text() for path in (REPOSITORY / "hotrec").rglob("*.py"))
-    assert len(list(calls())) == text.count("torch.ops.fbgemm.") > 3
+    assert len(list(calls())) == text.count("torch.ops.fbgemm.") > 1
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -494,12 +494,12 @@ def calibration_runs() -> None:
     from hotrec.calibrate.probes import all_probes
     from hotrec.calibrate.workload import CalibrationWorkload, group_alone
     from hotrec.config.groups import AdamConfig
-    from tests.distributed.test_calibrate import tiny_subject
+    from tests.distributed.test_calibrate import tiny_target
 
     world_size, rank = dist.get_world_size(), dist.get_rank()
     ranks = Ranks(rank, world_size, rank, world_size, device())
-    subject = tiny_subject(AdamConfig(learning_rate=0.1))
-    probes = all_probes(CalibrationWorkload(subject, ranks, group_alone(ranks)))
+    target = tiny_target(AdamConfig(learning_rate=0.1))
+    probes = all_probes(CalibrationWorkload(target, ranks, group_alone(ranks)))
     names = {probe.name for probe in probes}
     assert {"read_host", "read_hit", "read_miss", "update_device", "pooled_update_device"} <= names
     assert {"fetch_slot", "fetch_mapped", "return_slot"} <= names

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import mmap
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from hotrec.config.groups import SgdConfig
 from hotrec.embedding.flat import MOST_BAG_IDS
 from hotrec.embedding.table_memory import fused_modules
 from hotrec.runtime.ranks import Ranks
-from tests.distributed.test_calibrate import tiny_subject
+from tests.distributed.test_calibrate import tiny_target
 from tests.helpers.checks import run_checks
 from tests.helpers.mappings import flags_at
 from tests.stand_in.checks import device
@@ -85,16 +84,11 @@ def mapped_tables_are_out_of_forks() -> None:
 
 def calibration_cuts_long_bags() -> None:
     """As in training, no kernel gets more than 256 ids of an unpooled table in one bag."""
-    subject = replace(
-        tiny_subject(SgdConfig(learning_rate=0.1)),
-        table_rows=[20_000, 3, 9_000],
-        batch_size=4096,
-        cap_bytes=1 << 22,
-    )
+    target = tiny_target(SgdConfig(learning_rate=0.1), [20_000, 3, 9_000], 4096, 1 << 22)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ranks = Ranks(rank, world_size, rank, world_size, device())
     longest: dict[str, int] = {}
-    for probe in all_probes(CalibrationWorkload(subject, ranks, group_alone(ranks))):
+    for probe in all_probes(CalibrationWorkload(target, ranks, group_alone(ranks))):
         work = probe.make(*max(probe.sizes))
         prepared = work.prepare()
         with recording() as log:

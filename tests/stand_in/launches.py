@@ -51,8 +51,9 @@ def measure(names: list[str], num_steps: int) -> dict[str, Launches]:
     """On every rank: the cases, one after the other."""
     import torch
 
-    from hotrec.assemble.job import place
+    from hotrec.assemble.policies import ColdRows
     from hotrec.bench.cases import Case, build_runner, split_case
+    from hotrec.bench.job import subject_of
     from hotrec.bench.samples import ZipfTables
     from hotrec.cli.store import build_config, compose_config
     from hotrec.planner.plan import Plan, TorchrecTables
@@ -74,7 +75,7 @@ def measure(names: list[str], num_steps: int) -> dict[str, Launches]:
         )
     )
     samples = ZipfTables(TABLE_ROWS, exponent=1.05, num_dense=13, seed=0)
-    counts = samples.count(10_000)
+    subject, counts = subject_of(config, samples.schema), samples.count(10_000)
     batches = samples.batches(
         num_steps + 8, batch_size=BATCH_SIZE, rank=rank, world_size=world_size
     )
@@ -90,11 +91,11 @@ def measure(names: list[str], num_steps: int) -> dict[str, Launches]:
         else:
             partition = choose_fraction(counts, hot_frac=HOT_FRAC)
         if placement != "planner":
-            placed = place(partition, device.type, tier=tier, cache_load_frac=0.9)
+            placed = ColdRows(tier, 0.9).place(partition, device.type)
             case = split_case(name, placed, pipeline, is_routed_by_loader=routing == "loader")
         pinned = [batch.pin_memory() for batch in batches]
         with recording() as log:
-            runner = build_runner(config, case, samples.schema, pinned, ranks, samples)
+            runner = build_runner(subject, case, pinned, ranks, samples)
             note_step()
             for _ in range(num_steps):
                 runner.step()

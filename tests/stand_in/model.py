@@ -23,7 +23,7 @@ from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
-from hotrec.models.zoo import build_model
+from hotrec.models.zoo import build_architecture
 from hotrec.planner.machine import Machine
 from hotrec.train.pipelines import LookAhead, make_pipeline
 from hotrec.types import (
@@ -36,6 +36,7 @@ from hotrec.types import (
     TablePlacement,
     Tier,
 )
+from tests.helpers.dense import shape_of
 from tests.helpers.reference import TinyClickModel
 
 NUM_DENSE = 3
@@ -117,10 +118,12 @@ class Training:
         embeddings = HotColdEmbeddingBagCollection(tables, placement, device=torch.device("meta"))
         self.router = embeddings.router
         if run.dims == 1:
-            model: Any = build_model(
-                ModelKind.dlrm, embeddings, num_dense=NUM_DENSE, dense_layer_sizes=[8, DIM],
-                over_layer_sizes=[8, 1], seed=1, device=device,
+            features = [(name, table.name) for table in tables for name in table.feature_names]
+            shape = shape_of(
+                ModelKind.dlrm, NUM_DENSE, features, DIM, dense_layer_sizes=[8, DIM],
+                over_layer_sizes=[8, 1],
             )  # fmt: skip
+            model: Any = build_architecture(shape, embeddings, 1, device)
         else:
             model = TinyClickModel(embeddings, NUM_DENSE, sum(t.embedding_dim for t in tables))
             model.hidden.to(device)

@@ -1,4 +1,7 @@
-"""All of tests/gpu, on the stand-in: no test of a GPU waits for one to be found wrong."""
+"""tests/gpu on the stand-in: no test of a GPU waits for one to be found wrong.
+
+``make test`` runs a quarter of the cases of each test, ``make test-more`` all of them.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,20 @@ import sys
 
 import pytest
 
+from tests.helpers.samples import is_whole
 from tests.stand_in.build import why_not
 from tests.stand_in.log import REPOSITORY
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.timeout(600)
-def test_all_tests_of_a_gpu_pass() -> None:
+def test_tests_of_a_gpu_pass() -> None:
     # Of a process alone, whatever started this one.
     ours = ("PYTEST_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    words = ["tests/gpu", "-q", "--no-header", *([] if is_whole() else ["--sample=4"])]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.stand_in.run_tests", "tests/gpu", "-q", "--no-header"],
+        [sys.executable, "-m", "tests.stand_in.run_tests", *words],
         cwd=REPOSITORY,
         env={**environment, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -224,12 +224,12 @@ def test_what_a_killed_writer_of_another_artifact_left_is_removed(tmp_path: Path
 def test_what_is_being_read_is_not_replaced(tmp_path: Path) -> None:
     write(tmp_path / "a")
     opened = read_artifact(tmp_path / "a", kind="profile", stay_open=True)
-    with pytest.raises(LockedError, match="expected to replace it"):
+    with pytest.raises(LockedError, match="expected no readers"):
         write(tmp_path / "a", "new")
     opened.check_opened()
     copied = pickle.loads(pickle.dumps(opened))
     del opened
-    with pytest.raises(LockedError, match="expected to replace it"):
+    with pytest.raises(LockedError, match="expected no readers"):
         write(tmp_path / "a", "new")
     del copied
     write(tmp_path / "a", "new")
@@ -249,10 +249,10 @@ def test_replacement_by_another_program_is_found(tmp_path: Path) -> None:
     opened = read_artifact(tmp_path / "a", kind="profile", stay_open=True)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     shutil.rmtree(tmp_path / "a")
-    with pytest.raises(ArtifactError, match="expected what was opened"):
+    with pytest.raises(ArtifactError, match="expected the artifact opened"):
         opened.check_opened()
     (tmp_path / "b").rename(tmp_path / "a")
-    with pytest.raises(ArtifactError, match="expected what was opened"):
+    with pytest.raises(ArtifactError, match="expected the artifact opened"):
         opened.check_opened()
 
 

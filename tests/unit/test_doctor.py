@@ -15,7 +15,7 @@ from hotrec.doctor import (
     MINOR_OFFSET,
     PAIRS,
     Check,
-    Machine,
+    LocalMachine,
     Packages,
     check_machine,
     check_packages,
@@ -40,7 +40,7 @@ OLD_CUDA_SET = CUDA_SET | {
     "fbgemm-gpu": "1.6.0",
 }
 NEW_CPU_SET = CPU_SET | {"torch": "2.14.1", "torchrec": "1.9.2", "fbgemm-gpu-cpu": "1.9.0"}
-MACHINE = Machine(shm_bytes=16 << 30, has_gpu_device=False)
+MACHINE = LocalMachine(shm_bytes=16 << 30, has_gpu_device=False)
 
 
 def packages(
@@ -248,7 +248,7 @@ REINSTALL = "pip install --force-reinstall --no-deps "
     ],
 )
 def test_hosts_are_judged(
-    machine: Machine, installed: dict[str, str], expected: tuple[str, ...] | None
+    machine: LocalMachine, installed: dict[str, str], expected: tuple[str, ...] | None
 ) -> None:
     cuda = "13.0" if "fbgemm-gpu" in installed else None
     found = problems(check_machine(machine, packages(installed, cuda=cuda)))

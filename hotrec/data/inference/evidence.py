@@ -1,4 +1,4 @@
-"""What a column alone tells of the label, on a sample."""
+"""Predictive power of single columns for the label, on a sample."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from hotrec.data.columns import Float64s
 from hotrec.data.inference.look import Column
 from hotrec.types import Rows
 
-# Of the values nearest to one, as many rows on either side tell what the order alone says, and a
-# share of few rows is drawn towards that of all by so many more.
+# Rows on either side of a value that show what the order alone predicts; and the number of rows
+# with the overall share that smooth a share of few rows.
 _NEAR_FRAC, _PRIOR_ROWS = 1 / 32, 10.0
-# A group of rows of one class, but for one in 200, that has one in 100 of it and is no chance.
+# A group of rows of one class (199 of 200) with one in 100 of that class, too many for chance.
 _PURE_ROWS, _PURE_SHARE, _PURE_FRAC, _FEW_VALUES = 50, 0.995, 0.01, 50
-# AUC of one column above which it is asked whether it is known before the click. Of the honest
-# columns of public click logs none is above 0.7.
+# AUC of a single column above which it may be known only after the click. No honest column of the
+# public click logs exceeds 0.7.
 _SUSPICIOUS_AUC = 0.85
 
 
 @dataclass(frozen=True)
 class Order:
-    """What the values of a column tell of a label as ids, and as numbers.
+    """How well the values of a column predict a label as ids, and as numbers.
 
     Args:
         as_ids: AUC by the share of positives of each value, in the other half of the rows.
-        as_numbers: AUC by the order of the values, rising, falling, or by the values nearby.
-        error: Standard error of an AUC of so many rows.
+        as_numbers: AUC by the order of the values, increasing, decreasing, or by the values nearby.
+        error: Standard error of an AUC of this many rows.
     """
 
     as_ids: float
@@ -38,7 +38,7 @@ class Order:
 
 
 def order_of(column: Column, is_click: Bools) -> Order | None:
-    """Whether whole numbers tell the label by themselves, or by their order; None if unknown."""
+    """How well integers predict the label by themselves and by their order; None if unknown."""
     is_there = column.codes >= 0
     codes, is_click = column.codes[is_there], is_click[is_there]
     as_ids, num_clicks = alone_auc(codes, is_click), int(is_click.sum())
@@ -51,7 +51,7 @@ def order_of(column: Column, is_click: Bools) -> Order | None:
 def _auc_of_numbers(codes: Rows, numbers: Float64s, is_click: Bools) -> float:
     """AUC, from 0.5 up, of numbers in their order, or by the click rate of those near each.
 
-    The rows of a value do not count for it, so that what only the value itself knows is not seen.
+    The rows of a value are excluded from its own rate, so that only its neighbours predict it.
     """
     order = np.argsort(numbers, kind="stable")
     rank_of = np.empty_like(order)
@@ -71,12 +71,12 @@ def _auc_of_numbers(codes: Rows, numbers: Float64s, is_click: Bools) -> float:
 
 
 def suspicion_of(column: Column, are_ids: bool, clicks: list[Bools]) -> str:
-    """What makes one ask whether a column is known before the click; empty if nothing does.
+    """Why a column may leak the label; empty if it does not.
 
     Args:
         column: The column.
-        are_ids: Whether its values are ids, or else numbers.
-        clicks: Of each label, whether each row is positive, bool (n,).
+        are_ids: Whether its values are ids; otherwise numbers.
+        clicks: For each label, whether each row is positive, bool (n,).
     """
     if column.is_unread or column.kind == "vector":
         return ""
@@ -90,7 +90,7 @@ def suspicion_of(column: Column, are_ids: bool, clicks: list[Bools]) -> str:
 
 
 def _codes(column: Column, are_ids: bool) -> Rows:
-    """The values of the rows as numbers from 0, of which one is for missing ones."""
+    """The values of the rows as numbers from 0, one of them for missing values."""
     if column.kind == "time":
         return (column.codes >= 0).astype(np.int64)
     if are_ids or not column.is_numeric:
@@ -99,10 +99,10 @@ def _codes(column: Column, are_ids: bool) -> Rows:
 
 
 def _pure_rows(column: Column, is_click: Bools) -> str:
-    """Rows that are of the rarer class for sure.
+    """Rows that are certainly of the rarer class.
 
-    Of a column of few values those with each, and those without one; of numbers, those above the
-    least and those at it.
+    For a column of few values: the rows of each value, and those without one; for numbers: the rows
+    at the minimum and those above it.
     """
     codes, is_rare = column.codes, is_click if is_click.mean() <= 0.5 else ~is_click
     groups = [("without a value", codes < 0), ("with a value", codes >= 0)]
@@ -114,9 +114,9 @@ def _pure_rows(column: Column, is_click: Bools) -> str:
         least = f"{column.numbers[code]:g}"
         groups.append((f"above {least}", (codes >= 0) & (codes != code)))
         groups.append((f"at {least}", codes == code))
-    least_rows = max(_PURE_ROWS, _PURE_FRAC * is_rare.sum())
+    min_rows = max(_PURE_ROWS, _PURE_FRAC * is_rare.sum())
     for where, is_in in groups:
         num = int(is_in.sum())
-        if least_rows <= num < codes.size and is_rare[is_in].mean() >= _PURE_SHARE:
+        if min_rows <= num < codes.size and is_rare[is_in].mean() >= _PURE_SHARE:
             return f"{num:,} rows {where}"
     return ""

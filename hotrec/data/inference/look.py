@@ -1,4 +1,4 @@
-"""The columns of a sample: what their values are, whatever type they are stored in."""
+"""The columns of a sample: the kind of their values, independent of the stored type."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from hotrec.data.sample import Sample
 
 _NULL_TEXTS = ("NULL", "null", "\\N", "N/A", "NaN", "nan", "None")
 _NULLS_AMONG_NUMBERS = (*_NULL_TEXTS, "NA", "na", "none", "-", "?")
-# Texts that mean "missing" in any column, or do so among numbers.
+# Texts that mean "missing" in any column, or only among numbers.
 KNOWN_NULLS = ("", *_NULLS_AMONG_NUMBERS)
 _INTEGER = r"^[+-]?[0-9]+$"
 _LEADING_ZERO, _HEX_WITH_E = r"^[+-]?0[0-9]", r"^[0-9]+[eE][0-9]+$"
@@ -54,7 +54,7 @@ _HAS_DIGIT = r"[0-9]"
 # Milliseconds since 1970 of plausible times: 1990 to 2100.
 _TIMES_MS = (6.3e11, 4.1e12)
 _FORMS_OF_DIGITS = ("%Y%m%d", "%y%m%d%H", "%Y%m%d%H", "%Y%m%d%H%M", "%Y%m%d%H%M%S", "%y%m%d")
-# Of these the first two pairs are told apart by a day after the 12th only.
+# Only a day after the 12th distinguishes the members of the first two pairs.
 _DAYS = (
     *("%m/%d/%Y", "%d/%m/%Y", "%m-%d-%Y", "%d-%m-%Y"),
     *("%Y/%m/%d", "%d.%m.%Y", "%d %b %Y", "%b %d, %Y"),
@@ -65,7 +65,7 @@ _FORMS_OF_TEXT = (
     *("%d/%b/%Y:%H:%M:%S %z", "%d/%b/%Y:%H:%M:%S", "%a %b %d %H:%M:%S %Y"),
     *("%a %b %d %H:%M:%S %z %Y", "%a, %d %b %Y %H:%M:%S %z", "%a, %d %b %Y %H:%M:%S"),
 )
-_SWAPPED = "times of which either number may be the month: name their form in times"
+_SWAPPED = "ambiguous dates (day or month first): set their format in times"
 _FEW, _FEW_WORDS, _LONG_TEXT, _MOST_EXACT = 200, 3, 60, 2.0**53
 
 
@@ -75,18 +75,19 @@ class Column:
 
     Args:
         name: Its name in the log.
-        kind: "integer", "number", "time", "text", "list", "vector", or what it is instead.
+        kind: "integer", "number", "time", "text", "list", "vector", or a description of an
+            unsupported one.
         num_rows: Rows of the sample.
         values: The distinct values as texts (V,), or the distinct items of lists.
-        codes: Integers (n,), the value of each row, -1 where it has none; of lists, of each item.
-        offsets: Of lists, where the items of each row begin and end, int64 (n + 1,).
+        codes: Integers (n,), the value of each row, -1 if it has none; for lists, of each item.
+        offsets: For lists, the offsets of the items of each row, int64 (n + 1,).
         numbers: The distinct values as numbers, times in milliseconds since 1970, float64 (V,).
         num_missing: Rows without a value.
         num_total: Estimated number of distinct values in the whole log.
-        form: Of times that are not of one of Arrow's types, see ``SourceSpec.times``.
-        separator: Between the items of a list or vector in text.
-        number_form: Keys of the entry of a column of numbers that are not plain ones.
-        width: Numbers of a vector.
+        form: The form of times that are not of one of Arrow's types, see ``SourceSpec.times``.
+        separator: The separator of the items of a list or vector in text.
+        number_form: Keys of the entry of a column of specially written numbers.
+        width: Length of a vector.
     """
 
     name: str
@@ -134,7 +135,7 @@ class Column:
 
     @property
     def is_unread(self) -> bool:
-        """Whether its kind says why it cannot be read."""
+        """Whether the kind is an unsupported one."""
         return self.kind not in ("integer", "number", "time", "text", "list", "vector")
 
     @property
@@ -152,7 +153,7 @@ def look_at(sample: Sample) -> tuple[list[Column], list[str]]:
     for name in sample.table.column_names:
         array = one_array(sample.table.column(name))
         if name in sample.unread:
-            found.append(Column(name, f"{sample.unread[name]}, which are not read", len(array)))
+            found.append(Column(name, f"not supported: {sample.unread[name]}", len(array)))
             continue
         column, used = _look(name, array, growth, is_text)
         found.append(column)
@@ -166,17 +167,17 @@ def _look(name: str, array: pa.Array, growth: float, is_text: bool) -> tuple[Col
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
         return _of_times(name, array), set()
     if pa.types.is_floating(kind) and not pc.all(pc.is_finite(array)).as_py():
-        why = "numbers with NaN or infinity, which are not read: write null"
+        why = "not supported: numbers with NaN or infinity (write null)"
         return Column(name, why, len(array)), set()
     try:
         if is_list(kind) and (width := _width_of(name, array)):
             return Column(name, "vector", len(array), width=width), set()
         raw = ids_from_arrow(array)
     except pa.ArrowException:
-        return Column(name, f"of type {kind}, which is not read", len(array)), set()
+        return Column(name, f"not supported: type {kind}", len(array)), set()
     if isinstance(raw, Lists):
         if raw.items.odd.size:
-            why = "lists of numbers of different lengths, which are not read"
+            why = "not supported: lists of numbers of different lengths"
             return Column(name, why, len(array)), set()
         return _of_lists(name, raw, growth, ""), set()
     texts = _compact(raw)
@@ -185,7 +186,7 @@ def _look(name: str, array: pa.Array, growth: float, is_text: bool) -> tuple[Col
 
 
 def _width_of(name: str, array: pa.Array) -> int:
-    """The length of the vectors in a column of lists; 0 if they are ids, or of several lengths."""
+    """The length of the vectors in a column of lists; 0 if they are ids, or lengths differ."""
     item = stored(array.flatten()).type
     lengths = pc.min_max(pc.list_value_length(array)).as_py()
     if pa.types.is_floating(item) or pa.types.is_decimal(item):
@@ -197,7 +198,7 @@ def _width_of(name: str, array: pa.Array) -> int:
 
 
 def _compact(texts: Texts) -> Texts:
-    """The same, each value once and none that is not used."""
+    """The same, with distinct values and without unused ones."""
     encoded = texts.values.dictionary_encode()
     place = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
     codes = np.append(place, -1)[texts.codes]
@@ -216,7 +217,7 @@ def _without(texts: Texts, nulls: set[str]) -> Texts:
 
 
 def _nulls_of(name: str, values: pa.Array) -> set[str]:
-    """Which of the values mean "missing"; some do so only among numbers or times."""
+    """The values that mean "missing"; some do so only among numbers or times."""
     candidates = {*_NULLS_AMONG_NUMBERS} & {*values.to_pylist()}
     others = values.filter(pc.invert(pc.is_in(values, pa.array(["", *candidates]))))
     if names_ids(name) is not True and len(others) > _FEW_WORDS * 10:
@@ -287,13 +288,13 @@ def _of_texts(name: str, texts: Texts, growth: float) -> Column:
         if not _all_match(values, _INTEGER):
             return column("number", numbers=numbers)
         is_exact = np.abs(numbers).max() < _MOST_EXACT and not _any_matches(values, _LEADING_ZERO)
-        # As numbers some of them would be the same.
+        # As numbers, some of them would be equal.
         return column("integer", numbers=numbers) if is_exact else column("text")
     if (form := _number_form(name, values)) is not None:
         keys = {k: v for k, v in form._asdict().items() if v != getattr(NumberForm(), k)}
         return column("number", numbers=_numbers(values, form), number_form=keys)
     if _all_match(values, r"^\s*\{"):
-        return column("JSON in text, which is not read: make columns of it")
+        return column("not supported: JSON in text (convert it to columns)")
     for separator in _LIST_SEPARATORS:
         if width := _width_in_text(values, separator):
             return column("vector", separator=separator, width=width)
@@ -310,7 +311,7 @@ def _numbers(values: pa.Array, form: NumberForm) -> Float64s:
 
 
 def _are_numbers(values: pa.Array, form: NumberForm) -> bool:
-    """Whether all values are numbers of this form; most are not, and few of them say so."""
+    """Whether all values are numbers of this form; a sample rules out most columns early."""
     return len(values) > 0 and all(
         bool(np.isfinite(_numbers(some, form)).all())
         for some in (values[:1], values[:_FEW], values)
@@ -318,13 +319,13 @@ def _are_numbers(values: pa.Array, form: NumberForm) -> bool:
 
 
 def _are_hashes(values: pa.Array) -> bool:
-    """Whether they are hexadecimal and of one length, though each may be a number: 12e4567."""
+    """Whether they are hexadecimal and of one length, even if each looks like a number: 12e4567."""
     lengths = pc.min_max(pc.binary_length(values)).as_py()
     return lengths["min"] == lengths["max"] > 5 and _any_matches(values, _HEX_WITH_E)
 
 
 def _number_form(name: str, values: pa.Array) -> NumberForm | None:
-    """How numbers are written that have signs beside them, groups of digits or a decimal comma.
+    """The form of numbers with signs, groups of digits or a decimal comma.
 
     A list of ids has commas, too. A number has a 0 after one, or a decimal point, or the name.
     """
@@ -349,7 +350,7 @@ def _number_form(name: str, values: pa.Array) -> NumberForm | None:
 
 
 def _times_of(name: str, values: pa.Array, are_numbers: bool) -> tuple[str, Float64s] | None:
-    """The form of values that are times, and the times; numbers are so only by their name."""
+    """The form of values that are times, and the times; numbers need a name of times."""
     if not len(values):
         return None
     forms: tuple[str, ...] = (TimeUnit.iso, *_FORMS_OF_TEXT)
@@ -382,7 +383,7 @@ def _are_plausible(times: Float64s, are_numbers: bool) -> bool:
 
 
 def _width_in_text(values: pa.Array, separator: str) -> int:
-    """The length of the vectors in texts: as many numbers in each, of which some have fractions."""
+    """The length of the vectors in texts: equally many numbers in each, some with fractions."""
     few = values[:_FEW]
     lists = lists_from_texts(Texts(few, np.arange(len(few))), separator)
     lengths = np.diff(lists.offsets)
@@ -410,7 +411,7 @@ def _as_list(name: str, texts: Texts, separator: str, growth: float) -> Column |
 def _of_lists(name: str, lists: Lists, growth: float, separator: str) -> Column:
     """A column of lists of ids."""
     items = _compact(lists.items)
-    # One more list, which is empty, for the rows without one.
+    # An additional empty list for the rows without one.
     bags = Jagged(items.codes, np.append(lists.offsets, lists.offsets[-1]))
     is_missing = lists.codes < 0
     codes, lengths = gather_bags(bags, np.where(is_missing, len(bags) - 1, lists.codes))

@@ -1,4 +1,4 @@
-"""Whether whole numbers are ids or a quantity."""
+"""Whether integers are ids or a quantity."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hotrec.data.inference.look import Column
 from hotrec.data.inference.names import names_ids
 
 _FEW_VALUES = 50
-# As ids they tell more than this more than as numbers, and by more than three standard errors.
+# AUC by which ids must be better than numbers, besides three standard errors.
 _MORE_AS_IDS, _NUM_ERRORS = 0.02, 3.0
-# Negative numbers this small are no hashes.
+# Negative numbers this small are not hashes.
 _SMALL = 1e6
-# Rows that are enough for the AUC of a column.
+# Sufficient rows for the AUC of a column.
 MOST_ROWS = 50_000
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What whole numbers are.
+    """Classifies integers as ids or quantities.
 
     Args:
-        are_ids: Whether they are ids, or else a quantity.
-        why: What says so; empty where it is plain.
+        are_ids: Whether they are ids; otherwise a quantity.
+        why: The evidence; empty if it is obvious.
     """
 
     are_ids: bool
@@ -37,9 +37,9 @@ class Meaning:
 def meaning_of(column: Column, clicks: list[Bools]) -> Meaning:
     """Whether the values of a column of numbers are ids.
 
-    The name decides if it is of either. Few different values are ids. Else the labels do: what
-    tells more by the values themselves than by their order is an id, and the other way round a
-    quantity. Without any sign it is an id, unless most of the values are small and a few large.
+    The name decides if it suggests either. Columns with few distinct values are ids. Otherwise the
+    labels decide: if the values themselves predict them better than their order, they are ids, else
+    a quantity. Without evidence they are ids, unless most of the values are small and a few large.
     """
     numbers = column.numbers
     if column.kind != "integer":
@@ -66,7 +66,7 @@ def meaning_of(column: Column, clicks: list[Bools]) -> Meaning:
 
 
 def _is_long_tailed(numbers: Float64s) -> bool:
-    """Whether they begin near 0 and lie the further apart the larger they are, as counts do."""
+    """Whether they start near 0 with gaps that grow with the values, as counts do."""
     values = np.sort(numbers)
     span = values[-1] - values[0]
     half, most = values[values.size // 2] - values[0], values[3 * values.size // 4] - values[0]

@@ -1,4 +1,4 @@
-"""What the name of a column says about its values."""
+"""Infers the role of a column from its name."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ _TIMES = _words(
     """
 )
 _VECTORS = _words("emb embed embedding embeddings vec vector vectors")
-# What comes first here is counted, whatever it is called: num_items, avg_session.
+# A first word of these makes it a quantity, whatever follows: num_items, avg_session.
 _COUNTED = _words("num n nb count cnt total avg mean sum number")
-# The last word here is an id, whatever comes first: count_code.
+# A last word of these makes it an id, whatever precedes: count_code.
 _SURE_IDS = _words("id ids uuid guid code key hash")
 _ID_END = re.compile(r"(id|ids|code|hash)$")
 _QUANTITY_END = re.compile(r"(price|count|time|duration|amount|length|score)$")
@@ -66,9 +66,9 @@ def words_of(name: str) -> list[str]:
 
 
 def names_ids(name: str) -> bool | None:
-    """Whether the name is of ids (True), of a quantity (False), or says nothing (None).
+    """Whether the name suggests ids (True), a quantity (False), or neither (None).
 
-    The last word that is known decides, so a ``user_age`` is a quantity and an ``age_group`` none.
+    The last known word decides: ``user_age`` is a quantity, ``age_group`` is not.
     """
     words = words_of(name)
     if words and words[0] in _COUNTED and (len(words) > 1 and words[-1] not in _SURE_IDS):
@@ -84,7 +84,7 @@ def names_ids(name: str) -> bool | None:
 
 
 def names_times(name: str) -> bool:
-    """Whether the name may be of times."""
+    """Whether the name may denote times."""
     words = words_of(name)
     if words and words[-1] in _SURE_IDS:
         return False
@@ -94,15 +94,15 @@ def names_times(name: str) -> bool:
 
 
 def names_vectors(name: str) -> bool:
-    """Whether the name is of vectors, such as an item's embedding."""
+    """Whether the name denotes vectors, such as an item's embedding."""
     return not _VECTORS.isdisjoint(words_of(name))
 
 
 def names_ids_of(name: str, other: str, *, is_list: bool) -> bool:
-    """Whether a name is of the ids of another column: "recent_items" and "last_item" of "item_id".
+    """Whether a name denotes ids of another column: "recent_items", "last_item" and "item_id".
 
-    The subject comes last: "item_tags" are no items. A "shopping_level" is no "age_level", so the
-    other of a single value must be an id by its name.
+    The subject comes last: "item_tags" are not items. A "shopping_level" is not an "age_level", so
+    for single values the other column must be an id by its name.
     """
     if names_ids(other) is not True or names_ids(name) is False:
         return False

@@ -1,6 +1,6 @@
 """What a log probably is: its labels, its times, its split, and the role of each column.
 
-Everything here is a guess from names and values, and the file says so beside each column.
+Everything here is a guess from names and values; a comment next to each column gives the reason.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from hotrec.data.sample import Sample
 _MS_PER_HOUR, _MS_PER_DAY = 3_600_000, 86_400_000
 _MANY_VALUES, _LONG_LIST = 2_000_000, 100
 _TRAIN_FRAC, _VALID_FRAC = 0.8, 0.1
-# So much of a log that has few of its rows out of order.
+# A log is ordered if at least this share of its rows is.
 _IN_ORDER_FRAC = 0.9
-# Fewer different values than that are of a day or a month, not times.
+# Fewer distinct values than this are days or months, not times.
 _FEW_TIMES = 50
-# All, but for some that were lost; enough to be no chance; and, of whole numbers, so few of those
-# between the least and the largest, or so many of those of the other column.
+# The share of common values (a few may be lost); the number of them that excludes chance; and, for
+# integers, the maximum density in their range, or the minimum share of the other column.
 _ALL_SHARE, _FEW_SHARED, _SPARSE_FRAC, _MOST_FRAC = 0.99, 20, 0.5, 0.8
 _WORDS_OF_LABELS = (("false", "true"), ("f", "t"), ("no", "yes"), ("n", "y"))
 
@@ -44,7 +44,7 @@ class Label:
 
     Args:
         column: The column.
-        keys: Of its entry, besides its kind.
+        keys: The keys of its entry, besides its kind.
         is_click: Whether each row is positive, bool (n,).
     """
 
@@ -59,8 +59,8 @@ class Entry:
 
     Args:
         name: Name of the entry.
-        spec: Its keys; of a column that is left out, those it could have.
-        note: What was seen.
+        spec: Its keys; for a skipped column, those it could have.
+        note: The evidence.
         is_used: Whether the column is prepared.
     """
 
@@ -75,13 +75,13 @@ class Inferred:
     """What a log probably is, ready to be written.
 
     Args:
-        labels: The columns to train for.
+        labels: The label columns.
         entries: Its columns, in order.
         tables: Settings of tables that are hashed, with notes.
         times: Columns of times that need a form.
         split: Keys of ``split``.
         null_values: Texts that mean "missing".
-        remarks: What should be looked at, a line each.
+        remarks: Points to check, one per line.
     """
 
     labels: list[Label]
@@ -103,13 +103,13 @@ def infer(
 
     Args:
         sample: Rows of the log.
-        labels: The columns to train for; None to find one.
+        labels: The label columns; None to find one.
         time: The column to split by; None to find one.
-        given: Keys of entries that are known, by name; None to leave one out.
+        given: Keys of known entries, by name; None to skip one.
 
     Raises:
-        ValueError: If there is no label, no header, or nothing to learn from, or an entry is to be
-            left out that there is not.
+        ValueError: If there is no label, no header, or nothing to learn from, or an entry to skip
+            does not exist.
     """
     columns, nulls = look_at(sample)
     _check_header(sample, columns)
@@ -138,11 +138,11 @@ def infer(
         columns, [c for c in columns if meanings[c.name].are_ids and is_category(c)]
     )
     for column in columns:
-        # What reads the table of other ids holds ids itself.
+        # A column that shares the table of ids holds ids itself.
         meaning = Meaning(True) if column.name in table_of else meanings[column.name]
         suspicion = suspicion_of(some[column.name], meaning.are_ids, clicks)
         if column.is_unread:
-            remarks.append(f"{column.name}: left out: {column.kind}")
+            remarks.append(f"{column.name}: skipped: {column.kind}")
         for name, keys, note, is_used in _roles(column, meaning, clock, split, table_of):
             entry = _unique_name(name, taken)
             spec = {**keys, **_source(entry, column.name)}
@@ -157,7 +157,7 @@ def infer(
                 tables[entry] = size, f"about {column.num_total:,} values"
         if suspicion and any(e.is_used and _source_of(e) == column.name for e in entries):
             remarks.append(f"{column.name}: {suspicion}. Is it known before the click? If not, "
-                           "leave it out")  # fmt: skip
+                               "remove it")  # fmt: skip
     entries += _further({entry.name for entry in entries}, given)
     names = {_source_of(entry): entry.name for entry in entries if entry.is_used}
     entries = [_with_table_name(entry, names) for entry in entries]
@@ -172,14 +172,14 @@ def infer(
 
 
 def _some_rows(num_rows: int) -> Any:
-    """Rows, at random, that are enough for the AUC of a column."""
+    """Random rows, enough for the AUC of a column."""
     if num_rows <= MOST_ROWS:
         return np.arange(num_rows)
     return np.sort(np.random.default_rng(0).choice(num_rows, MOST_ROWS, replace=False))
 
 
 def _check_header(sample: Sample, columns: list[Column]) -> None:
-    """Refuse a first line of values: a header has a name that is no number above numbers.
+    """Refuse a first line of values: a header has a non-numeric name above a column of numbers.
 
     Columns may be named by their positions, from 0 or 1, as some programs do.
     """
@@ -211,18 +211,18 @@ def _is_number(text: str) -> bool:
 
 
 def find_labels(columns: list[Column], asked: list[str] | None) -> list[Label]:
-    """The columns that are trained for: those asked for, else the one there is.
+    """The label columns: the requested ones, else the only candidate.
 
     Raises:
-        ValueError: If none or several could be it.
+        ValueError: If there is no candidate or several.
     """
     found = {column.name: label for column in columns if (label := _as_label(column)) is not None}
     if asked is not None:
         missing = [name for name in asked if name not in found]
         if missing or not asked:
             raise ValueError(
-                f"label: expected columns of 0 and 1, of which the log has {sorted(found)}, got "
-                f"{', '.join(map(repr, missing)) or 'none'}. Name some of them, or write the "
+                f"label: expected columns of 0 and 1 (the log has {sorted(found)}), got "
+                f"{', '.join(map(repr, missing)) or 'none'}. Use some of these, or write the "
                 "labels as 0 and 1."
             )
         return [found[name] for name in dict.fromkeys(asked)]
@@ -230,7 +230,7 @@ def find_labels(columns: list[Column], asked: list[str] | None) -> list[Label]:
         for column_name, label in found.items():
             if column_name.lower() == name:
                 return [label]
-    # By its values alone a column is a label only if there is no doubt.
+    # Without a matching name a column is a label only if its values are unambiguous.
     found = {name: label for name, label in found.items() if not label.column.num_missing}
     if len(found) != 1:
         names = sorted(found) or f"none among {[column.name for column in columns]}"
@@ -240,7 +240,7 @@ def find_labels(columns: list[Column], asked: list[str] | None) -> list[Label]:
 
 
 def _as_label(column: Column) -> Label | None:
-    """The column as a label, if it has two values of which one is the positive one."""
+    """The column as a label, if it has two values, one of them positive."""
     if column.offsets is not None or not 1 <= column.num_values <= 2:
         return None
     texts = column.values.to_pylist()
@@ -257,7 +257,7 @@ def _as_label(column: Column) -> Label | None:
         words = tuple(text.lower() for text in pair)
         if words not in _WORDS_OF_LABELS and words not in [both[1:] for both in _WORDS_OF_LABELS]:
             return None
-    # What is always positive needs the rows without a value as negatives.
+    # If every value is positive, the rows without a value are the negatives.
     if (len(pair) == 1) != bool(column.num_missing):
         return None
     if len(pair) == 1:
@@ -279,17 +279,17 @@ def _entry_of(label: Label, labels: list[Label], taken: set[str]) -> Entry:
 def find_time(columns: list[Column], asked: str | None) -> Column | None:
     """The column of times to split by, without missing values.
 
-    It is the one asked for, else the first in the order of which the log is, or the first of all:
-    a user's birthday comes as it likes.
+    It is the requested one, else the first one by which the log is ordered, else the first of all.
+    A user's birthday, for example, is not ordered.
 
     Raises:
-        ValueError: If the one asked for does not hold times, or lacks some.
+        ValueError: If the requested one does not hold times, or lacks some.
     """
     times = {c.name: c for c in columns if c.kind == "time" and not c.num_missing}
     if asked is not None and asked not in times:
         raise ValueError(
-            f"time: expected a column of times without missing values, of which the log has "
-            f"{sorted(times)}, got {asked!r}. Name one of them."
+            f"time: expected a column of times without missing values (the log has "
+            f"{sorted(times)}), got {asked!r}. Use one of these."
         )
     if asked is not None:
         return times[asked]
@@ -297,7 +297,7 @@ def find_time(columns: list[Column], asked: str | None) -> Column | None:
 
 
 def _is_in_order(clock: Column) -> bool:
-    """Whether the times of most rows are not before those of the rows before them."""
+    """Whether most rows are not earlier than the row before."""
     steps = np.diff(clock.numbers[clock.codes])
     return steps.size > 0 and float((steps >= 0).mean()) > _IN_ORDER_FRAC
 
@@ -305,19 +305,19 @@ def _is_in_order(clock: Column) -> bool:
 def _remarks_of_times(
     columns: list[Column], clock: Column | None, split: Mapping[str, Any], *, is_asked: bool
 ) -> list[str]:
-    """What is to be said of columns of times that the split does not use."""
+    """Remarks about columns of times that the split does not use."""
     is_random = split["kind"] != "time"
     found = []
     for column in columns:
         if column is clock:
-            why = "its times are too few to split by" if is_random else ""
+            why = "too few distinct times to split by" if is_random else ""
         elif column.kind == "time" and column.num_missing:
-            why = f"times, but {column.num_missing:,} rows have none" if is_random else ""
+            why = f"times, but missing in {column.num_missing:,} rows" if is_random else ""
         elif column.kind == "time":
-            why = "" if is_asked else f"times, too: time={column.name} splits by them"
+            why = "" if is_asked else f"also times: use time={column.name} to split by them"
         elif is_unknown_time(column):
             example = column.values[0].as_py()
-            why = f"left out: named as times, but of no form that is known, such as {example!r}"
+            why = f"skipped: name suggests times, but of an unknown format, such as {example!r}"
         else:
             continue
         if why:
@@ -328,20 +328,20 @@ def _remarks_of_times(
 
 
 def is_unknown_time(column: Column) -> bool:
-    """Whether a column is named as times and may hold some, but of no form that is known."""
+    """Whether a column's name suggests times and its values may be some, of an unknown format."""
     if column.num_values <= _FEW_TIMES or not names_times(column.name):
         return False
     if column.kind == "text":
         return bool(pc.all(pc.match_substring_regex(column.values, "[0-9]")).as_py())
     if not column.is_numeric or column.num_missing:
         return False
-    # How long something took is named like that, too, but does not rise along the log.
+    # Durations have such names too, but do not increase along the log.
     is_rising = bool((np.diff(column.numbers[column.codes]) >= 0).all())
     return is_rising or (column.kind == "integer" and names_ids(column.name) is None)
 
 
 def _bounds(clock: Column) -> dict[str, str] | None:
-    """Where validation and test begin, at days or hours if the log is long enough for that."""
+    """The starts of validation and test, rounded to days or hours if the log is long enough."""
     order = np.argsort(clock.numbers)
     times, shares = clock.numbers[order], np.cumsum(clock.counts[order]) / clock.counts.sum()
     at = [_TRAIN_FRAC, _TRAIN_FRAC + _VALID_FRAC]
@@ -360,7 +360,7 @@ def _iso(time_ms: float) -> str:
 
 
 def _trains_for_weeks(column: Column, split: Mapping[str, Any]) -> bool:
-    """Whether training has two of each weekday, or what is learned of one is that of one day."""
+    """Whether training has each weekday twice; else a weekday is indistinguishable from its day."""
     end = time_ms(split["valid_from"]) if split["kind"] == "time" else math.inf
     days = np.unique(np.floor(column.numbers / _MS_PER_DAY)).astype(np.int64)
     num_trained = np.bincount(days[days * _MS_PER_DAY < end] % 7, minlength=7)
@@ -388,11 +388,11 @@ def _roles(
         keys = {**between, "width": column.width, "standardize": True}
         yield name, {"kind": "dense", **keys}, f"vectors of {column.width}", True
     elif column.is_unread:
-        yield name, category, f"left out: {column.kind}", False
+        yield name, category, f"skipped: {column.kind}", False
     elif is_unknown_time(column):
-        yield name, category, "left out: named as times, but of no form that is known", False
+        yield name, category, "skipped: name suggests times, but of an unknown format", False
     elif column.num_values < 2:
-        yield name, category, f"left out: {column.num_values or 'no'} value", False
+        yield name, category, f"skipped: {column.num_values or 'no'} value", False
     elif column.kind == "list":
         cut = {"max_length": _LONG_LIST} if column.longest > _LONG_LIST else {}
         between = {"separator": column.separator} if column.separator else {}
@@ -402,7 +402,7 @@ def _roles(
         keys = {"kind": "dense", **column.number_form, **_scaling(column)}
         yield name, keys, _note(column, meaning), True
     elif not is_category(column):
-        yield name, category, "left out: nearly every value differs", False
+        yield name, category, "skipped: nearly all values are distinct", False
     else:
         yield name, {**category, **shared}, _note(column, meaning), True
 
@@ -419,7 +419,7 @@ def _roles_of_time(
         yield f"{beside}hour", keys, "0 to 23, UTC", is_clock
     if days.size > 1:
         keys, is_known = {**category, "derive": "day_of_week"}, _trains_for_weeks(column, split)
-        note = "0 is Monday, UTC" if is_known else "left out: training has less than two weeks"
+        note = "0 is Monday, UTC" if is_known else "skipped: training covers less than two weeks"
         yield f"{beside}weekday", keys, note, is_clock and is_known
 
 
@@ -448,7 +448,7 @@ def _scaling(column: Column) -> dict[str, Any]:
 
 
 def is_category(column: Column) -> bool:
-    """Whether a column of ids has values that occur often enough to learn of."""
+    """Whether a column of ids has values that occur often enough to be learned."""
     return (
         column.kind in ("integer", "text")
         and 2 <= column.num_values <= 0.98 * column.num_present
@@ -457,7 +457,7 @@ def is_category(column: Column) -> bool:
 
 
 def _shared_tables(columns: list[Column], categories: list[Column]) -> dict[str, str]:
-    """The column of ids whose table another reads, too, since its values are of that vocabulary."""
+    """The column of ids whose table another one shares, since it has the same vocabulary."""
     shared: dict[str, str] = {}
     for reader in columns:
         if reader.kind not in ("list", "text", "integer") or reader.num_values < 2:
@@ -475,17 +475,17 @@ def _shared_tables(columns: list[Column], categories: list[Column]) -> dict[str,
                 found[column.name] = is_in.sum() / column.num_values
         if found:
             shared[reader.name] = max(found, key=lambda name: found[name])
-    for name in shared:  # the table of one that reads another's
+    for name in shared:  # the table of a column that shares another's
         while shared[name] in shared:
             shared[name] = shared[shared[name]]
     return shared
 
 
 def _is_of_table(reader: Column, column: Column, share: float) -> bool:
-    """Whether a column reads the table of another that has this share of its values.
+    """Whether a column shares the table of another that has this share of its values.
 
-    Either it is named so, or all its values are there and that is no chance: as texts, as numbers
-    that lie far apart, or, of lists, as nearly all numbers there are.
+    Either its name suggests it, or it has all its values there and chance is excluded: texts,
+    sparse numbers, or lists with nearly all numbers of the other column.
     """
     is_list = reader.kind == "list"
     if names_ids_of(reader.name, column.name, is_list=is_list) and share > (
@@ -512,10 +512,10 @@ def _with_table_name(entry: Entry, names: Mapping[str, str]) -> Entry:
 
 
 def _corrected(entry: Entry, given: Mapping[str, Mapping[str, Any] | None]) -> Entry:
-    """The entry with the keys that are given; one of another kind keeps none of its own."""
+    """The entry with the keys of ``given``; with another kind it keeps none of its own."""
     keys = given.get(entry.name, {})
     if keys is None:
-        return replace(entry, note="left out: not wanted", is_used=False)
+        return replace(entry, note="skipped: as requested", is_used=False)
     if not keys:
         return entry
     is_same = keys.get("kind", entry.spec["kind"]) == entry.spec["kind"]
@@ -524,13 +524,13 @@ def _corrected(entry: Entry, given: Mapping[str, Mapping[str, Any] | None]) -> E
 
 
 def _further(found: set[str], given: Mapping[str, Mapping[str, Any] | None]) -> Iterator[Entry]:
-    """The entries that are given and were not found, which may read any column."""
+    """The entries of ``given`` that were not found, which may read any column."""
     for name, keys in given.items():
         if name in found:
             continue
         if keys is None:
             raise ValueError(
-                f"columns.{name}: expected one of {', '.join(sorted(found))} to leave out, got "
+                f"columns.{name}: expected one of {', '.join(sorted(found))} to skip, got "
                 f"{name!r}. Correct the name."
             )
         yield Entry(name, keys, "as given")

@@ -1,4 +1,4 @@
-"""The specification of a log as YAML, with what was seen as comments."""
+"""The specification of a log as YAML, with the evidence as comments."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hotrec.config.data import SourceFormat
 from hotrec.data.inference.spec import Inferred
 from hotrec.data.sample import Sample
 
-# What YAML reads as something else than text.
+# Texts that YAML reads as another type.
 _PLAIN = re.compile(r"[A-Za-z_][\w-]*")
 _NOT_TEXT = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 
 
 def to_yaml(sample: Sample, found: Inferred, heading: list[str]) -> str:
-    """The specification as a file of the group ``data``, with what was seen as comments."""
+    """The specification as a file of the group ``data``, with the evidence as comments."""
     lines = [f"# {line}" for line in heading]
     seen = f"{sample.table.num_rows:,} rows"
     whole = "all" if sample.is_whole else f"about {sample.num_rows:,}, evenly spread"
@@ -28,7 +28,7 @@ def to_yaml(sample: Sample, found: Inferred, heading: list[str]) -> str:
     if found.null_values:
         lines.append(f"  null_values: {_flow(found.null_values)}")
     if sample.num_bad:
-        lines.append(f"  # on_bad_line: skip  # leaves out lines such as {sample.fault}")
+        lines.append(f"  # on_bad_line: skip  # ignores lines such as {sample.fault}")
     if found.times:
         lines.append(f"  times: {_flow(found.times)}")
     if found.split["kind"] == "time":
@@ -38,7 +38,7 @@ def to_yaml(sample: Sample, found: Inferred, heading: list[str]) -> str:
     if found.tables:
         lines.append("  tables:")
         lines += [f"    {_key(n)}: {_flow(s)}  # {note}" for n, (s, note) in found.tables.items()]
-    lines.append("  # What is known only after the click does not belong here.")
+    lines.append("  # Remove columns that are known only after the click.")
     lines.append("  columns:")
     for entry in found.entries:
         mark = "" if entry.is_used else "# "
@@ -47,7 +47,7 @@ def to_yaml(sample: Sample, found: Inferred, heading: list[str]) -> str:
 
 
 def _comment(note: str) -> str:
-    """One line of what may have the log's texts in it, which OmegaConf would interpolate."""
+    """A comment of one line, escaped because OmegaConf would interpolate texts of the log."""
     return " ".join(note.split())
 
 

@@ -8,13 +8,12 @@ from itertools import accumulate, chain
 from typing import Any
 
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.flat import put_rows
 from hotrec.embedding.hot_reduce import HotPlan
-from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.messages import RowCounts, exchange_rows, row_counts
-from hotrec.embedding.prefetch.owned_rows import OwnedRows, RequestedRows, RowOwners
+from hotrec.embedding.owned_rows import RequestedRows
+from hotrec.embedding.row_exchange import ShardedRows
 from hotrec.embedding.slots import TooFewSlotsError
 from hotrec.routing.features import RoutedFeatures, RoutedGroup
 from hotrec.routing.sorting import sort_keys
@@ -152,29 +151,6 @@ class Gradients:
 LONG_AGO = 255
 
 
-@dataclass(frozen=True)
-class RowGroup:
-    """One embedding dimension of one collection."""
-
-    dim: int
-    num_hot_keys: int  # hot tables, the first keys of the routed rows
-    replica: HotReplicas | None  # None without hot tables
-    owners: RowOwners | None  # None without cold tables
-    owned: OwnedRows
-    is_cached: bool = False  # the same on all ranks
-
-    def num_hot(self, rows: KeyedJaggedTensor) -> int:
-        """The number of distinct hot rows of a batch."""
-        return sum(rows.length_per_key()[: self.num_hot_keys])
-
-    def hot_slots(self, rows: KeyedJaggedTensor) -> torch.Tensor:
-        """The hot slots of a batch in the replica, int64, distinct, in the order of the rows."""
-        assert self.replica is not None
-        lengths_T, num_hot = rows.lengths()[: self.num_hot_keys], self.num_hot(rows)
-        begins_U = torch.repeat_interleave(self.replica.begins_T, lengths_T, output_size=num_hot)
-        return rows.values()[:num_hot] + begins_U
-
-
 class ColdExchange:
     """Exchanges cold rows and their gradients with the owners of the rows.
 
@@ -204,7 +180,7 @@ class ColdExchange:
 
     def __init__(
         self,
-        groups: Sequence[RowGroup],
+        groups: Sequence[ShardedRows],
         wire: Wire,
         depth: int,
         device: torch.device,
@@ -212,7 +188,7 @@ class ColdExchange:
     ) -> None:
         self._groups = groups
         self._cold = [index for index, group in enumerate(groups) if group.owners is not None]
-        self._hot = [index for index, group in enumerate(groups) if group.replica is not None]
+        self._hot = [index for index, group in enumerate(groups) if group.hot is not None]
         self._dims = [groups[index].dim for index in self._cold]
         self._wire = wire
         self._depth = depth
@@ -289,9 +265,7 @@ class ColdExchange:
         """By cold group; empty where no cold rows are exchanged."""
         found = []
         for index in [] if batch.is_all_hot else self._cold:
-            group = self._groups[index]
-            assert group.owners is not None
-            found.append(group.owners.find(batch.groups[index].rows, group.num_hot_keys))
+            found.append(self._groups[index].find_owners(batch.groups[index].rows))
         return found
 
     def _send_request(
@@ -407,7 +381,7 @@ class ColdExchange:
         for index in self._cold:
             self._groups[index].owned.wait(batch.number)
         parts = [
-            self._groups[index].owned.read(leaving.of(at, request.places[at]), self._dims[at])
+            self._groups[index].owned.read(leaving.of(at, request.places[at]))
             for at, index in enumerate(self._cold)
         ]
         received = exchange_rows(self._wire, parts, leaving.counts, arriving.counts, self._dims)

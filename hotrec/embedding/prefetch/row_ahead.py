@@ -13,12 +13,10 @@ import torch
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from hotrec.embedding.cached_rows import is_cached
 from hotrec.embedding.hot_reduce import HotReducer, SparseGradient
 from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.pooling import pool_rows
-from hotrec.embedding.prefetch.exchange import ColdExchange, Gradients, PrefetchedBatch, RowGroup
-from hotrec.embedding.prefetch.owned_rows import OwnedRows, RowOwners
+from hotrec.embedding.prefetch.exchange import ColdExchange, Gradients, PrefetchedBatch
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import sharded_collections
 from hotrec.routing.features import RoutedFeatures
@@ -26,7 +24,6 @@ from hotrec.routing.split import samples_reading, select_samples
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread, record_use
 from hotrec.runtime.ranks import (
     Group,
-    all_gather_object,
     backend_of,
     finish_others,
     finished_first,
@@ -97,7 +94,10 @@ class RowsAhead:
             raise ValueError(f"pipeline.depth: expected 0..{MOST_DEPTH}, got {depth}.")
         self.depth = depth
         self._device = device
-        self._groups: list[RowGroup] = _find_groups(self._collections, device)
+        # The embedding dimensions of all collections, in order.
+        self._groups = [rows for part in self._collections for rows in part.sharded_rows()]
+        for rows in self._groups:
+            rows.owned.restart()
         # For each collection, the index of its first dimension among all groups.
         nums = [len(collection.router.groups) for collection in self._collections]
         self._first_group = [sum(nums[:at]) for at in range(len(nums))]
@@ -112,7 +112,7 @@ class RowsAhead:
             self._order.enter_context(finished_first(self._thread.drain))
         self.window = window if any(group.is_cached for group in self._groups) else 0
         self._cold = ColdExchange(self._groups, wire, depth, device, self.window)
-        self._replicas: list[HotReplicas] = [g.replica for g in self._groups if g.replica]
+        self._replicas: list[HotReplicas] = [rows.hot for rows in self._groups if rows.hot]
         shapes = [(replica.rows.shape[0], replica.dim) for replica in self._replicas]
         # None without hot rows, and for one rank, whose gradients are the mean.
         has_reducer = bool(shapes) and wire.world_size > 1
@@ -179,7 +179,7 @@ class RowsAhead:
             number, list(features), routed, groups, will_update, is_all_hot, num_hot
         )
         batch.hot_slots = [
-            group.hot_slots(of_batch.rows) for group, of_batch in pairs if group.replica is not None
+            group.hot_slots(of_batch.rows) for group, of_batch in pairs if group.hot is not None
         ]
         mark("route")
         self._num_prefetched += 1
@@ -395,7 +395,7 @@ class RowsAhead:
         return [
             rows[:num_hot]
             for group, num_hot, rows in zip(self._groups, batch.num_hot, of_groups, strict=True)
-            if group.replica is not None
+            if group.hot is not None
         ]
 
     def wait_for_hot_gradients(self) -> None:
@@ -436,26 +436,3 @@ class RowsAhead:
 
 def _drain_before(rows: RowsAhead, *_: Any) -> None:
     rows.drain()
-
-
-def _find_groups(
-    collections: Sequence[ShardedHotColdEmbeddingBagCollection], device: torch.device
-) -> list[RowGroup]:
-    """The embedding dimensions of all collections, in order; a collective."""
-    groups = []
-    for collection in collections:
-        routers = collection.router.groups.values()
-        for rows, router in zip(collection.sharded_rows(), routers, strict=True):
-            owned = OwnedRows(rows)
-            owners, tables = None, router.cold_tables
-            if tables:
-                owners = RowOwners(
-                    tables,
-                    collection.partition.num_rows,
-                    all_gather_object(owned.shards),
-                    device,
-                )
-            cached = is_cached(collection.placement, tables)
-            num_hot = len(router.hot_tables)
-            groups.append(RowGroup(rows.dim, num_hot, rows.hot, owners, owned, cached))
-    return groups

@@ -1,6 +1,6 @@
-"""Heartbeats in the process group's store, and what they say about a lost rank.
+"""Heartbeats in the process group's store, and the diagnosis of a lost rank.
 
-The store answers as long as its server lives, also while a collective hangs or a peer is dead.
+The store is available as long as its server runs, even while a collective hangs or a peer is dead.
 torchrun keeps the server in its own process on the first host, so it outlives every rank.
 """
 
@@ -17,24 +17,24 @@ import torch.distributed as dist
 
 from hotrec.runtime.watchdog.progress import COMMUNICATION, MAIN, PHASES
 
-# A request is a small message to one server; what takes longer does not come.
+# A request is a small message to one server; a slower reply will not come.
 _REQUEST_S = 10.0
 
 
 class Heartbeat(NamedTuple):
-    """What a rank publishes of itself.
+    """The state that a rank publishes.
 
     Args:
-        at_s: seconds since the epoch by its own clock; tells its heartbeats from one another.
-        host_key: the same for processes that see one another's process ids; None if unknown.
+        at_s: seconds since the epoch by its own clock; distinguishes its heartbeats.
+        host_key: equal for processes in the same pid namespace; None if unknown.
         age_s: seconds since any of its threads moved.
         step: that its main thread is in; None outside steps.
         where: step, stage and line for messages.
         counts: number of stages entered, by thread.
         phase: one of PHASES, or empty.
-        is_waiting: for other ranks, as far as that shows.
-        is_unlimited: it does what may take long: see ``progress.UNLIMITED``.
-        left: why it no longer takes part; None while it does.
+        is_waiting: for other ranks, as far as detectable.
+        is_unlimited: its stage may take long: see ``progress.UNLIMITED``.
+        left: why it has left; None while it participates.
     """
 
     rank: int
@@ -62,11 +62,11 @@ class Heartbeat(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Why the run ends; the first rank that finds out writes it, and all ranks report the same.
+    """Why the run ends; written by the first rank that detects the loss, reported by all ranks.
 
     Args:
         text: the message, without advice.
-        is_error: a rank raised an error of its own, which other ranks may have raised as well.
+        is_error: a rank raised its own error, which other ranks may have raised as well.
     """
 
     text: str
@@ -74,10 +74,10 @@ class Verdict(NamedTuple):
 
 
 class Store:
-    """One rank's view of all heartbeats. Methods raise RuntimeError if the store does not answer.
+    """One rank's view of all heartbeats. Methods raise RuntimeError if the store is unreachable.
 
     Args:
-        store: a ``torch.distributed.Store`` of its own: one that another thread waits on blocks.
+        store: a separate ``torch.distributed.Store``: one that another thread waits on would block.
         name: the same on every rank, another for every use of the store.
     """
 
@@ -92,7 +92,7 @@ class Store:
 
     def read(self) -> dict[int, Heartbeat]:
         """The last heartbeat of every rank that has published one, by rank, this one included."""
-        # A read of what is not there waits for it.
+        # Reading a missing key would wait for it.
         if self._can_get_many and self._store.check(self._keys):
             texts = self._store.multi_get(self._keys)
         else:
@@ -101,19 +101,19 @@ class Store:
         return {beat.rank: beat for beat in beats}
 
     def verdict(self) -> Verdict | None:
-        """The verdict of whichever rank has reached one."""
+        """The verdict, if any rank has written one."""
         if not self._store.check(["verdict"]):
             return None
         return Verdict(*json.loads(self._store.get("verdict")))
 
     def agree(self, text: str, *, is_error: bool = False) -> Verdict:
-        """Write a verdict unless there is one; the one that stands, the same on every rank."""
+        """Write a verdict unless there is one; returns the stored one, the same on every rank."""
         own = json.dumps(Verdict(text, is_error))
         return Verdict(*json.loads(self._store.compare_set("verdict", "", own)))
 
 
 def host_key() -> str | None:
-    """Identifies this boot of the host and the namespace of process ids, if the system tells."""
+    """Identifies this boot of the host and the pid namespace, if available."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -122,9 +122,9 @@ def host_key() -> str | None:
 
 
 def started_at(pid: int) -> str | None:
-    """Tells a process from a later one with the same id; None if it is gone.
+    """Distinguishes a process from a later one with the same pid.
 
-    A process that has died and that nobody has waited for yet is gone, too.
+    None if it has exited, including zombies.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -149,10 +149,10 @@ def silent(lost: Mapping[int, float], beats: Mapping[int, Heartbeat], rank: int,
 
     Args:
         lost: seconds without a new heartbeat, by rank.
-        why: such as "expected all ranks to go on within 60 s".
+        why: such as "expected progress on all ranks within 60 s".
     """
     seen = (
-        f"no sign of life from {beats[late].name} for "
+        f"no heartbeat from {beats[late].name} for "
         f"{max(silence_s, beats[rank].at_s - beats[late].at_s):.0f} s, last seen in "
         f"{beats[late].where}"
         for late, silence_s in lost.items()
@@ -163,11 +163,11 @@ def silent(lost: Mapping[int, float], beats: Mapping[int, Heartbeat], rank: int,
 def failed(beat: Heartbeat, error: str) -> str:
     """The message on a rank that has raised an error of its own."""
     got = f"got an error on rank {beat.rank} in {beat.where}: {error}."
-    return f"{beat.title}: expected all ranks to go on, {got}"
+    return f"{beat.title}: expected all ranks to continue, {got}"
 
 
 def stuck(beats: Mapping[int, Heartbeat], why: str) -> str:
-    """The message when all ranks are alive and none moves; names those that are behind."""
+    """The message when all ranks are alive without progress; names those that are behind."""
     ordered = [beat for _, beat in sorted(beats.items())]
     if len(ordered) == 1:
         got = f"got none for {ordered[0].age_s:.0f} s in {ordered[0].where}"
@@ -175,7 +175,7 @@ def stuck(beats: Mapping[int, Heartbeat], why: str) -> str:
     behind = find_behind(ordered)
     if not behind:
         places = "; ".join(f"rank {beat.rank} in {beat.where}" for beat in ordered[:8])
-        got = f"got none moving; all are alive and none is behind: {places}. Look at the network."
+        got = f"got none; all are alive at the same step: {places}. Check the network."
         return f"{ordered[0].title}: {why}, {got}"
     seen = (
         f"rank {beat.rank} alive but not moving for {beat.age_s:.0f} s in {beat.where}"
@@ -186,8 +186,8 @@ def stuck(beats: Mapping[int, Heartbeat], why: str) -> str:
 
 
 def find_behind(beats: Sequence[Heartbeat]) -> list[Heartbeat]:
-    """The ranks that the others wait for; empty if they all stand alike."""
-    # Ranks begin the same exchanges in the same order. Where that tells nothing, a rank that waits
+    """Stragglers; empty if all ranks are at the same step."""
+    # Ranks start the same exchanges in the same order. If that is inconclusive, a rank that waits
     # for others is not behind, nor is one in a later phase of the step.
     for measure in (
         lambda beat: beat.counts.get(COMMUNICATION, 0),

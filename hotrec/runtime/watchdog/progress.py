@@ -28,14 +28,14 @@ ADAPTATION = "move of hot rows"
 EVALUATION = "evaluation"
 METRICS = "metrics"
 CHECKPOINT = "checkpoint"
-# Stages that may take long on one rank while the others wait, such as writing a checkpoint. In them
-# only the timeout of the collectives holds.
+# Stages that may take long on one rank while the others wait, such as writing a checkpoint. Only
+# the timeout of the collectives applies to them.
 UNLIMITED = frozenset({START, FIRST_STEP, METRICS, CHECKPOINT})
 
 # In the order of a step: a rank in an earlier phase than the others is behind.
 PHASES = ("loader", "forward", "backward", "optimizer")
-# Frames in which a thread waits for other ranks. Exchanges of ours end in the same library calls,
-# and one that a communication thread makes is waited for in a future.
+# Frames in which a thread waits for other ranks. Our exchanges end in the same library calls; the
+# wait for those of a communication thread is in a future.
 _WAITING = (
     "torch/distributed/distributed_c10d.py",
     "torchrec/distributed/comm_ops.py",
@@ -49,13 +49,13 @@ _LIBRARIES = ("/torch/", "/torchrec/", "/multiprocessing/", "/threading.py")
 _MAX_FRAMES = 80
 
 
-class Progress:
-    """Written by the threads that work, read by the watchdog's."""
+class ProgressMarks:
+    """Written by the worker threads, read by the watchdog."""
 
     def __init__(self) -> None:
         self.main_thread = get_ident()
-        # Stage, step and number of stages entered. Entries are replaced as a whole, so a reader
-        # never sees half of one.
+        # Stage, step and number of stages entered. Entries are replaced atomically, so a reader
+        # never sees a partial one.
         self._threads: dict[str, tuple[str, int | None, int]] = {MAIN: (START, None, 1)}
         self._passed: str | None = None
         self._moved_s = time.monotonic()
@@ -76,7 +76,7 @@ class Progress:
 
     @property
     def age_s(self) -> float:
-        """Seconds since any thread moved."""
+        """Seconds since the last progress of any thread."""
         return time.monotonic() - self._moved_s
 
     @property
@@ -96,7 +96,7 @@ class Progress:
         """E.g. "step 41 (after row_lookup; backward, at a.py:12 f); communication: rows_exchange".
 
         Args:
-            place: of the main thread; None to look.
+            place: of the main thread; None to determine it.
         """
         threads, passed = self._threads.copy(), self._passed
         stage, step, _ = threads.pop(MAIN)
@@ -109,18 +109,18 @@ class Progress:
         return "; ".join([text, *(f"{name}: {stage}" for name, (stage, _, _) in threads.items())])
 
 
-_progress: Progress | None = None
+_progress: ProgressMarks | None = None
 
 
-def track() -> Progress:
+def track() -> ProgressMarks:
     """The progress of this process from now on; the caller's thread is the main one."""
     global _progress
-    _progress = Progress()
+    _progress = ProgressMarks()
     return _progress
 
 
 def enter(thread: str, stage: str, step: int | None = None) -> None:
-    """Note for the watchdog, if one runs, that ``thread`` is in ``stage`` of ``step`` from now on.
+    """Record for the watchdog, if there is one, that ``thread`` enters ``stage`` of ``step``.
 
     Every rank has to enter the same stages in the same order, except in threads that only some
     ranks have.
@@ -134,26 +134,26 @@ def enter(thread: str, stage: str, step: int | None = None) -> None:
 
 
 def leave(thread: str) -> None:
-    """Note for the watchdog, if one runs, that ``thread`` has ended, on all ranks alike."""
+    """Record for the watchdog, if there is one, that ``thread`` has ended on every rank."""
     if _progress is not None:
         _progress.leave(thread)
 
 
 def passed(stage: str) -> None:
-    """Note for the watchdog, if one runs, that the main thread has left ``stage``."""
+    """Record for the watchdog, if there is one, that the main thread has left ``stage``."""
     if _progress is not None:
         _progress.passed(stage)
 
 
 class Place(NamedTuple):
-    """Where a thread is by its Python stack, which costs the thread nothing.
+    """The place of a thread by its Python stack, at no cost for the thread.
 
-    It tells what no mark can: TorchRec's pipelines and a model's own code have none.
+    It covers code without marks: TorchRec's pipelines and user models.
 
     Args:
         phase: one of PHASES, or empty.
         line: "module.py:12 function" of the innermost frame outside libraries; empty without one.
-        is_waiting: for other ranks, as far as the stack shows; a wait inside C++ does not show.
+        is_waiting: for other ranks, as far as the stack shows it; a wait inside C++ is invisible.
     """
 
     phase: str = ""
@@ -171,8 +171,8 @@ class Place(NamedTuple):
 
 def place_of_thread(thread: int) -> Place:
     """The place of a thread of this process, by its ``threading.get_ident()``."""
-    # Python 3.11 may collect garbage while it holds its lock of thread states, and what it collects
-    # may let other threads run: one that starts a thread or forks then hangs (CPython gh-106883).
+    # Python 3.11 may collect garbage while it holds its lock of thread states, and destructors may
+    # switch threads: one that starts a thread or forks then hangs (CPython gh-106883).
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -190,14 +190,14 @@ def place_of_error(error: BaseException) -> Place:
 
 def _place(frames: Iterable[tuple[FrameType, int]]) -> Place:
     """Args: frames with their lines, from the innermost outward."""
-    # Text only: a frame that is kept keeps alive the tensors that the thread works on.
+    # Text only: a stored frame would keep the thread's tensors alive.
     calls = [
         (frame.f_code.co_filename, frame.f_code.co_name, line)
         for frame, line in islice(frames, _MAX_FRAMES)
     ]
     phase = _phase(calls)
-    # Only the innermost frames: what is called from within an exchange further out computes. In a
-    # loader, data is waited for.
+    # Only the innermost frames: code called from an exchange further out computes. In a loader the
+    # thread waits for data.
     is_waiting = phase != "loader" and any(_is_in(file, _WAITING) for file, _, _ in calls[:4])
     own = (call for call in calls if not _is_in(call[0], _LIBRARIES))
     line = next((f"{PurePath(file).name}:{line} {name}" for file, name, line in own), "")

@@ -1,8 +1,8 @@
 """A thread on each rank that ends the process when the run has lost a rank.
 
-It publishes this rank's heartbeat and reads those of the others. A rank is lost when it has died,
-has failed, gives no sign of life, or when nothing moves on any rank for ``limit_s``. A rank that is
-slow is left alone as long as it moves.
+It publishes this rank's heartbeat and reads those of the others. A rank is lost if it has died,
+failed, or stopped sending heartbeats, or if no rank makes progress for ``limit_s``. A slow rank is
+tolerated while it makes progress.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from hotrec.runtime.watchdog.heartbeat import Heartbeat, Verdict
 
 logger = logging.getLogger(__name__)
 
-# Of a process that the watchdog ends, or that ends by LostRank under ``hotrec``: the same command
-# may well succeed when it is started again.
+# Exit code of a process that the watchdog ends, or that ends by LostRank under ``hotrec``: the same
+# command may succeed if it is restarted.
 EXIT_CODE = os.EX_TEMPFAIL
 
 INTERVAL_S = 0.25
-# With many ranks heartbeats come less often, so that one store can answer all of them.
+# With many ranks heartbeats are less frequent, so that one store can serve all of them.
 _HEARTBEATS_PER_S = 512
-# A rank is silent if no heartbeat has come for this long while this rank was reading them.
+# A rank is silent if no heartbeat has arrived for this long while this rank was reading them.
 SILENT_S = 5.0
-# How long the main thread gets to end by itself when the run is lost: it has the error that goes
-# with the loss. NCCL's own watchdog may abort the process soon after it has seen an error.
+# How long the main thread gets to exit by itself when the run is lost: it has the error of the
+# loss. NCCL's own watchdog may abort the process soon after an error.
 GRACE_S = {"gloo": 2.0, "nccl": 0.0}
-# A straggler is busy in half of this many looks at all ranks, and several times as often as others.
+# A straggler is busy in half of this many samples of all ranks, and several times as often as
+# others.
 _NUM_LOOKS = 20
 _STRAGGLER_FACTOR = 3
 
@@ -57,32 +58,32 @@ _EXCHANGE_ERRORS = (
     *("NCCL error", "NCCL communicator", "ncclRemoteError", "ncclSystemError"),
 )
 
-# Uses of the store by this process; every rank makes the same ones.
+# Number of uses of the store by this process, the same on every rank.
 _uses = count()
 
 
-class LostRank(RuntimeError):  # noqa: N818 (what has happened; the error is another rank's)
-    """A rank has died, failed or stopped; the same text on every rank that is left."""
+class LostRank(RuntimeError):  # noqa: N818 (an event; the error is another rank's)
+    """A rank has died, failed or stopped; the same text on every remaining rank."""
 
 
 class Watchdog:
     """Watches the ranks in a ``with`` block, which every rank of the process group enters.
 
-    If a rank is lost, every other rank raises ``LostRank``, or its process ends with ``EXIT_CODE``
-    where the main thread cannot raise, with the same message on the log. An error of this rank's
-    own passes as it is and is reported to the others. A single rank can only be stuck.
+    If a rank is lost, every other rank raises ``LostRank``, or its process exits with ``EXIT_CODE``
+    if the main thread cannot raise, with the same message in the log. An error of this rank
+    propagates unchanged and is reported to the others. A single rank can only be stuck.
 
     Args:
-        limit_s: seconds in which something has to move on some rank in a step, above 0. Start,
-            first step and checkpoints have only the timeout of the collectives.
-        advice: returns the last sentence of the message; called when it is needed.
-        flight_recorder: directory in which every rank that is left writes its last collectives and
-            the stacks of its threads when a rank is lost; None for none.
-        once: calls the function that it is given unless another rank has printed the same text.
+        limit_s: seconds within which some rank has to make progress in a step, above 0. Start,
+            first step and checkpoints only have the timeout of the collectives.
+        advice: returns the last sentence of the message; called on demand.
+        flight_recorder: directory in which every remaining rank writes its last collectives and the
+            stacks of its threads when a rank is lost; None for none.
+        once: calls its argument unless another rank has printed the same text.
 
     Raises:
         LostRank: instead of the error of a collective that failed; that error is its cause.
-        RuntimeError: at the start, if the process group's store does not answer.
+        RuntimeError: at the start, if the process group's store is unreachable.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Watchdog:
         ranks: Ranks,
         *,
         limit_s: float = 120.0,
-        advice: Callable[[], str] = lambda: "Start the run again from its last checkpoint.",
+        advice: Callable[[], str] = lambda: "Restart the run from its last checkpoint.",
         flight_recorder: Path | None = None,
         once: Callable[[str, Callable[[], None]], None] = lambda _, show: show(),
     ) -> None:
@@ -136,8 +137,8 @@ class Watchdog:
     ) -> None:
         if not self._thread.is_alive():
             return
-        # SIGTERM, which torchrun sends after a death, must not end the search for who has died, nor
-        # what follows if a rank is lost.
+        # SIGTERM, which torchrun sends after a death, must not interrupt the diagnosis, nor what
+        # follows if a rank is lost.
         is_quiet = error is not None and threading.current_thread() is threading.main_thread()
         handler = signal.signal(signal.SIGTERM, signal.SIG_IGN) if is_quiet else None
         self._must_stop.set()
@@ -155,7 +156,7 @@ class Watchdog:
             signal.signal(signal.SIGTERM, handler)
 
     def _leave(self, reason: str) -> None:
-        """Let the others know that the end of this process is no death."""
+        """Mark this process's exit as regular."""
         self._left = reason
         with suppress(RuntimeError):  # the store is gone
             self._publish()
@@ -167,7 +168,7 @@ class Watchdog:
             try:
                 verdict = self._look()
             except RuntimeError as error:
-                logger.debug("watchdog: the store does not answer: %s", error)
+                logger.debug("watchdog: store unreachable: %s", error)
                 is_stuck = (
                     self._progress.age_s >= self._limit_s
                     and self._progress.stage not in progress.UNLIMITED
@@ -181,14 +182,14 @@ class Watchdog:
         self._publish()
         if verdict := self._store.verdict() or self._find_dead():
             return verdict
-        # To know that a rank is silent takes a while: begin early, to report in time.
+        # Detecting a silent rank takes a while: start early, to report in time.
         age_s = self._progress.age_s
         if age_s < self._limit_s - self._silent_s - 2 * self._interval_s:
             self._heard.clear()
             if self._rank == 0 and not self._is_straggler_reported:
                 self._look_for_straggler()
             return None
-        why = f"expected all ranks to go on within {self._limit_s:g} s"
+        why = f"expected progress on all ranks within {self._limit_s:g} s"
         verdict = self._find_silent(why)
         return verdict or (self._find_stuck(why) if age_s >= self._limit_s else None)
 
@@ -204,20 +205,20 @@ class Watchdog:
         *_, (second, _), (most, rank) = sorted((self._busy[beat.rank], beat.rank) for beat in beats)
         if most >= max(_NUM_LOOKS / 2, _STRAGGLER_FACTOR * second):
             logger.warning(
-                f"the others wait for rank {rank}: it was busy in {most / _NUM_LOOKS:.0%} of the "
-                f"looks, no other rank in more than {second / _NUM_LOOKS:.0%}. See whether "
-                "something else runs on its host."
+                f"straggler: the others wait for rank {rank}, which was busy in "
+                f"{most / _NUM_LOOKS:.0%} of the samples, no other rank in more than "
+                f"{second / _NUM_LOOKS:.0%}. Check for other load on its host."
             )
             self._is_straggler_reported = True
         self._busy.clear()
         self._num_looks = 0
 
     def _end(self, verdict: Verdict) -> None:
-        """End the process, unless the main thread does so in time."""
+        """Exit the process, unless the main thread does so in time."""
         if self._must_stop.wait(self._grace_s):
             return
         lost = self._lost(verdict)
-        # In a thread, since what hangs may hold the locks of the log.
+        # In a thread, because the hanging code may hold the locks of the log.
         message = f"{lost} (this rank: {self._progress.describe()})"
         prefix = f"[rank {self._rank}] " if self._world_size > 1 else ""
 
@@ -232,8 +233,8 @@ class Watchdog:
         )
         log.start()
         log.join(timeout=5)
-        # torchrun reads from this record when the rank ended. Without it a rank that torchrun kills
-        # afterwards may count as the first that failed, and give the run its exit code.
+        # torchrun reads the time of the failure from this record. Without it a rank that torchrun
+        # kills afterwards may count as the first failure, and determine the exit code.
         with suppress(OSError):
             get_error_handler().record_exception(lost)
         if self._flight_recorder is not None:
@@ -242,7 +243,7 @@ class Watchdog:
             worker.kill()
         os._exit(EXIT_CODE)
 
-    # What is known about the ranks
+    # The state of the ranks
 
     def _publish(self) -> None:
         self._store.publish(self._heartbeat())
@@ -267,7 +268,7 @@ class Watchdog:
         )
 
     def _is_late_loader(self, place: progress.Place) -> bool:
-        """Whether the main thread has waited for a batch for too long, in whatever stage."""
+        """Whether the main thread has waited for a batch for too long, in any stage."""
         if place.phase != "loader":
             self._in_loader_s = None
             return False
@@ -276,7 +277,7 @@ class Watchdog:
         return now_s - self._in_loader_s >= self._limit_s
 
     def _find_dead(self) -> Verdict | None:
-        """Ranks of this host whose process is gone without having left."""
+        """Ranks of this host whose process exited without leaving."""
         if len(self._processes) < self._world_size:
             for rank, beat in self._store.read().items():
                 is_near = beat.host_key is not None and beat.host_key == self._host_key
@@ -297,13 +298,13 @@ class Watchdog:
         return self._store.agree(heartbeat.dead(lost, self._world_size, beats[self._rank]))
 
     def _find_silent(self, why: str) -> Verdict | None:
-        """Ranks without a new heartbeat in a while in which this rank was reading."""
+        """Ranks without a new heartbeat for a while although this rank was reading."""
         now_s = time.monotonic()
         beats = self._store.read()
         lost = {}
         for rank, beat in sorted(beats.items()):
             at_s, since_s = self._heard.get(rank, (None, now_s))
-            # Start and checkpoints may hold the interpreter's lock, however short a step may be.
+            # Start and checkpoints may hold the interpreter's lock, even if steps are short.
             silent_s = SILENT_S if beat.is_unlimited else self._silent_s
             if at_s != beat.at_s:
                 self._heard[rank] = beat.at_s, now_s
@@ -314,7 +315,7 @@ class Watchdog:
         return self._store.agree(heartbeat.silent(lost, beats, self._rank, why))
 
     def _find_stuck(self, why: str) -> Verdict | None:
-        """Ranks that are behind after nothing has moved on any rank for too long."""
+        """Ranks that are behind after no rank has made progress for too long."""
         beats = self._store.read()
         present = [beat for beat in beats.values() if not beat.left]
         if any(beat.is_unlimited or beat.age_s < self._limit_s for beat in present):
@@ -322,9 +323,9 @@ class Watchdog:
         return self._store.agree(heartbeat.stuck(beats, why))
 
     def _find_cause(self, error: BaseException) -> Verdict | None:
-        """The lost rank that an error of this rank comes from; None if there is none.
+        """The lost rank that caused an error of this rank; None if there is none.
 
-        An error of this rank's own is reported to the others.
+        An error of this rank itself is reported to the others.
         """
         self._error_place = progress.place_of_error(error)
         text = shorten(f"{type(error).__name__}: {error}", 500)
@@ -333,12 +334,13 @@ class Watchdog:
             if is_of_exchange:
                 return self._search(f"expected an exchange with all ranks ({text})", patient=True)
             if isinstance(error, SystemExit):
-                # Of SIGTERM, perhaps after a death that this rank has not noticed yet.
+                # From SIGTERM, perhaps after a death that this rank has not detected yet.
                 return self._store.verdict() or self._find_dead()
             if not isinstance(error, Exception) or isinstance(error, RankError):
                 return None  # which all ranks have
-            # An exchange that a death cut short may leave what then looks like an error in here.
-            why = "expected a sign of life from all ranks after an error"
+            # An exchange that was interrupted by a death may cause what looks like an error of this
+            # rank.
+            why = "expected a heartbeat from all ranks after an error"
             verdict = self._search(why, patient=False)
             if verdict is not None and not verdict.is_error:
                 return verdict
@@ -351,8 +353,8 @@ class Watchdog:
         """The verdict of another rank, a dead rank, a silent one.
 
         Args:
-            patient: Look for as long as it takes to know that a rank is silent, and then name the
-                rank that has left or is behind. Else return None when all others have been heard.
+            patient: Wait long enough to detect a silent rank, and then name the rank that has left
+                or is behind. Otherwise return None once all others have sent a heartbeat.
         """
         first = self._store.read()
         until_s = time.monotonic() + SILENT_S + 2 * self._interval_s
@@ -374,8 +376,8 @@ class Watchdog:
 
     def _store_is_gone(self) -> Verdict:
         return Verdict(
-            f"{self._progress.describe(self._error_place)}: expected an answer from the store that "
-            "the host of rank 0 keeps, got none: that host or its launcher is gone."
+            f"{self._progress.describe(self._error_place)}: expected a reply of the store on rank "
+            "0's host, got none: that host or its launcher is down."
         )
 
     def _lost(self, verdict: Verdict) -> LostRank:
@@ -389,6 +391,6 @@ def is_exchange_error(error: BaseException) -> bool:
         text = str(cause) if isinstance(cause, RuntimeError | OSError) else ""
         if isinstance(cause, dist.DistError) or any(words in text for words in _EXCHANGE_ERRORS):
             return True
-        # SIGTERM, which torchrun sends after a death, may come while the error is under way.
+        # SIGTERM, which torchrun sends after a death, may arrive while the error propagates.
         cause = cause.__context__ if isinstance(cause, SystemExit) else cause.__cause__
     return False

@@ -277,7 +277,7 @@ MUTANTS = [
         "records.largest_of_a_sum",
         "A figure that is the largest of the ranks is not taken from their sum.",
         "hotrec/runtime/figures.py",
-        '    assert how in (Reduce.mean, Reduce.sum), f"{key} is no sum over the ranks: {how}"\n',
+        '    assert how in (Reduce.mean, Reduce.sum), f"{key} is not a sum over ranks: {how}"\n',
         "",
         "unit/runtime/test_figures.py::test_ranks_are_reduced_as_declared",
     ),

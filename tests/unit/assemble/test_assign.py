@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 from torchrec.distributed.types import ShardingPlan
 
-from hotrec.assemble.order import check_assign, choose_assign, owned_tables
-from hotrec.cli.store import build_config, compose_config
-from hotrec.config.roots import Config
+from hotrec.assemble.job import order_of
+from hotrec.assemble.order import TrainingOrder, check_assign, choose_assign, owned_tables
 from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
+from tests.unit.assemble.configs import config_of
 from tests.unit.data.logs import SCHEMA
 
 NUM_ROWS = {"t_a": 10, "t_b": 1000}
 POOLED = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
 
 
-def config_of(*words: str) -> Config:
-    config: Config = build_config(compose_config("config", list(words)))
-    return config
+def order(*words: str) -> TrainingOrder:
+    return order_of(config_of(*words))
 
 
 def placement_of(num_hot: tuple[int, int], **tables: TablePlacement) -> Placement:
@@ -30,12 +29,12 @@ def placement_of(num_hot: tuple[int, int], **tables: TablePlacement) -> Placemen
 
 
 def test_off_by_default() -> None:
-    config = config_of()
-    check_assign(config, None)
-    assert choose_assign(config, SCHEMA, None, ShardingPlan({})) is None
+    as_read = order()
+    check_assign(as_read, None)
+    assert choose_assign(as_read, SCHEMA, None, ShardingPlan({})) is None
 
 
-@pytest.mark.parametrize("order", ["shuffled", "all_hot"])
+@pytest.mark.parametrize("kind", ["shuffled", "all_hot"])
 @pytest.mark.parametrize(
     ("placement", "found"),
     [
@@ -46,12 +45,12 @@ def test_off_by_default() -> None:
     ids=["torchrec", "all_hot", "pooled"],
 )
 def test_placements_whose_rows_have_no_owner_are_refused(
-    order: str, placement: Placement | None, found: str
+    kind: str, placement: Placement | None, found: str
 ) -> None:
-    config = config_of("order.assign=by_owner", f"order={order}")
+    by_owner = order("order.assign=by_owner", f"order={kind}")
     with pytest.raises(ValueError, match=rf"order\.assign: expected .* got {found}\. Choose"):
-        check_assign(config, placement)
-    check_assign(config_of(f"order={order}"), placement)
+        check_assign(by_owner, placement)
+    check_assign(order(f"order={kind}"), placement)
 
 
 def test_tables_with_owners_are_those_whose_cold_rows_travel() -> None:
@@ -61,10 +60,10 @@ def test_tables_with_owners_are_those_whose_cold_rows_travel() -> None:
 
 
 def test_a_plan_without_the_table_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    config = config_of("order.assign=by_owner")
+    by_owner = order("order.assign=by_owner")
     placement = placement_of((0, 0))
-    check_assign(config, placement)
+    check_assign(by_owner, placement)
     match = "plan table t_a: expected it row-wise or table-wise once, got no shards"
     with caplog.at_level(logging.INFO), pytest.raises(RuntimeError, match=match):
-        choose_assign(config, SCHEMA, placement, ShardingPlan({}))
+        choose_assign(by_owner, SCHEMA, placement, ShardingPlan({}))
     assert "order.assign=by_owner" in caplog.text

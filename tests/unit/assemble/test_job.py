@@ -7,15 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotrec.assemble.job import as_placement, check_placement, plan_request, samples_in_flight
-from hotrec.cli.store import build_config, compose_config
-from hotrec.config.groups import AllColdPlacement
-from hotrec.config.roots import Config
+from hotrec.assemble.job import (
+    check_placement,
+    cold_rows_of,
+    plan_job,
+    schedule_of,
+)
+from hotrec.config.groups import AllColdPlacement, Decay, ScheduleConfig
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import TorchrecTables
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
+from hotrec.train.schedule import Schedule
 from hotrec.types import (
     ColdTier,
     HotExchange,
@@ -28,6 +32,7 @@ from hotrec.types import (
     TorchrecPlan,
     WireType,
 )
+from tests.unit.assemble.configs import config_of
 from tests.unit.data.logs import ONE_HOT_SCHEMA, write_dataset
 
 NUM_ROWS = {table.name: table.num_rows for table in ONE_HOT_SCHEMA.tables}
@@ -43,14 +48,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return Dataset.open(path)
 
 
-def config_of(*words: str) -> Config:
-    config: Config = build_config(compose_config("config", list(words)))
-    return config
-
-
 def request_of(dataset: Dataset, *words: str, **given: Any) -> PlanRequest:
     config = config_of("trainer.batch_size=32", f"paths.dataset={dataset.artifact.path}", *words)
-    return plan_request(config, dataset, ON, PROFILE, **given)
+    return plan_job(config, dataset.schema).request(dataset, ON, PROFILE, **given)
 
 
 def test_a_choice_by_cost(dataset: Dataset) -> None:
@@ -116,7 +116,7 @@ def test_slots_are_chosen_unless_their_number_is_given(dataset: Dataset) -> None
             assert sum(map(len, placed.popular_rows.values())) > sum(map(len, popular.values()))
     # Without evaluation the batches are those of training.
     config = config_of(*words, "trainer.batch_size=8", "trainer.eval_splits=[]")
-    assert samples_in_flight(config, 2) == 2 * 8 * 3
+    assert plan_job(config, dataset.schema).samples_in_flight(2) == 2 * 8 * 3
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,33 @@ def test_slots_of_a_cpu_are_not_mapped() -> None:
     placement = AllColdPlacement(cold_tier=ColdTier.cached, row_fetch=RowFetch.mapped)
     partition = Partition({"t": 5})
     with pytest.raises(ValueError, match=r"^placement\.row_fetch: expected staged or auto on CPU"):
-        as_placement(placement, partition, "cpu")
-    placed = as_placement(placement, partition, "cuda")
+        cold_rows_of(placement).place(partition, "cpu")
+    placed = cold_rows_of(placement).place(partition, "cuda")
     assert placed.tables["t"].row_fetch is RowFetch.mapped
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (ScheduleConfig(warmup_steps=11), "warmup_steps: expected at most the 10 steps"),
+        (
+            ScheduleConfig(Decay.cosine, warmup_steps=10),
+            "decay_start_step: expected a decay that starts before the last of the run's 10",
+        ),
+    ],
+)
+def test_schedules_that_do_not_fit_the_run_are_refused(
+    schedule: ScheduleConfig, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^optimizer.schedule.{message}"):
+        schedule_of(schedule, 10)
+
+
+@pytest.mark.parametrize("start", [0, 10])
+def test_a_decay_takes_the_rest_of_the_run(start: int) -> None:
+    asked = ScheduleConfig(Decay.linear, warmup_steps=4, decay_start_step=start)
+    first = start or 4
+    schedule = schedule_of(asked, 24)
+    assert schedule == Schedule(Decay.linear, 4, first, 24 - first)
+    assert [schedule(first), schedule(24), schedule(100)] == [1.0, 0.0, 0.0]
+    assert schedule((first + 24) // 2) == pytest.approx(0.5)

@@ -9,30 +9,27 @@ import numpy as np
 import pytest
 import torch
 
-from hotrec.artifact import ArtifactError
+from hotrec.artifact import Artifact, ArtifactError
+from hotrec.assemble.job import order_of
 from hotrec.assemble.order import (
+    TrainingOrder,
     count_epoch_steps,
     find_all_hot,
     make_alternation,
     make_train_loader,
 )
-from hotrec.assemble.planning import SettledPlan
-from hotrec.cli.store import build_config, compose_config
-from hotrec.config.roots import Config
 from hotrec.data.chunks import Dataset
 from hotrec.planner.partition import write_partition
-from hotrec.planner.plan import Plan, TorchrecTables
-from hotrec.planner.propose import split_of
-from hotrec.planner.request import GivenTables, PlanRequest
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Partition, Placement
+from tests.unit.assemble.configs import config_of
 from tests.unit.data.logs import samples_of, write_dataset
 
 NUM_ROWS = {"t_a": 10, "t_b": 1000}
 
 
-def config_of(*words: str) -> Config:
-    return build_config(compose_config("config", ["trainer.batch_size=4", *words]))
+def order(*words: str) -> TrainingOrder:
+    return order_of(config_of("trainer.batch_size=4", *words))
 
 
 @pytest.fixture(scope="module")
@@ -42,62 +39,58 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return Dataset.open(path)
 
 
-def settled_plan(dataset: Dataset, folder: Path, num_hot: tuple[int, int]) -> SettledPlan:
+def planned(dataset: Dataset, folder: Path, num_hot: tuple[int, int]) -> tuple[Partition, Artifact]:
     hot = {t: np.arange(n, dtype=np.int64) for t, n in zip(NUM_ROWS, num_hot, strict=True)}
-    placement = Placement.alike(Partition(NUM_ROWS, hot, policy="by hand"))
+    partition = Partition(NUM_ROWS, hot, policy="by hand")
     artifact = write_partition(
-        placement,
+        Placement.alike(partition),
         folder / "partition",
         parameters={},
         summary={"tables": {}, "total": {}},
         dataset_hash=dataset.artifact.content_hash,
         profile_hash="none",
     )
-    plan = Plan(split_of(PlanRequest(GivenTables(placement)), placement))
-    return SettledPlan(plan, placement, artifact)
+    return partition, artifact
 
 
-TORCHREC = SettledPlan(Plan(TorchrecTables()), None)
-
-
-@pytest.mark.parametrize(("order", "is_in_order"), [("shuffled", False), ("time", True)])
-def test_samples_come_as_the_order_says(dataset: Dataset, order: str, is_in_order: bool) -> None:
-    words = (f"order={order}", f"paths.dataset={dataset.artifact.path}", "trainer.num_workers=0")
+@pytest.mark.parametrize(("kind", "is_in_order"), [("shuffled", False), ("time", True)])
+def test_samples_come_as_the_order_says(dataset: Dataset, kind: str, is_in_order: bool) -> None:
+    words = (f"order={kind}", f"paths.dataset={dataset.artifact.path}", "trainer.num_workers=0")
     ranks = Ranks(0, 1, 0, 1, torch.device("cpu"))
-    loader = make_train_loader(config_of(*words), ranks, None, None, None, None)
+    loader = make_train_loader(order(*words), ranks, None, None, None, None)
     samples = [sample for batch in loader for sample in samples_of(batch)]
     assert sorted(samples) == [*range(90)]
     assert (samples == [*range(90)]) == is_in_order
 
 
 def test_the_ordinary_order_needs_no_kinds(dataset: Dataset, tmp_path: Path) -> None:
-    config = config_of()
-    found = find_all_hot(config, dataset, TORCHREC, tmp_path, tmp_path, is_resumed=False)
+    asked = order()
+    found = find_all_hot(asked, dataset, (None, None), tmp_path, tmp_path, is_resumed=False)
     assert found is None
-    assert make_alternation(config, found, 2) is None
-    assert count_epoch_steps(config, dataset, found, 2) == 12
+    assert make_alternation(asked, found, 2) is None
+    assert count_epoch_steps(asked, dataset, found, 2) == 12
     assert list(tmp_path.iterdir()) == []
 
 
 def test_placements_without_hot_rows_are_refused(dataset: Dataset, tmp_path: Path) -> None:
-    config = config_of("order=all_hot")
-    cold = settled_plan(dataset, tmp_path, (0, 0))
-    for given, found in ((TORCHREC, "TorchRec's own plan"), (cold, "by hand: 0 hot rows")):
+    asked = order("order=all_hot")
+    cold = planned(dataset, tmp_path, (0, 0))
+    for given, found in (((None, None), "TorchRec's own plan"), (cold, "by hand: 0 hot rows")):
         with pytest.raises(ValueError, match=f"with hot rows for order=all_hot, got {found}"):
-            find_all_hot(config, dataset, given, tmp_path, tmp_path, is_resumed=False)
+            find_all_hot(asked, dataset, given, tmp_path, tmp_path, is_resumed=False)
 
 
 def test_a_resumed_run_refuses_stale_samples_and_a_new_one_replaces_them(
     dataset: Dataset, tmp_path: Path
 ) -> None:
-    config = config_of("order=all_hot")
-    before = settled_plan(dataset, tmp_path, (8, 900))
-    first = find_all_hot(config, dataset, before, tmp_path, tmp_path, is_resumed=False)
-    other = settled_plan(dataset, tmp_path, (9, 900))
+    asked = order("order=all_hot")
+    before = planned(dataset, tmp_path, (8, 900))
+    first = find_all_hot(asked, dataset, before, tmp_path, tmp_path, is_resumed=False)
+    other = planned(dataset, tmp_path, (9, 900))
     with pytest.raises(ArtifactError, match="all-hot samples of the partition"):
-        find_all_hot(config, dataset, other, tmp_path, tmp_path, is_resumed=True)
-    second = find_all_hot(config, dataset, other, tmp_path, tmp_path, is_resumed=False)
-    again = find_all_hot(config, dataset, other, tmp_path, tmp_path, is_resumed=True)
+        find_all_hot(asked, dataset, other, tmp_path, tmp_path, is_resumed=True)
+    second = find_all_hot(asked, dataset, other, tmp_path, tmp_path, is_resumed=False)
+    again = find_all_hot(asked, dataset, other, tmp_path, tmp_path, is_resumed=True)
     assert first is not None
     assert second is not None
     assert again is not None
@@ -122,18 +115,18 @@ def test_the_order_is_logged_once(
     words: list[str],
     said: str,
 ) -> None:
-    config = config_of("order=all_hot", *words)
-    given = settled_plan(dataset, tmp_path, num_hot)
-    samples = find_all_hot(config, dataset, given, tmp_path, tmp_path, is_resumed=False)
+    asked = order("order=all_hot", *words)
+    given = planned(dataset, tmp_path, num_hot)
+    samples = find_all_hot(asked, dataset, given, tmp_path, tmp_path, is_resumed=False)
     with caplog.at_level(logging.INFO, logger="hotrec"):
-        alternation = make_alternation(config, samples, 2)
+        alternation = make_alternation(asked, samples, 2)
     assert alternation is not None
     assert samples is not None
     lines = [record.getMessage() for record in caplog.records]
     [line] = [line for line in lines if "training samples are reordered" in line]
     assert said in line
     assert ("no sample is all-hot" in lines[-1]) == (num_hot == (0, 1))
-    steps = count_epoch_steps(config, dataset, samples, 2)
+    steps = count_epoch_steps(asked, dataset, samples, 2)
     kinds = []
     for _ in range(steps):
         kinds.append(alternation.next_is_all_hot())

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from hotrec.artifact import ArtifactError
+from hotrec.assemble.job import plan_job
+from hotrec.assemble.plan_job import PlanJob
 from hotrec.assemble.planning import (
     Proposal,
     SettledPlan,
@@ -26,7 +28,7 @@ from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
 from hotrec.planner.partition import read_placement
 from hotrec.planner.plan import Plan, TorchrecTables
-from hotrec.planner.situation import Loader
+from hotrec.planner.situation import LoaderWorkers
 from hotrec.planner.slots import LOAD_FRACS, SlotsError
 from hotrec.planner.trial import Trial, write_trial
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
@@ -59,9 +61,13 @@ def config_of(folder: Path, *words: str) -> Config:
     return config
 
 
+def job_of(folder: Path, *words: str) -> PlanJob:
+    return plan_job(config_of(folder, *words), Dataset.open(folder / "dataset").schema)
+
+
 def propose_plan(folder: Path, *words: str, is_plan: bool = True, on: Machine = ON) -> Proposal:
     dataset = Dataset.open(folder / "dataset")
-    return make_proposal(config_of(folder, *words), dataset, on, is_plan=is_plan)
+    return make_proposal(job_of(folder, *words), dataset, on, is_plan=is_plan)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +83,7 @@ def test_predictions_are_for_the_loader_workers_that_a_run_starts(
     monkeypatch.setitem(BUILTIN, "cpu_1gbit", replace(costs, facts=facts))
     proposal = propose_plan(folder, *words, is_plan=False)
     assert proposal.situation is not None
-    assert proposal.situation.loader == Loader(expected, cores)
+    assert proposal.situation.loader == LoaderWorkers(expected, cores)
     assert proposal.situation.workload.is_routed_by_loader == (expected > 0)
     assert {plan.plan.num_workers for plan in proposal.candidates.values()} == {expected}
 
@@ -110,7 +116,7 @@ def test_a_plan_is_made_and_read(folder: Path, words: tuple[str, ...], one_rank:
     assert made.predicted["digest"] == made.plan.digest
     assert bool(made.prediction["sensitivity"]) == ("placement=cost" in words)
     record(run, made.prediction)
-    read = read_settled_plan(config_of(folder, *words), run, ON)
+    read = read_settled_plan(job_of(folder, *words), run, ON)
     assert read.prediction == json.loads(json.dumps(made.prediction))
     assert read.plan.pipeline == made.plan.pipeline
     assert read.plan.torchrec_plan is made.plan.torchrec_plan
@@ -179,7 +185,7 @@ def test_a_trial_decides_and_is_read_back(folder: Path, one_rank: Any) -> None:
         assert "hot_cold" not in why
         assert made.prediction["trial"]["plans"][plan.label]["step_s"] == pytest.approx(0.01)
         record(run, made.prediction)
-        read = read_settled_plan(config_of(folder, "placement=cost"), run, ON)
+        read = read_settled_plan(job_of(folder, "placement=cost"), run, ON)
         assert read.plan.pipeline == plan.pipeline
         assert read.plan.torchrec_plan is plan.torchrec_plan
 
@@ -203,7 +209,7 @@ def test_a_plan_that_was_recorded_by_its_label_is_read(
     if not (run / PARTITION).exists():
         make(folder, *words, run=run.name)
     record(run, prediction)
-    read = read_settled_plan(config_of(folder, "placement=cost"), run, ON)
+    read = read_settled_plan(job_of(folder, "placement=cost"), run, ON)
     assert read.prediction == prediction
     assert read.predicted == prediction["plans"][chosen]
     assert read.plan.label == chosen
@@ -220,7 +226,7 @@ def test_a_plan_of_a_host_tier_that_was_recorded_by_its_label_is_read(folder: Pa
     prediction, label = json.loads(BY_LABEL.read_text()), "torchrec planner fused_uvm"
     plans = {**prediction["plans"], label: prediction["plans"]["torchrec planner"]}
     record(folder / "on_host", prediction | {"chosen": label, "plans": plans})
-    read = read_settled_plan(config_of(folder, "placement=cost"), folder / "on_host", ON)
+    read = read_settled_plan(job_of(folder, "placement=cost"), folder / "on_host", ON)
     tables = TorchrecTables(tier=ColdTier.fused_uvm)
     assert read.plan == Plan(tables, PipelineSpec(SPARSE_DIST))
 
@@ -232,8 +238,8 @@ def test_a_plan_of_torchrec_is_read_where_look_ahead_was_asked_for(folder: Path)
     for number, document in enumerate((prediction, prediction | {"plan": plan.to_json()})):
         run = folder / f"declined_{number}"
         record(run, document)
-        config = config_of(folder, "placement=cost", "pipeline=look_ahead", "pipeline.depth=3")
-        assert read_settled_plan(config, run, ON).plan == plan
+        job = job_of(folder, "placement=cost", "pipeline=look_ahead", "pipeline.depth=3")
+        assert read_settled_plan(job, run, ON).plan == plan
 
 
 @pytest.mark.parametrize(
@@ -243,14 +249,14 @@ def test_a_plan_of_torchrec_is_read_where_look_ahead_was_asked_for(folder: Path)
 def test_a_recorded_plan_that_is_damaged_is_refused(folder: Path, prediction: Any) -> None:
     record(folder / "damaged", prediction)
     with pytest.raises(ArtifactError, match=r"prediction\.json: expected the plan that the run"):
-        read_settled_plan(config_of(folder, "placement=cost"), folder / "damaged", ON)
+        read_settled_plan(job_of(folder, "placement=cost"), folder / "damaged", ON)
 
 
 def test_a_run_by_cost_without_a_recorded_plan_is_refused(folder: Path) -> None:
     with pytest.raises(ArtifactError, match="no such file. Start a new run"):
-        read_settled_plan(config_of(folder, "placement=cost"), folder / "nothing", ON)
+        read_settled_plan(job_of(folder, "placement=cost"), folder / "nothing", ON)
     words = ("placement=torchrec", "placement.plan=hand_tuned", "pipeline=base")
-    read = read_settled_plan(config_of(folder, *words), folder / "nothing", ON)
+    read = read_settled_plan(job_of(folder, *words), folder / "nothing", ON)
     assert read.plan == Plan(TorchrecTables(HAND_TUNED), PipelineSpec(BASE))
     assert read.prediction is None
 

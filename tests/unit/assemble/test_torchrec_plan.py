@@ -36,7 +36,7 @@ from hotrec.assemble.constraints import (
     placement_constraints,
     torchrec_constraints,
 )
-from hotrec.assemble.job import make_machine
+from hotrec.assemble.machine import make_machine
 from hotrec.assemble.topology import topology_of
 from hotrec.assemble.torchrec_plan import (
     TrainedStorageEstimator,
@@ -47,7 +47,6 @@ from hotrec.assemble.torchrec_plan import (
     shardings_of,
     state_floats,
 )
-from hotrec.config.roots import PlannerConfig
 from hotrec.cost_model.costs import REQUIRED, Costs, CostsError, Line, Link
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.fused import fused_params
@@ -425,8 +424,8 @@ def test_the_memory_of_a_device_is_what_is_free_of_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 5 << 30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2 << 30)
     shape: Any = {"world_size": 2, "ranks_per_host": 2, "device": "cuda", "batch_size": 8}
-    assert make_machine(PlannerConfig(), **shape).device_bytes == 63 << 30
-    assert make_machine(PlannerConfig(hbm_gib=40), **shape).device_bytes == 40 << 30
+    assert make_machine(**shape).device_bytes == 63 << 30
+    assert make_machine(hbm_gib=40, **shape).device_bytes == 40 << 30
 
 
 # --- the machine

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from hotrec.bench.benchmark import measure
-from hotrec.bench.cases import Block, Case, choose_hot_rows, make_cases, step_seconds
+from hotrec.bench.cases import Case
 from hotrec.bench.figures import Measured, losses_apart, summarize
+from hotrec.bench.job import choose_hot_rows, make_benchmark, make_cases
 from hotrec.bench.machine import interface_sent_bytes
 from hotrec.bench.measure import takes_part
 from hotrec.bench.page import render_page, result_text
@@ -18,10 +19,11 @@ from hotrec.bench.samples import ZipfTables, assigned_batches
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import BenchCase, BenchRootConfig, HotRowsRule
 from hotrec.data.batch import Batch
-from hotrec.data.locality import ByOwner, Shard
+from hotrec.data.locality import ByOwner, ShardOwner
 from hotrec.planner.plan import SplitTables, TorchrecTables
 from hotrec.runtime.ranks import Ranks, process_group
 from hotrec.runtime.traffic import COLLECTIVES
+from hotrec.train.interleave import Block, step_seconds
 from hotrec.types import STAGES, HotExchange, Tier
 from tests.unit.report.golden import check_golden
 
@@ -103,7 +105,7 @@ def test_without_dense_columns_labels_follow_the_first_feature() -> None:
 def test_samples_by_owner_are_all_ranks_samples(world_size: int) -> None:
     tables = zipf_tables()
     by_owner = ByOwner(
-        tables.schema, {"C1": [Shard(rank * 400, rank) for rank in range(world_size)]}, {}
+        tables.schema, {"C1": [ShardOwner(rank * 400, rank) for rank in range(world_size)]}, {}
     )
     before, after = [], []
     for rank in range(world_size):
@@ -232,7 +234,7 @@ def test_one_rank_measures_every_kind_of_case() -> None:
     words += ["profile=true", "profile_steps=1", "block_steps=2"]
     config = root_config(*(f"bench.{word}" for word in words))
     with process_group(device="cpu") as ranks:
-        document = measure(config, ranks, make_cases)
+        document = measure(make_benchmark(config, ranks), ranks)
     with pytest.raises(ValueError, match="bench.interface: expected one of .*, got 'none0'"):
         interface_sent_bytes("none0")
     cases = document["cases"]

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from hotrec.bench.job import make_subject
+from hotrec.bench.samples import table_per_feature
 from hotrec.calibrate.loader import cpu_seconds, measure_loader
 from hotrec.calibrate.workload import CalibrationTarget, CalibrationWorkload, group_alone
 from hotrec.config.groups import DlrmConfig, RowwiseAdagradConfig
@@ -21,14 +23,13 @@ ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"))
 
 
 def make_workload(batch_size: int) -> CalibrationWorkload:
-    target = CalibrationTarget(
-        [50, 3],
+    subject = make_subject(
         DlrmConfig(embedding_dim=8),
-        RowwiseAdagradConfig(),
-        2,
-        batch_size,
-        cap_bytes=1 << 14,
+        RowwiseAdagradConfig(learning_rate=0.1),
+        table_per_feature([50, 3], num_dense=2),
+        batch_size=batch_size,
     )
+    target = CalibrationTarget(subject, cap_bytes=1 << 14)
     return CalibrationWorkload(target, ALONE, group_alone(ALONE))
 
 

@@ -10,6 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hotrec.bench.cases import Subject
+from hotrec.bench.job import make_subject
+from hotrec.bench.samples import table_per_feature
 from hotrec.calibrate.measure import costs_table
 from hotrec.calibrate.probes import all_probes
 from hotrec.calibrate.workload import (
@@ -72,14 +75,9 @@ def test_models_that_tell_columns_apart_get_those_of_the_dataset(
         tables=(Table("i", 500), Table("u", 5)),
     )
     assert model.names_columns
-    target = CalibrationTarget(
-        [5, 500, 500],
-        model,
-        RowwiseAdagradConfig(learning_rate=0.1),
-        num_dense=1,
-        batch_size=16,
-        schema=schema,
-    )
+    optimizer, rows = RowwiseAdagradConfig(learning_rate=0.1), [5, 500, 500]
+    subject = make_subject(model, optimizer, table_per_feature(rows, 1, schema), batch_size=16)
+    target = CalibrationTarget(subject)
     group = group_alone(one_rank)
     probes = {p.name: p for p in all_probes(CalibrationWorkload(target, one_rank, group))}
     for name in ("dense", "replicated_read"):
@@ -87,18 +85,23 @@ def test_models_that_tell_columns_apart_get_those_of_the_dataset(
         work.run(work.prepare())
         assert work.num_items > 0
     # By names of its own there is no such column.
-    unnamed = CalibrationWorkload(replace(target, schema=None), one_rank, group)
     with pytest.raises(ValueError, match=r"^model\.(item_columns|attention): .*'C1', "):
-        all_probes(unnamed)
+        make_subject(model, optimizer, table_per_feature(rows, 1), batch_size=16)
+
+
+def subject_of(table_rows: list[int], dim: int, batch_size: int) -> Subject:
+    return make_subject(
+        DlrmConfig(embedding_dim=dim),
+        RowwiseAdagradConfig(learning_rate=0.1),
+        table_per_feature(table_rows, num_dense=0),
+        batch_size=batch_size,
+    )
 
 
 def test_bags_have_lengths_of_the_data(one_rank: Ranks) -> None:
     """Ids are counted, not bags, and a kernel's work has about the ids that it is asked for."""
     lengths = [np.array([1]), np.array([0, 20, 40])]
-    config, optimizer = DlrmConfig(embedding_dim=8), RowwiseAdagradConfig(learning_rate=0.1)
-    target = CalibrationTarget(
-        [50, 5000], config, optimizer, num_dense=0, batch_size=512, bag_lengths=lengths
-    )
+    target = CalibrationTarget(subject_of([50, 5000], 8, 512), bag_lengths=lengths)
     workload = CalibrationWorkload(target, one_rank, group_alone(one_rank))
     assert workload.num_ids == 512 * 21
     batches = workload.features(workload.samples, workload.num_ids)
@@ -114,22 +117,20 @@ def test_bags_have_lengths_of_the_data(one_rank: Ranks) -> None:
             work = probe.make(num_ids, dim)
             assert work.num_items == pytest.approx(num_ids, rel=0.1)
             work.run(work.prepare())
-    assert target.only(lambda rows: rows > 50) == replace(
-        target, table_rows=[5000], bag_lengths=lengths[1:]
-    )
+    small = target.small(50)
+    assert (small.table_rows, small.bag_lengths) == ([50], lengths[:1])
+    assert target.small(40).table_rows == [40]
 
 
 def test_large_batches_are_measured_with_bounded_work(one_rank: Ranks) -> None:
     """A million ids a batch must leave time for whole steps."""
-    config, optimizer = DlrmConfig(embedding_dim=64), RowwiseAdagradConfig(learning_rate=0.1)
-    bags = [np.array([160])]
-    target = CalibrationTarget([500], config, optimizer, 0, batch_size=8192, bag_lengths=bags)
+    target = CalibrationTarget(subject_of([500], 64, 8192), bag_lengths=[np.array([160])])
     workload = CalibrationWorkload(target, one_rank, group_alone(one_rank))
     assert max(workload.sizes()) == (workload.num_ids, 64)  # the batch itself, not twice of it
     assert max(workload.moved_rows(256)) * 256 <= MAX_MOVED_BYTES
     assert len(workload.features(workload.samples, SAMPLED_IDS // 4)) == 4
     routed = workload.routed(workload.router, workload.samples, 8192)
     assert workload.routed(workload.router, workload.samples, 8192) is routed
-    small = replace(target, batch_size=512)
+    small = replace(target, subject=subject_of([500], 64, 512))
     of_small = CalibrationWorkload(small, one_rank, group_alone(one_rank)).sizes()
     assert max(of_small) == (2 * 512 * 160, 64)

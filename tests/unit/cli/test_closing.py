@@ -108,20 +108,20 @@ SAID = {
     "export": "exported   model: 1,234 rows as fp16, 5.00 MB\n"
     "checkpoint step-00000800 of runs/a, the best one, which the run keeps\n"
     "AUC        0.7002 on test, log loss 0.5000\n",
-    "predict": "scored     scores: 1,000 samples of 2 files, 3 left out\n"
+    "predict": "scored     scores: 1,000 samples of 2 files, 3 skipped\n"
     "checkpoint step-00001000 of runs/a\n"
     "AUC        0.7002 on the scored files, log loss 0.5000\n",
     "report": "said       a: 3 ms a step.\npage       p.html\n",
     "prepare": "dataset    data/a/dataset: 2,300 samples (train 2,000, test 300), 1,234 rows in 2 "
-    "tables\nleft out   5 lines that cannot be read\n",
+    "tables\nleft out   5 unreadable lines\n",
     "profile": "profile    data/a/profile: 12,345 lookups of 1,000 of 1,234 rows\n"
-    "hot rows   the 1% of the rows that are read most serve 50.1% of the lookups, and 40.0% of "
-    "those held out\npicture    runs/p/coverage.png\n",
+    "hot rows   the most-read 1% of the rows serve 50.1% of the lookups, and 40.0% of "
+    "the held-out ones\npicture    runs/p/coverage.png\n",
     "calibrate": "costs      data/costs: measured on cpu in 61.2 s\n",
     "plan": "chosen     hot_cold base is the best.\nhot rows   100 of 1,234, 6.40 kB on each rank\n"
     "page       runs/p/plan.html\n",
-    "cache": "lru        50 slots (5.0% of the rows) hit in 90% of the lookups\n"
-    "frequency  none of these sizes hits in 90% of the lookups\npicture    runs/c/cache.png\n",
+    "cache": "lru        50 slots (5.0% of the rows) serve 90% of the lookups\n"
+    "frequency  no size reaches a hit rate of 90%\npicture    runs/c/cache.png\n",
     "doctor": "",
 }
 # Of stages without a word.
@@ -216,7 +216,7 @@ def test_each_label_has_its_auc(figures: dict[str, Any]) -> None:
 
 def test_an_auc_that_is_not_defined_is_not_nan() -> None:
     (line,) = quality_lines({"auc": None, "log_loss": 0.1}, "test")
-    assert line[1] == "not defined, of samples of one kind alone, on test, log loss 0.1000"
+    assert line[1] == "undefined (all samples have the same label) on test, log loss 0.1000"
     assert quality_lines({"auc": None, "log_loss": None}, "test") == []
 
 
@@ -224,7 +224,7 @@ def test_an_auc_that_is_too_good_names_columns() -> None:
     found = {"clicked": {"auc": 0.9999, "alone": {"dwell_sec": 0.99991, "price": 0.51}}}
     lines = quality_lines({"auc": 0.9999, "log_loss": 0.1, "suspicious": found}, "test")
     assert lines[1][0] == "suspicious"
-    assert "an AUC of 0.9999 for clicked is too good to be true" in lines[1][1]
+    assert "an AUC of 0.9999 for clicked is implausibly high" in lines[1][1]
     assert "dwell_sec 0.9999, price 0.5100" in lines[1][1]
 
 
@@ -235,9 +235,12 @@ LAST = {"test": {"auc": 0.69}}
     ("figures", "said"),
     [
         ({"best_step": 800, "eval_step": 800, "last_quality": LAST}, "step 800, which is kept"),
-        ({"best_step": 800, "eval_step": 800, "last_quality": LAST}, "1000, the AUC is 0.6900"),
+        (
+            {"best_step": 800, "eval_step": 800, "last_quality": LAST},
+            "the AUC after the last step, 1000, is 0.6900",
+        ),
         ({"best_step": 1000}, "step 1000, the last one"),
-        ({"best_step": 800}, "step 800, which is not kept: step 1000, the last one, is reported"),
+        ({"best_step": 800}, "step 800, which is not kept: the last step, 1000, is reported"),
         ({"best_step": -1}, None),
         ({}, None),
     ],

@@ -71,7 +71,7 @@ def test_right(variables, num_ranks, is_rank, given):
 @pytest.mark.parametrize(
     ("variables", "num_ranks", "said"),
     [
-        (TWO, 2, "launch.num_ranks: expected none, since RANK and WORLD_SIZE say"),
+        (TWO, 2, "launch.num_ranks: expected none, since RANK and WORLD_SIZE are set"),
         (TORCHRUN, 4, "launch.num_ranks: expected 2, since .* got 4"),
         (TORCHRUN, 1, "launch.num_ranks: expected 2, since .* got 1"),
         (
@@ -92,7 +92,7 @@ def test_right(variables, num_ranks, is_rank, given):
         ),
         ({**TORCHRUN, "LOCAL_RANK": "2"}, None, "environment LOCAL_WORLD_SIZE: .* LOCAL_RANK 2"),
         ({"LOCAL_RANK": "first"}, None, "environment LOCAL_RANK: expected a count, got 'first'"),
-        ({"PET_NNODES": "2"}, 2, "environment PET_NNODES: expected 1, as many hosts as .* got 2"),
+        ({"PET_NNODES": "2"}, 2, "environment PET_NNODES: expected 1 .*hosts.* got 2"),
         ({"PET_NPROC_PER_NODE": "4"}, 2, "environment PET_NPROC_PER_NODE: expected 2"),
         ({"PET_NPROC_PER_NODE": "4"}, 1, "environment PET_NPROC_PER_NODE: expected 1"),
         ({**LEFT_OVER, "PET_NNODES": "2"}, 2, "environment PET_NNODES: expected 1"),
@@ -101,7 +101,7 @@ def test_right(variables, num_ranks, is_rank, given):
         ({"SLURM_STEP_NUM_TASKS": "2", **LEFT_OVER}, None, "environment SLURM_STEP_NUM_TASKS"),
         ({"SLURM_STEP_NUM_TASKS": "2", **TORCHRUN}, None, "environment SLURM_STEP_NUM_TASKS"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, None, "environment OMPI_COMM_WORLD_SIZE: .* mpirun"),
-        ({"PMI_SIZE": "4"}, 2, "environment PMI_SIZE: .* mpirun, got one of at least 4"),
+        ({"PMI_SIZE": "4"}, 2, "environment PMI_SIZE: .* mpirun, got at least 4"),
     ],
 )
 def test_refused(variables, num_ranks, said, given):

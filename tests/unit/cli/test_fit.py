@@ -113,7 +113,7 @@ def test_roles_are_corrected(capfd: pytest.CaptureFixture[str]) -> None:
     assert found["price_bucket"].derive == "log_bucket"
     said = capfd.readouterr().err
     assert "conf/data/events.yaml: label clicked, 1 dense, 3 categorical" in said
-    assert "left out: bought" in said
+    assert "skipped: bought" in said
     assert "bought: alone" not in said
 
 
@@ -128,7 +128,7 @@ def test_given_roles_are_enough() -> None:
 def test_another_table_or_description_is_not_replaced() -> None:
     fit(TABLE, label="clicked", name="events")
     with pytest.raises(
-        ValueError, match=r"^data/events/table.parquet: expected this table or none"
+        ValueError, match=r"^data/events/table.parquet: expected the same table or none"
     ):
         fit({**TABLE, "price": TABLE["price"][::-1]}, label="clicked", name="events")
     for changed in ({"label": "bought"}, {"columns": {"bought": None}}):
@@ -136,7 +136,7 @@ def test_another_table_or_description_is_not_replaced() -> None:
             fit(TABLE, **{"label": "clicked", "name": "events", **changed})
     file = Path("conf/data/events.yaml")
     file.write_text(file.read_text() + "# by hand\n")
-    with pytest.raises(ValueError, match="`hotrec run data=events` trains with it as it is"):
+    with pytest.raises(ValueError, match="`hotrec run data=events` trains with the existing one"):
         fit(TABLE, label="clicked", name="events")
     assert file.read_text().endswith("# by hand\n")
 
@@ -144,8 +144,8 @@ def test_another_table_or_description_is_not_replaced() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"label": "nope"}, r"^label: expected columns of 0 and 1, .* got 'nope'\."),
-        ({"label": []}, r"^label: expected columns of 0 and 1, .* got none\."),
+        ({"label": "nope"}, r"^label: expected columns of 0 and 1 .* got 'nope'\."),
+        ({"label": []}, r"^label: expected columns of 0 and 1 .* got none\."),
         ({"time": "price"}, r"^time: expected a column of times"),
         ({"name": "a b"}, r"^name: expected letters, digits and '_', got 'a b'\."),
         ({"name": "kuairand"}, r"^name: expected another name than "),
@@ -170,7 +170,7 @@ def test_wrong_arguments_are_refused(
 
 
 def test_predict_needs_a_run() -> None:
-    with pytest.raises(ValueError, match="^run_dir: expected a run directory with .*, got nope,"):
+    with pytest.raises(ValueError, match="^run_dir: expected a run directory with .*, got nope "):
         predict("nope", TABLE)
 
 

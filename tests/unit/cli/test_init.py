@@ -37,9 +37,11 @@ def test_it_says_what_to_look_at(capfd: Printed) -> None:
     assert figures["label"] == "clicked"
     warnings = [line for line in said.splitlines() if " W hotrec.cli.init: " in line]
     assert figures["remarks"] == [line.split(": ", 1)[1] for line in warnings]
-    bad = "1 line cannot be read: dt=2024-05-01/part.csv line 2002: expected 4 columns, got 2"
+    bad = "1 line unreadable: dt=2024-05-01/part.csv line 2002: expected 4 columns, got 2"
     assert any(remark.startswith(bad) for remark in figures["remarks"])
-    assert "no column reads dt, which is 2024-05-01" in said  # a constant is left out
+    assert (
+        "path column dt (2024-05-01 in the first file) is not used" in said
+    )  # a constant is left out
     assert any("bought: alone: all of" in remark for remark in figures["remarks"])
     assert "\n  on_bad_line" not in written  # nobody asked to lose a line
     assert "# on_bad_line: skip" in written

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hotrec.cli.plan import _with_memory
+from hotrec.cli.plan import _memory_of
 from hotrec.config.roots import PlannerConfig
 
 
@@ -22,5 +22,4 @@ from hotrec.config.roots import PlannerConfig
 def test_memory_is_that_of_the_machine_of_built_in_costs(
     planner: PlannerConfig, hbm_gib: float | None, host_gib: float | None
 ) -> None:
-    found = _with_memory(planner)
-    assert (found.hbm_gib, found.host_gib) == (hbm_gib, host_gib)
+    assert _memory_of(planner) == (hbm_gib, host_gib)

@@ -129,4 +129,4 @@ def test_waiting_for_host_0_is_said_and_ends_in_one_line(
     assert ranks.main() == 1
     *waiting, last = capsys.readouterr().err.splitlines()
     assert set(waiting) == {f"waiting for host 0 at 127.0.0.1:{port}"}
-    assert last.startswith(f"error: rendezvous: expected all hosts to meet at 127.0.0.1:{port}, ")
+    assert last.startswith(f"error: rendezvous: expected all hosts at 127.0.0.1:{port}, ")

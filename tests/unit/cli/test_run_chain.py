@@ -17,7 +17,7 @@ from hotrec.cli.run import _Chain
 from hotrec.cli.store import build_config, compose_config, quoted
 from hotrec.cost_model.builtin import BUILTIN
 
-DOUBT = "were measured beside other work (1.3 of 2 cores busy)"
+DOUBT = "were measured with other load (1.3 of 2 cores busy)"
 STAGES = ["prepare", "profile", "calibrate", "plan", "train", "evaluate", "report"]
 TRAINED = {
     "command": "train",

@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     hashed = spec_by_day(first, user=TableSpec(Encoding.hashing, num_rows=9))
     cases = [
         (spec, early, "append: expected training samples from 1970-01-02T00:00:00.002"),
-        (spec, first, "append: expected training samples that .*/d does not have, got 3 that"),
+        (spec, first, "append: expected new training samples, got only 3 that .*/d already has"),
         (spec, str(tmp_path / "none.csv"), "append: expected files of format"),
         (spec, str(other), "data.source.columns.price.source: expected a column of log"),
         (
@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     with pytest.raises(ArtifactError, match="expected the manifest of a dataset"):
         prepare(spec, tmp_path / "nowhere", append=[second])
     in_use = Dataset.open(tmp_path / "d")
-    with pytest.raises(LockedError, match="expected to replace it"):
+    with pytest.raises(LockedError, match="expected no readers"):
         prepare(spec, tmp_path / "d", append=[second])
     assert (tmp_path / "d" / "manifest.json").read_bytes() == manifest
     assert in_use.num_samples("train") == 3
@@ -141,14 +141,16 @@ def test_days_that_were_held_out_are_not_forgotten(
     spec.files[:] = files[:2]
     prepare(spec, tmp_path / "d")
     grow(tmp_path, spec_by_day(files[0], valid_day=3), *files[2 if skips else 1 :])
-    assert ("no file has samples of 1970-01-02, held out so far" in caplog.text) == skips
+    assert ("held-out days 1970-01-02 are not in the new files" in caplog.text) == skips
 
 
 def test_a_file_that_is_a_day_is_appended_once(tmp_path: Path) -> None:
     file = write_day(tmp_path, 1, ["a", "b"])
     spec = delimited_spec([Path(file)])
     prepare(spec, tmp_path / "d")
-    with pytest.raises(ValueError, match=r"append: expected files that .* got day_1\.csv again"):
+    with pytest.raises(
+        ValueError, match=r"append: expected new files, got day_1\.csv, which is already in "
+    ):
         prepare(spec, tmp_path / "d", append=[file])
 
 

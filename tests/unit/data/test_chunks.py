@@ -179,7 +179,7 @@ def test_lengths_that_do_not_add_up_are_refused(tmp_path):
         return table.set_column(4, "bag", [bags])
 
     dataset = alter(tmp_path / "d", break_offsets)
-    with pytest.raises(ArtifactError, match="feature bag: expected lengths >= 0 that add up"):
+    with pytest.raises(ArtifactError, match="feature bag: expected lengths >= 0 with the sum"):
         dataset.block("train", 0)
 
 

@@ -53,7 +53,7 @@ def test_the_log_is_encoded_as_it_was_prepared(spec: SourceSpec, tmp_path: Path)
 
 def test_a_dataset_without_a_record_is_refused(spec: SourceSpec, tmp_path: Path) -> None:
     write_dataset(tmp_path / "dataset", {"train": 5})
-    with pytest.raises(ArtifactError, match=r"expected the encoding of its columns .*, got none"):
+    with pytest.raises(ArtifactError, match=r"expected the column encoding .*, got none"):
         read_encoding(Dataset.open(tmp_path / "dataset"), spec)
 
 

@@ -113,7 +113,7 @@ def test_a_store_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatc
         port = probe.getsockname()[1]
     point_at(monkeypatch, f"http://localhost:{port}")
     s3fs.S3FileSystem.clear_instance_cache()
-    with pytest.raises(ValueError, match=r"^files: expected a store that lists 's3://log/a.csv', "):
+    with pytest.raises(ValueError, match=r"^files: expected a listing of 's3://log/a.csv', "):
         find_files(["s3://log/a.csv"], SourceFormat.delimited)
     s3fs.S3FileSystem.clear_instance_cache()
 

@@ -88,7 +88,11 @@ def test_compressed_marked_and_with_returns(tmp_path):
         ({**ROW, "tags": [["a"]]}, "a list of text, as before, in field tags", r"\[\['a'\]\]"),
         ({**ROW, "click": 2}, "a label of 0 or 1 in column click", "'2'"),
         ({**ROW, "click": None}, "a label of 0 or 1 in column click", "nothing"),
-        ({**ROW, "price": float("nan")}, "a finite number or nothing in column price", "inf or"),
+        (
+            {**ROW, "price": float("nan")},
+            "a finite number or a missing value in column price",
+            "inf or",
+        ),
         ('{"click": 1, "user": 1, "user": 2}', "field user once", "it twice"),
         ('{"click": 1, "user": "\\ud83d"}', "whole characters", "half of one"),
         ("[" * 3000, "a JSON object", r"'\[\["),
@@ -118,13 +122,13 @@ def test_a_block_is_read_as_fast_as_exactly(tmp_path, monkeypatch):
 
 
 def test_files_without_objects_or_fields_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"log\.jsonl line 1: expected a JSON object a line, such"):
+    with pytest.raises(
+        ValueError, match=r"log\.jsonl line 1: expected one JSON object per line, such"
+    ):
         column_names_of(tmp_path, "[\n{\n")
     with pytest.raises(ValueError, match="expected lines, got none"):
         column_names_of(tmp_path, "")
-    with pytest.raises(
-        ValueError, match=r"expected the fields \['price'\] in its objects, got non"
-    ):
+    with pytest.raises(ValueError, match=r"expected objects with the fields \['price'\], got non"):
         read(tmp_path, [{"click": 1, "user": 1, "tags": []}] * 3)
 
 
@@ -144,7 +148,7 @@ def test_numbers_in_text_and_vectors(tmp_path):
     blocks = read(tmp_path, rows, wanted)
     assert values(blocks, "price") == [1234.5, None]
     np.testing.assert_array_equal(blocks[0].numbers["emb"], [[1, 0.5], [np.nan, np.nan]])
-    expected = r"line 3: expected 2 finite numbers or nothing in column emb, got"
+    expected = r"line 3: expected 2 finite numbers or a missing value in column emb, got"
     with pytest.raises(ValueError, match=expected):
         read(tmp_path, [*rows, {"price": "1", "emb": [1, 2, 3]}], wanted)
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from hotrec.data.all_hot import write_all_hot
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import num_steps
-from hotrec.data.locality import ByOwner, Shard
+from hotrec.data.locality import ByOwner, ShardOwner
 from hotrec.types import Partition
 from tests.unit.data.logs import (
     ONE_HOT_SCHEMA,
@@ -30,7 +30,9 @@ from tests.unit.data.logs import (
 
 SIZES = {"train": 45, "valid": 9, "test": 0}
 HOT = {"t_a": np.arange(9), "t_b": np.arange(900)}
-BY_OWNER = ByOwner(SCHEMA, {"t_a": [Shard(0, 0), Shard(5, 1)], "t_b": [Shard(0, 1)]}, HOT)
+BY_OWNER = ByOwner(
+    SCHEMA, {"t_a": [ShardOwner(0, 0), ShardOwner(5, 1)], "t_b": [ShardOwner(0, 1)]}, HOT
+)
 CUTS = ["all", "all_hot", "mixed", "by_owner"]
 
 

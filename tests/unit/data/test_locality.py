@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hotrec.data.all_hot import write_all_hot
 from hotrec.data.chunks import Dataset
 from hotrec.data.gather import select_bags
-from hotrec.data.locality import NOBODY, ByOwner, Shard, assign_by_owner
+from hotrec.data.locality import NOBODY, ByOwner, ShardOwner, assign_by_owner
 from hotrec.data.order import Piece, select_pieces
 from hotrec.types import Feature, Partition, Schema, Table
 from tests.unit.data.logs import (
@@ -34,7 +34,7 @@ def owner_of_everything(schema: Schema, world_size: int, hot: dict[str, np.ndarr
     for table in schema.tables:
         block = -(-table.num_rows // world_size)
         ranks = range(-(-table.num_rows // block))
-        shards[table.name] = [Shard(rank * block, rank) for rank in ranks]
+        shards[table.name] = [ShardOwner(rank * block, rank) for rank in ranks]
     return ByOwner(schema, shards, hot)
 
 
@@ -86,7 +86,7 @@ def test_owners_are_those_of_the_shards_and_hot_rows_have_none() -> None:
         features=(Feature("x", "b"), Feature("y", "a"), Feature("z", "pooled")),
         tables=(Table("a", 10), Table("pooled", 3), Table("b", 7)),
     )
-    shards = {"a": [Shard(0, 0), Shard(4, 1), Shard(8, 2)], "b": [Shard(0, 2)]}
+    shards = {"a": [ShardOwner(0, 0), ShardOwner(4, 1), ShardOwner(8, 2)], "b": [ShardOwner(0, 2)]}
     by_owner = ByOwner(schema, shards, {"a": int64(9, 0), "b": int64(6)})
     of_a = [-1, 0, 0, 0, 1, 1, 1, 1, 2, -1]
     of_b = [2, 2, 2, 2, 2, 2, -1]
@@ -100,8 +100,8 @@ def test_owners_are_those_of_the_shards_and_hot_rows_have_none() -> None:
 
 @pytest.mark.parametrize("first_rows", [[1], [0, 5, 5], [0, 6, 3]])
 def test_shards_that_leave_rows_out_are_refused(first_rows) -> None:
-    shards = {"t_a": [Shard(first_row, 0) for first_row in first_rows]}
-    with pytest.raises(ValueError, match=r"shards of table t_a: expected first rows that rise"):
+    shards = {"t_a": [ShardOwner(first_row, 0) for first_row in first_rows]}
+    with pytest.raises(ValueError, match=r"shards of table t_a: expected first rows increasing"):
         ByOwner(SCHEMA, shards, {})
 
 

@@ -332,7 +332,7 @@ def test_bad_lines_are_counted_when_skipped(tmp_path, caplog):
     dataset = run(criteo_spec([path], on_bad_line=OnBadLine.skip), tmp_path / "d")
     assert dataset.artifact.content["source"]["num_skipped"] == 3
     assert sum(dataset.num_samples(split) for split in dataset.splits) == 90
-    assert "left out 3 samples" in caplog.text
+    assert "skipped 3 unreadable samples" in caplog.text
 
 
 LABEL = ColumnSpec(ColumnKind.label, source="click")

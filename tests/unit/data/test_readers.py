@@ -80,7 +80,7 @@ A_LABEL = "a label of 0 or 1 in column label"
         ("1\t2\t3\n", "40 columns", r"3\. Fix the line, or set on_bad"),
         (
             criteo_line().replace("\t5\t", "\tfive\t"),
-            "a finite number or nothing in column I6",
+            "a finite number or a missing value in column I6",
             "'five'",
         ),
         (criteo_line("2"), A_LABEL, "'2'"),
@@ -88,13 +88,13 @@ A_LABEL = "a label of 0 or 1 in column label"
         (criteo_line("nan"), A_LABEL, "'nan'"),
         (
             criteo_line().replace("\t5\t", "\tNaN\t"),
-            "a finite number or nothing in column I6",
+            "a finite number or a missing value in column I6",
             "'NaN'",
         ),
         ("\n", "40 columns", "an empty line"),
         (
             criteo_line().replace("\t5\t", "\t1e999\t"),
-            *("a finite number or nothing in column I6", "inf"),
+            *("a finite number or a missing value in column I6", "inf"),
         ),
     ],
 )
@@ -219,7 +219,7 @@ def test_a_number_that_is_none_is_named_or_skipped(tmp_path, value):
     path = tmp_path / "log.parquet"
     pq.write_table(pa.table({"click": [1, 0, 1], "price": [1.5, value, None]}), path)
     wanted = Wanted(ids=(), numbers=("click", "price"), labels=("click",))
-    expected = "line 2: expected a finite number or nothing in column price, got"
+    expected = "line 2: expected a finite number or a missing value in column price, got"
     with pytest.raises(ValueError, match=expected):
         list(read_blocks(path, LogFormat(SourceFormat.parquet), wanted))
     [block] = read_blocks(path, LogFormat(SourceFormat.parquet, **SKIP), wanted)
@@ -442,7 +442,7 @@ def test_ids_that_cannot_be_read_are_refused_by_file_and_column(tmp_path, values
 def test_two_columns_of_one_name_are_refused(tmp_path, as_file):
     table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
     path = write_table(tmp_path / "log", table, as_file)
-    with pytest.raises(ValueError, match=r"log: expected different column names, got \['x'\]"):
+    with pytest.raises(ValueError, match=r"log: expected unique column names, got \['x'\]"):
         column_names(path, LogFormat(as_file))
 
 
@@ -562,7 +562,9 @@ def test_numbers_as_people_write_them(tmp_path, text, settings, expected):
     ],
 )
 def test_numbers_that_are_written_otherwise_are_refused_with_the_remedy(tmp_path, text, settings):
-    expected = rf"line 2: .*or nothing in column x, got '{re.escape(text)}'.*set decimal, tho"
+    expected = (
+        rf"line 2: .*or a missing value in column x, got '{re.escape(text)}'.*set decimal, tho"
+    )
     with pytest.raises(ValueError, match=expected):
         read_csv(tmp_path, f'u,x\na,"{text}"\n', number_wanted(**settings))
     block = read_csv(tmp_path, f'u,x\na,"{text}"\nb,1\n', number_wanted(**settings), **SKIP)
@@ -600,7 +602,7 @@ def test_vectors_in_text(tmp_path, text):
 @pytest.mark.parametrize("value", [[1.0], [1.0, 2, 3], [], [1.0, float("nan")], [1.0, 1e300]])
 def test_vectors_that_do_not_fit_are_named_or_skipped(tmp_path, value):
     path = write_table(tmp_path / "log", pa.table({"x": [[1.0, 2.0], value]}), SourceFormat.parquet)
-    expected = "log line 2: expected 2 finite numbers or nothing in column x, got"
+    expected = "log line 2: expected 2 finite numbers or a missing value in column x, got"
     with pytest.raises(ValueError, match=expected):
         list(read_blocks(path, LogFormat(SourceFormat.parquet), VECTOR))
     [block] = read_blocks(path, LogFormat(SourceFormat.parquet, **SKIP), VECTOR)

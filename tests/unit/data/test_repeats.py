@@ -159,7 +159,7 @@ def test_times_do_not_hide_what_comes_again(tmp_path: Path, times: str) -> None:
     first = write(tmp_path / "day.csv", lines)
     prepare(spec_of(first, split=BY_TIME), tmp_path / "d")
     again = write(tmp_path / "again.csv", lines[::-1])
-    with pytest.raises(ValueError, match="append: expected training samples that .* does not have"):
+    with pytest.raises(ValueError, match="append: expected new training samples, got only"):
         prepare(spec_of(first, split=BY_TIME), tmp_path / "d", append=[again])
     half = write(tmp_path / "half.csv", [*lines_of(3), *lines[50:]])
     with pytest.raises(ValueError, match="append: expected"):
@@ -183,7 +183,7 @@ def test_a_few_that_come_again_are_said(tmp_path: Path, caplog: pytest.LogCaptur
     prepare(spec_of(first, split=replace(RANDOM, valid_frac=0, test_frac=0)), tmp_path / "d")
     with caplog.at_level(logging.WARNING):
         prepare(spec_of(first), tmp_path / "d", append=[second])
-    assert "append: about 3.0% of the samples of the files are in" in caplog.text
+    assert "append: about 3.0% of the samples of the files are also in" in caplog.text
 
 
 @pytest.mark.parametrize("num_parts", [1, 10])
@@ -204,7 +204,7 @@ def test_the_share_of_what_others_have_is_about_right(num_parts: int) -> None:
         parts = [none.added(part) for part in (mixed, old)]
         whole = [FileSamples(name, part, part) for name, part in zip("ab", parts, strict=True)]
         if share:
-            with pytest.raises(ValueError, match="of a again, which are in b"):
+            with pytest.raises(ValueError, match="of a that are also in b"):
                 check_repeats(whole, "files")
         else:
             check_repeats(whole, "files")
@@ -278,7 +278,9 @@ def test_one_growing_file_is_appended_daily(tmp_path: Path) -> None:
         assert sum(found.values()) == 101 * (newest - 2)
         assert len(read_samples(dataset.artifact)) == newest - 2
         del dataset
-    with pytest.raises(ValueError, match=r"got 404 that it has and no others.* move .*valid_from"):
+    with pytest.raises(
+        ValueError, match=r"got only 404 that .* already has.* set later .*valid_from"
+    ):
         prepare(spec, path, append=[str(log)])
 
 
@@ -291,7 +293,7 @@ def test_late_samples_are_not_taken_for_those_that_are_there(tmp_path: Path) -> 
     late.insert(50, f"{86_400_000 + 49_500},1,0.5,late,1")
     write(log, [*late, *lines_of(2), *lines_of(3)])
     moved = replace(split, valid_from=86_400_000 * 3, test_from=86_400_000 * 4)
-    message = r"or before that the very ones .* at events\.csv line 2 among 101 others"
+    message = r"or exactly the earlier ones, .* in events\.csv line 2, and 101 others"
     with pytest.raises(ValueError, match=message):
         prepare(spec_of(log, split=moved), tmp_path / "d", append=[str(log)])
 
@@ -337,12 +339,12 @@ def test_a_dataset_of_an_earlier_version_can_grow(tmp_path: Path) -> None:
     (path / MANIFEST).unlink()
     path.rename(tmp_path / "altered")
     commit_artifact(tmp_path / "altered", path, kind="dataset", content=content)
-    with pytest.raises(ValueError, match=r"append: expected training samples from .* at 1\.csv"):
+    with pytest.raises(ValueError, match=r"append: expected training samples from .* in 1\.csv"):
         prepare(spec, path, append=[first])
     with pytest.raises(ValueError, match=r"split\.kind: expected time"):
         prepare(spec_of(first), path, append=[second])
     prepare(spec, path, append=[second])
-    with pytest.raises(ValueError, match="append: expected training samples that .* does not have"):
+    with pytest.raises(ValueError, match="append: expected new training samples, got only"):
         prepare(spec, path, append=[second])
 
 

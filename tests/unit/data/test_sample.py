@@ -114,7 +114,7 @@ def test_parts_may_differ_in_type_and_columns(tmp_path: Path) -> None:
 def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["user", "user"])
     pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet.* expected different column names.*user"):
+    with pytest.raises(ValueError, match=r"a\.parquet.* expected unique column names.*user"):
         read_sample(str(tmp_path / "a.parquet"))
 
 

@@ -120,7 +120,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
     ("data", "message"),
     [
         (b"", "expected a header line"),
-        (b"a,b,a\n1,2,3\n", r"expected different column names, got \['a'\]"),
+        (b"a,b,a\n1,2,3\n", r"expected unique column names, got \['a'\]"),
         (b"\xff\xfe\n", "line 1: expected UTF-8"),
         (b"x" * (2 << 20), "line 1: expected a header line of at most 1048576 bytes, got a lo"),
         (b"a,b\r1,2\r3,4", "line 1: expected a newline at the end of the line, got a carriage"),

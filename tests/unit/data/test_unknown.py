@@ -50,7 +50,7 @@ def test_notable_columns_are_named_the_largest_share_first() -> None:
     found = UnknownIds({"user": np.array([1000, 60]), "item": np.array([10, 9])})
     found += UnknownIds({"hour": np.array([1000, 49]), "none": np.array([0, 0])})
     text = found.text("valid")
-    assert text == "valid: ids without a row of their own (unseen or rare): item 90.0%, user 6.0%"
+    assert text == "valid: unknown ids (unseen or rare in training): item 90.0%, user 6.0%"
     assert found.text("valid", least=0.95) is None
     assert UnknownIds().text("valid") is None
     assert UnknownIds.from_json(found.to_json()).to_json() == found.to_json()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hotrec.embedding import adapt
 from hotrec.embedding.adapt import AdaptiveHotSet, Swaps, choose_swaps
-from hotrec.embedding.canonical import Part
+from hotrec.embedding.canonical import TensorPart
 from hotrec.routing.popularity import CountedRows
 
 
@@ -44,8 +44,8 @@ def test_rows_of_several_owners_get_the_slots_that_were_decided(
 ) -> None:
     """On rank 0 of two, of which each owns half of the rows."""
     weights = torch.arange(8.0)[:, None].repeat(1, 2)
-    replica = Part("t", (8, 2), torch.zeros(4, 2), (0, 0), rows=torch.arange(4))
-    shard = Part("t", (8, 2), weights[:4], (0, 0), is_shard=True)
+    replica = TensorPart("t", (8, 2), torch.zeros(4, 2), (0, 0), rows=torch.arange(4))
+    shard = TensorPart("t", (8, 2), weights[:4], (0, 0), is_shard=True)
     rows, slots = np.array([6, 1, 7, 3]), np.array([2, 0, 3, 1])
     hot_set = object.__new__(AdaptiveHotSet)
     hot_set._tables = [SimpleNamespace(key="t", owner_of=lambda rows: rows // 4)]  # type: ignore[list-item]

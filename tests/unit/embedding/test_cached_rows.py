@@ -233,7 +233,7 @@ def test_old_lookups_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lookup_of_another_pipeline_is_refused() -> None:
     rows, _ = make_rows()
     with pytest.raises(RuntimeError, match="expected the pipeline look_ahead"):
-        rows(None)  # type: ignore[arg-type]
+        rows.look_up(torch.tensor([0]))
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 31])

@@ -5,20 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hotrec.embedding.row_exchange import Permuted
+from hotrec.embedding.owned_rows import Joined
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 100])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_permutation_has_the_gradient_of_index_select(num_rows: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(num_rows)
-    order_U = torch.randperm(num_rows, generator=generator).to(dtype)
-    grad_UD = torch.randn(num_rows, 4, generator=generator)
-    outputs, grads = [], []
-    for put_in_order in (Permuted.apply, lambda rows, order: rows.index_select(0, order)):
-        rows_UD = torch.arange(4.0 * num_rows).view(num_rows, 4).requires_grad_()
-        outputs.append(put_in_order(rows_UD, order_U))
-        outputs[-1].backward(grad_UD)
-        grads.append(rows_UD.grad)
-    assert torch.equal(*outputs)
-    assert torch.equal(*grads)
+@pytest.mark.parametrize(("num_hot", "num_cold"), [(0, 0), (0, 5), (3, 0), (3, 100)])
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_joined_rows_and_gradients_are_in_their_places(
+    num_hot: int, num_cold: int, is_ordered: bool
+) -> None:
+    generator = torch.Generator().manual_seed(num_cold)
+    order_C = torch.randperm(num_cold, generator=generator)
+    hot_HD, cold_CD, grad_UD = (
+        torch.randn(num, 4, generator=generator) for num in (num_hot, num_cold, num_hot + num_cold)
+    )
+    hot_HD.requires_grad_()
+    cold_CD.requires_grad_()
+    joined_UD = Joined.apply(hot_HD, cold_CD, None if is_ordered else order_C)
+    place_C = torch.arange(num_cold) if is_ordered else order_C
+    assert torch.equal(joined_UD[:num_hot], hot_HD)
+    assert torch.equal(joined_UD[num_hot:][place_C], cold_CD)
+    joined_UD.backward(grad_UD)
+    assert torch.equal(hot_HD.grad, grad_UD[:num_hot])
+    assert torch.equal(cold_CD.grad, grad_UD[num_hot:][place_C])

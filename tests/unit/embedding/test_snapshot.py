@@ -10,7 +10,7 @@ import torch
 
 from hotrec.embedding import snapshot
 from hotrec.embedding.adapt import Swaps, _demote
-from hotrec.embedding.canonical import Part
+from hotrec.embedding.canonical import TensorPart
 from hotrec.embedding.snapshot import Snapshot, keep
 
 NUM_ROWS = 1000
@@ -71,8 +71,8 @@ def test_memory_beside_is_not_watched() -> None:
 
 def test_a_row_that_was_hot_meanwhile_is_read_as_it_was() -> None:
     """It was cold, became hot, and is written back to its shard before it is read."""
-    shard = Part("t", (20, 4), torch.rand(10, 4), (10, 0), is_shard=True)
-    replica = Part("t", (20, 4), torch.rand(2, 4), (0, 0), torch.tensor([3, 14]))
+    shard = TensorPart("t", (20, 4), torch.rand(10, 4), (10, 0), is_shard=True)
+    replica = TensorPart("t", (20, 4), torch.rand(2, 4), (0, 0), torch.tensor([3, 14]))
     before = shard.value.clone()
     taken = Snapshot([shard.value])
     _demote(Swaps(np.array([2]), np.array([1]), np.array([14])), replica, shard)

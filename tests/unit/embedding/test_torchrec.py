@@ -36,8 +36,6 @@ def test_kernels_of_hot_and_cold_rows() -> None:
     in_parts = [*adapter.kernels(rows), *adapter.kernels(other_rows)]
     of_model = [kernel.fbgemm for kernel in adapter.kernels(model)]
     assert [kernel.fbgemm for kernel in in_parts] == of_model
-    tables = [name for names in adapter.tables_by_lookup(rows) for name in names]
-    assert sorted(tables) == ["t", "t_hot", "v"]
 
 
 def test_a_shard_knows_its_rows() -> None:

@@ -47,7 +47,7 @@ def test_on_gpus_the_process_multiplies_as_asked(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     torch.set_float32_matmul_precision("medium")
     if expected is None:
-        with pytest.raises(ValueError, match=rf"7\.\d, got {precision.name}, which takes 8\.0"):
+        with pytest.raises(ValueError, match=rf"7\.\d, got {precision.name}, which needs 8\.0"):
             use_precision(precision, torch.device("cuda", 0))
         return
     use_precision(precision, torch.device("cuda", 0))

@@ -17,7 +17,7 @@ from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.initialize import copy_weights
 from hotrec.models.task import ClickTask
-from hotrec.models.zoo import build_architecture, build_model
+from hotrec.models.zoo import build_architecture
 from hotrec.types import ModelKind, Partition
 from tests.helpers.dense import shape_of
 
@@ -33,22 +33,12 @@ def tables(*dims: int) -> list[EmbeddingBagConfig]:
     ]
 
 
-def build(kind: ModelKind, embeddings: nn.Module, **kwargs: Any) -> nn.Module:
-    if kind not in (ModelKind.dlrm, ModelKind.dcnv2):
-        sizes: Any = {"dense_layer_sizes": [8, DIM], "over_layer_sizes": [8, 1]}
-        num_dense, seed = kwargs.get("num_dense", 3), kwargs.get("seed", 1)
-        shape = shape_of(kind, num_dense, [("t", "t"), ("u", "u")], DIM, **sizes)
-        return build_architecture(shape, embeddings, seed, CPU)
-    arguments: dict[str, Any] = {
-        "num_dense": 3,
-        "dense_layer_sizes": [8, DIM],
-        "over_layer_sizes": [8, 1],
-        "cross_num_layers": 2,
-        "cross_low_rank_dim": 4,
-        "seed": 1,
-        "device": CPU,
-    }
-    return build_model(kind, embeddings, **{**arguments, **kwargs})
+def build(
+    kind: ModelKind, embeddings: nn.Module, num_dense: int = 3, seed: int = 1, **given: Any
+) -> nn.Module:
+    sizes: Any = {"dense_layer_sizes": [8, DIM], "over_layer_sizes": [8, 1], **given}
+    shape = shape_of(kind, num_dense, [("t", "t"), ("u", "u")], DIM, **sizes)
+    return build_architecture(shape, embeddings, seed, CPU)
 
 
 def make_batch(weights: list[float], num_global_samples: int, seed: int = 0) -> Batch:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from hotrec.assemble.job import architecture_of
 from hotrec.config.groups import DinConfig, MmoeConfig, OwnModelConfig, TwoTowerConfig
 from hotrec.models.plain import Attention, DeepFm, MixtureOfExperts, TwoTower, make_layers
-from hotrec.models.shape import architecture_of, work_of
+from hotrec.models.shape import work_of
 from hotrec.models.zoo import make_checked_layers
 from hotrec.types import Feature, ModelKind, Schema, Table
 from tests.helpers.dense import OwnLayers, shape_of
@@ -116,11 +117,12 @@ def test_columns_of_no_tower_are_refused(columns: list[str]) -> None:
 def test_work_is_counted_where_there_is_no_formula() -> None:
     # 2 + 2 D inputs -> 6 -> 1, whose first layer also has a gradient to give to the rows.
     num_inputs = 2 + 2 * DIM
-    work = work_of(OWN, SCHEMA)
+    work = work_of(architecture_of(OWN, SCHEMA))
     assert work.flops == 3 * 2 * (num_inputs * 6 + 6)
     assert work.bottom_frac == 0
     assert work.num_dense_values == num_inputs * 6 + 6 + 6 + 1 + num_inputs
-    mmoe = work_of(MmoeConfig(embedding_dim=DIM, dense_layer_sizes=[4, DIM]), SCHEMA)
+    model = MmoeConfig(embedding_dim=DIM, dense_layer_sizes=[4, DIM])
+    mmoe = work_of(architecture_of(model, SCHEMA))
     assert mmoe.bottom_frac * mmoe.flops == pytest.approx(2 * 2 * 2 * 4 + 3 * 2 * 4 * DIM)
 
 

@@ -16,7 +16,7 @@ from hotrec.planner.plan import Plan
 from hotrec.planner.predict import Prediction, predict, predict_shardings
 from hotrec.planner.propose import Decision, fastest_split, propose
 from hotrec.planner.request import ByCost, PlanRequest
-from hotrec.planner.situation import Loader, Situation
+from hotrec.planner.situation import LoaderWorkers, Situation
 from hotrec.planner.trial import Trial
 from hotrec.report.plan import plan_report_text
 from hotrec.types import PipelineKind, PipelineSpec, WireType
@@ -59,7 +59,7 @@ def test_the_document(pipeline: PipelineSpec) -> None:
     assert sent == pytest.approx(plan["total_sent_bytes"] - dense_bytes, rel=1e-6)
     assert 0 < document["expected"]["urgent_rows"] < document["expected"]["cold_rows"]
     text = " ".join(plan_report_text(document).split())
-    assert ("communication that nothing hides. Row lookups" in text) == pipeline.is_look_ahead
+    assert ("exposed communication. Row lookups" in text) == pipeline.is_look_ahead
     shown = "look_ahead" if pipeline.is_look_ahead else "sparse_dist"
     assert shown in text[text.index("(chosen)") :].split("Where a step")[0]
 
@@ -110,7 +110,7 @@ def test_the_loader_is_in_the_step(pipeline: PipelineSpec) -> None:
     loader |= {"receive": Line(), "route": Line(per_item_s=1e-6)}
     costs = replace(of.costs, loader=loader)
     workload = replace(of.workload, is_routed_by_loader=True)
-    slow = replace(of, costs=costs, workload=workload, loader=Loader(2, 64))
+    slow = replace(of, costs=costs, workload=workload, loader=LoaderWorkers(2, 64))
     predicted = predict(plan, slow)
     num_ids = SKEWED_BATCH * sum(d.lookups_per_sample for d in of.demands)
     assert predicted.step_s == pytest.approx((READ_S * SKEWED_BATCH + 1e-6 * num_ids) / 2)

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from hotrec.assemble.policies import choose_partition
+from hotrec.assemble.job import policy_of
+from hotrec.assemble.policies import PolicyInputs
 from hotrec.config.groups import (
     AllColdPlacement,
     AllHotPlacement,
@@ -355,14 +356,14 @@ def test_configured_policies(placement, policy):
     profile = Profile(100, 0, 100, Sampling(), counts)
     costs = BUILTIN["cpu_1gbit"]
     on = Machine(4, 4, "cpu", 0, 4 * 5000, 16, costs)
-    given = {"row_bytes": dict.fromkeys(TABLES, 36), "dim": 8}
-    partition = choose_partition(placement, profile, on, **given)
+    row_bytes, chosen = dict.fromkeys(TABLES, 36), policy_of(placement)
+    partition = chosen.partition(PolicyInputs(profile, on, row_bytes, 8))
     assert partition.policy == policy
     if partition.total_hot:
         # With gradients in two of DDP's buckets, a row takes 36 + 2 * 32 bytes.
         short = Machine(4, 4, "cpu", 0, 4 * (100 * partition.total_hot - 1), 16, costs)
         with pytest.raises(ValueError, match=r"expected .*at most .* got"):
-            choose_partition(placement, profile, short, **given)
+            chosen.partition(PolicyInputs(profile, short, row_bytes, 8))
 
 
 POPULAR_COUNTS = {"a": np.array([9, 8, 7, 6, 5, 0]), "b": np.array([4, 10, 1])}

@@ -112,13 +112,13 @@ def in_backward(model: Model, **rates: float) -> Model:
             Model,
             Partition(ROWS),
             {"embedding_optimizer": partial(RowWiseAdagrad, eps=1.0)},
-            "expected its lr, got none",
+            "expected lr, got none",
         ),
         (
             Model,
             Partition(ROWS),
             {"embedding_optimizer": partial(RowWiseAdagrad, lr=1.0, weight_decay=0.1)},
-            "expected lr, eps, beta1 and beta2 alone",
+            "expected only lr, eps, beta1 and beta2",
         ),
         (
             lambda: Model(bags("a", device="meta", init_fn=nn.init.ones_)),
@@ -177,9 +177,9 @@ CHOICES = [
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: frozen("b"), r"table b: expected a table that is trained, got it frozen"),
-        (lambda: frozen("a", "b"), r"table a: expected a table that is trained"),
-        (lambda: in_backward(frozen("b"), a=0.1), r"table b: expected a table that is trained"),
+        (lambda: frozen("b"), r"table b: expected a trained table, got a frozen"),
+        (lambda: frozen("a", "b"), r"table a: expected a trained table"),
+        (lambda: in_backward(frozen("b"), a=0.1), r"table b: expected a trained table"),
         (lambda: Model(bags("a", embedding_dim=10)), r"table a embedding_dim: .* of 4, .* got 10"),
         (lambda: Model(bags("a", embedding_dim=2)), r"table a embedding_dim: .* of 4, .* got 2"),
         (
@@ -193,11 +193,11 @@ CHOICES = [
         ),
         (
             lambda: tied("collections.0.embedding_bags.a", "collections.1.embedding_bags.b"),
-            r"table a: expected weights of its own, got those of .*\.b\.weight too",
+            r"table a: expected separate weights, got those of .*\.b\.weight,",
         ),
         (
             lambda: tied("collections.0.embedding_bags.a", "proj"),
-            r"table a: expected weights of its own, got those of proj\.weight too",
+            r"table a: expected separate weights, got those of proj\.weight,",
         ),
         (
             lambda: Model(Derived([EmbeddingBagConfig(**table("a"))])),
@@ -317,9 +317,12 @@ def test_a_profile_of_arrays_is_that_of_batches(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ([], "expected a batch or more to count"),
+        ([], "expected at least one batch to count"),
         ({"a": np.array([1])}, "expected the feature 'b'"),
-        ({"a": np.array([1]), "b": np.array([1, 2])}, "expected as many samples in each"),
+        (
+            {"a": np.array([1]), "b": np.array([1, 2])},
+            "expected the same number of samples in each",
+        ),
         ([features("a")], "expected 'b' among the batch's features"),
         (
             {"a": np.array([20]), "b": np.array([0])},
@@ -335,7 +338,7 @@ def test_what_cannot_be_counted_is_an_error(source: Any, message: str) -> None:
 
 
 def test_other_models_have_no_pipeline() -> None:
-    with pytest.raises(ValueError, match=r"expected the one that hotrec\.parallelize returned"):
+    with pytest.raises(ValueError, match=r"expected the result of hotrec\.parallelize"):
         hotrec.Pipeline(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]))
 
 
@@ -383,7 +386,7 @@ def test_off_names_what_the_dense_optimizer_trains(
     [message] = [
         record.getMessage() for record in caplog.records if record.name.startswith("hotrec")
     ]
-    assert "only fused kernels have: ['collections.0.embedding_bags.a.weight']" in message
+    assert "only fused kernels support: ['collections.0.embedding_bags.a.weight']" in message
     _, dense = optimizer.optimizers[1]
     assert {name.split(".")[0] for name in dense.params} == {"collections", "out"}
 

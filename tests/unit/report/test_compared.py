@@ -86,8 +86,8 @@ ROWS = (
     ("hot_ms", "text"),
     [
         (30.0, f"Hot rows pay here: {ROWS} 12% to 21% less than without; {THEY}."),
-        (40.0, f"Hot rows do not pay here: {ROWS} 6% to 17% longer than without; {THEY}. docs/"),
-        (36.0, f"Hot rows change little here: {ROWS} as long as without (-5% to +5%); {THEY}. do"),
+        (40.0, f"Hot rows do not pay here: {ROWS} 6% to 17% longer than without; {THEY}. See "),
+        (36.0, f"Hot rows change little here: {ROWS} as long as without (-5% to +5%); {THEY}. Se"),
     ],
 )
 def test_it_says_whether_hot_rows_pay(tmp_path: Path, hot_ms: float, text: str) -> None:
@@ -121,8 +121,8 @@ def test_nothing_is_claimed_where_nothing_follows(
     tmp_path: Path, settings: dict[str, Any], why: str, stage: str
 ) -> None:
     (only,) = said(tmp_path, **settings)
-    assert only.startswith(f"No claim of speed: {why}")
-    assert only.endswith("Start the same command again on a quiet machine.")
+    assert only.startswith(f"Inconclusive: {why}")
+    assert only.endswith("Repeat the command on a quiet machine.")
     # As `hotrec run` leaves it.
     (tmp_path / "made.json").write_text("{}")
     (tmp_path / "hot").rename(tmp_path / "counterpart")
@@ -142,7 +142,7 @@ def test_two_plans_of_torchrec_are_not_told_apart(tmp_path: Path) -> None:
     first, second = said(tmp_path, chosen=chosen, steps_ms={"cold": 20.0})
     assert first == (
         "TorchRec's hand-tuned plan was chosen. It and TorchRec's planner are both TorchRec's own "
-        "plans: no claim of speed."
+        "plans: no speed comparison."
     )
     assert second.startswith(
         "hotrec, 1,650 hot rows. A step takes 38.0 ms, with TorchRec's planner 45.0 ms: 16% less"
@@ -174,8 +174,8 @@ def test_the_best_of_torchrecs_in_the_trial_is_said(tmp_path: Path) -> None:
     *_, last = verdicts(runs, choose_baseline(runs), Comparison.read(tmp_path))
     assert last == (
         "TorchRec's hand-tuned plan, the best of TorchRec's in the trial before the run, took 21.0 "
-        "ms a step where the chosen plan took 20.0 ms (1% to 11% longer), and is predicted to send "
-        "14.5 MB."
+        "ms per step where the chosen plan took 20.0 ms (1% to 11% longer), and is predicted to "
+        "send 14.5 MB."
     )
     document["trial"]["took_turns"] = False
     (paths[0] / "prediction.json").write_text(json.dumps(document))
@@ -194,7 +194,7 @@ def test_the_page_begins_with_the_plans(tmp_path: Path) -> None:
     assert rows[1][1:3] == ["45.0 ms", ""]
     assert rows[2][4:] == ["2.60 MB", "1,650", "90.0%", "1.00x"]
     step, _, owner, auc = report.page.tiles
-    assert step.note == "-24% to -16% against TorchRec's planner; less is better"
+    assert step.note == "-24% to -16% vs. TorchRec's planner; less is better"
     assert (owner.figure, owner.note) == ("1.60x", "1.60x with TorchRec's planner; less is better")
     assert auc.text == "AUC on test"
     assert "step_p50_s" not in json.dumps(report.document["runs"][0]["relative_to_baseline"])

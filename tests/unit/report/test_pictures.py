@@ -83,10 +83,10 @@ def test_traffic_stacks_collectives_and_marks_the_bound(runs: list[Run]) -> None
         "hot gradients": [(2.5e6, 2.0e6), (0, 0)],
         "embedding all to all": [(4.5e6, 0), (0, 15.0e6)],
     }
-    assert texts(axes) == ["4.50 MB, 1.12x the least", "15.0 MB, 3.75x the least"]
+    assert texts(axes) == ["4.50 MB, 1.12x the bound", "15.0 MB, 3.75x the bound"]
     assert [set(line.get_xdata()) for line in axes.lines[:2]] == [{4.0e6}, {4.0e6}]
     labels = [text.get_text() for text in axes.figure.legends[0].get_texts()]
-    assert labels.count("least that exchanging rows takes") == 1
+    assert labels.count("lower bound of exchanging rows") == 1
     assert [axes.xaxis.get_major_formatter()(x) for x in (2.5e6, 10e6)] == ["2.5 MB", "10 MB"]
 
 

@@ -12,7 +12,7 @@ import pytest
 from hotrec.report.pictures import bar_figure
 from hotrec.report.plan import (
     NEEDED_OF_PLAN,
-    Prediction,
+    RecordedPrediction,
     plan_report_text,
 )
 from hotrec.report.plan_page import draw_stages, write_plan_page
@@ -94,7 +94,9 @@ def test_the_bars_of_the_figure_are_the_stages() -> None:
     document = prediction()
     document["plans"]["hot_cold"]["stage_s"]["pondering"] = 0.004  # a stage without a style
     plans = ["torchrec planner", "hot_cold"]
-    (axes,) = bar_figure(2, lambda axes: draw_stages(axes, Prediction(document), plans)).axes
+    (axes,) = bar_figure(
+        2, lambda axes: draw_stages(axes, RecordedPrediction(document), plans)
+    ).axes
     stages = ["pondering", *STAGES]
     labels = [PART_LABELS.get(s, s.replace("_", " ")) for s in stages]
     assert [str(c.get_label()) for c in axes.containers] == labels
@@ -125,7 +127,7 @@ def test_the_bars_of_the_figure_are_the_stages() -> None:
 def test_the_chosen_plan_is_called_what_it_is(chosen: str, text: str) -> None:
     plans = prediction()["plans"]
     document = prediction() | {"chosen": chosen, "plans": plans | {chosen: plans["hot_cold"]}}
-    assert Prediction(document).name(chosen) == text
+    assert RecordedPrediction(document).name(chosen) == text
 
 
 def test_a_document_of_labels_alone_is_shown() -> None:
@@ -133,7 +135,7 @@ def test_a_document_of_labels_alone_is_shown() -> None:
     path = Path(__file__).parents[2] / "data" / "prediction_by_label.json"
     document = json.loads(path.read_text())
     assert "plan" not in document
-    found = Prediction(document)
+    found = RecordedPrediction(document)
     assert {label: found.name(label) for label in document["plans"]} == {
         "hot_cold look_ahead": "hotrec, 1,010 hot rows, look_ahead",
         "hot_cold sparse_dist": "hotrec, 1,010 hot rows, sparse_dist",
@@ -156,14 +158,14 @@ def test_what_a_document_says_of_its_plans_goes_before_their_labels() -> None:
     document = prediction()
     ours = {**document["plans"]["hot_cold"], "title": "theirs", "is_hotrec": False}
     ours |= {"torchrec_plan": "planner", "step_s": 1e-6}
-    found = Prediction(document | {"plans": document["plans"] | {"hot_cold": ours}})
+    found = RecordedPrediction(document | {"plans": document["plans"] | {"hot_cold": ours}})
     assert found.name("hot_cold") == "theirs"
     assert found.baseline == found.planner == "hot_cold"
 
 
 def test_a_placement_may_have_no_hot_rows() -> None:
     tables = [{**of, "hot_rows": 0} for of in prediction()["tables"]]
-    without = Prediction(prediction() | {"tables": tables})
+    without = RecordedPrediction(prediction() | {"tables": tables})
     assert without.name("hot_cold") == "hotrec, no hot rows"
     # It is all_cold, which is not shown a second time.
     assert "all_cold" not in without.order
@@ -173,7 +175,10 @@ def test_each_plan_has_its_own_hot_rows() -> None:
     plans = prediction()["plans"]
     other = {**plans["hot_cold"], "hot_rows": 12}
     document = prediction() | {"plans": plans | {"hot_cold look_ahead": other}}
-    assert Prediction(document).name("hot_cold look_ahead") == "hotrec, 12 hot rows, look_ahead"
+    assert (
+        RecordedPrediction(document).name("hot_cold look_ahead")
+        == "hotrec, 12 hot rows, look_ahead"
+    )
 
 
 def test_the_planner_of_torchrec_is_that_of_its_fastest_pipeline() -> None:
@@ -182,6 +187,6 @@ def test_the_planner_of_torchrec_is_that_of_its_fastest_pipeline() -> None:
     for name in ("torchrec planner base", "torchrec planner"):
         others = {"torchrec planner": slow, "torchrec planner base": slow}
         document = prediction() | {"plans": plans | others | {name: plans["torchrec planner"]}}
-        assert Prediction(document).planner == name
+        assert RecordedPrediction(document).planner == name
     del plans["torchrec planner"]
-    assert Prediction(prediction() | {"plans": plans}).planner is None
+    assert RecordedPrediction(prediction() | {"plans": plans}).planner is None

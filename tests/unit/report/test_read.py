@@ -50,7 +50,7 @@ def test_unfinished_run_takes_its_figures_from_the_last_lines(tmp_path: Path) ->
     assert run.splits == ["valid", "test"]
     for note in (
         "summary.json: not recorded.",
-        "metrics.jsonl: the last line is incomplete and was left out.",
+        "metrics.jsonl: skipped the incomplete last line.",
         "the run has not finished; its figures are those up to its last line.",
     ):
         assert note in run.notes

@@ -193,11 +193,11 @@ def test_two_runs_never_give_a_claim_of_speed(tmp_path: Path, step_s: float) -> 
     first, second = verdicts(runs, runs[1])
     shown = {0.150: "150 ms", 0.120: "120 ms", 0.030: "30.0 ms"}[step_s]
     ours_is = "hot_cold (hotrec, 62,840 hot rows, look_ahead)"
-    assert first.startswith(f"{ours_is}: {shown} a step, predicted 100 ms (")
+    assert first.startswith(f"{ours_is}: {shown} per step, predicted 100 ms (")
     theirs_is = "planner (TorchRec's planner, sparse_dist)"
-    assert f"; {theirs_is} took 120 ms. They did not take turns" in first
-    assert "no claim of speed; hotrec compare lets plans take turns." in first
-    assert second == f"{theirs_is}: 120 ms a step."
+    assert f"; {theirs_is} took 120 ms. Not interleaved" in first
+    assert "so speed is not comparable; use hotrec compare." in first
+    assert second == f"{theirs_is}: 120 ms per step."
     document = write_report(paths, tmp_path / "out")
     assert document["verdict"] == [first, second]
     text = page_text(tmp_path / "out")
@@ -209,19 +209,21 @@ def test_two_runs_never_give_a_claim_of_speed(tmp_path: Path, step_s: float) -> 
 def test_the_error_is_that_of_the_numbers_beside_it(tmp_path: Path) -> None:
     summary = {**SUMMARY, **COMPARED, "step_p50_s": 0.0304, "predicted_step_s": 0.0227}
     (said,) = verdicts(read_runs([write_run(tmp_path / "a", summary)]), None)
-    assert said == "hot_cold (hotrec, 62,840 hot rows): 30.4 ms a step, predicted 22.7 ms (-25.3%)."
+    assert (
+        said == "hot_cold (hotrec, 62,840 hot rows): 30.4 ms per step, predicted 22.7 ms (-25.3%)."
+    )
 
 
 @pytest.mark.parametrize(
     ("ours", "shards", "said"),
     [
-        ({}, "{}", "Both trained the same plan"),
+        ({}, "{}", "Same plan; the difference"),
         (
             {"placement": "torchrec table_wise"},
             '{"t": 1}',
-            "TorchRec's own plans. They did",
+            "TorchRec's own plans. Not interleaved",
         ),
-        ({"placement": "hot_cold"}, '{"t": 1}', "took 248 ms. They did not take turns"),
+        ({"placement": "hot_cold"}, '{"t": 1}', "took 248 ms. Not interleaved"),
     ],
 )
 def test_what_both_trained_is_said(
@@ -255,17 +257,17 @@ GENERATION = {"dataset": "fedcba9876543210", "generation": 1}
 UNLIKE: list[tuple[dict[str, Any], str]] = [
     (
         {"dataset": "fedcba9876543210", "dataset_name": "other"},
-        "dataset events 01234567 against other fedcba98",
+        "dataset events 01234567 vs. other fedcba98",
     ),
-    (GENERATION, "dataset events 01234567 against events fedcba98 (generation 1)"),
-    ({"eval_split": "valid"}, "split test against valid"),
-    ({"num_eval_samples": 4999}, "number of samples evaluated 5,000 against 4,999"),
+    (GENERATION, "dataset events 01234567 vs. events fedcba98 (generation 1)"),
+    ({"eval_split": "valid"}, "split test vs. valid"),
+    ({"num_eval_samples": 4999}, "number of samples evaluated 5,000 vs. 4,999"),
     (
         {"label_weights": {"click": 1.0, "buy": 2.0}},
-        "labels one against click (weight 1), buy (weight 2)",
+        "labels one vs. click (weight 1), buy (weight 2)",
     ),
-    ({"dataset": None}, "the dataset of one is not recorded"),
-    ({"eval_split": None}, "the split of one is not recorded"),
+    ({"dataset": None}, "the dataset is not recorded for one of them"),
+    ({"eval_split": None}, "the split is not recorded for one of them"),
 ]
 
 
@@ -280,9 +282,9 @@ def test_what_was_not_evaluated_alike_is_not_compared(
         write_run(tmp_path / "b", {**TORCHREC, "placement": placement, **changes}),
     ]
     document = write_report(paths, tmp_path / "out")
-    (sentence,) = [one for one in document["verdict"] if "do not compare" in one]
-    ours, theirs = said.split(" against ") if " against " in said else (said, "")
-    assert said in sentence or f"{theirs} against" in sentence
+    (sentence,) = [one for one in document["verdict"] if "are not comparable" in one]
+    ours, theirs = said.split(" vs. ") if " vs. " in said else (said, "")
+    assert said in sentence or f"{theirs} vs." in sentence
     text = page_text(tmp_path / "out")
     assert sentence in text
     assert re.search(r"[+-]0\.\d{4}\b", text) is None  # no difference of quality
@@ -300,7 +302,7 @@ def test_the_same_samples_are_compared(tmp_path: Path) -> None:
         write_run(tmp_path / "bare", {"name": "bare"}),  # which has nothing to compare
     ]
     document = write_report(paths, tmp_path / "out")
-    assert [one for one in document["verdict"] if "do not compare" in one] == []
+    assert [one for one in document["verdict"] if "are not comparable" in one] == []
     text = page_text(tmp_path / "out")
     assert "+0.0001" in text
     assert "-0.0000" not in text

@@ -119,7 +119,7 @@ def test_the_validation_split_chooses_and_the_test_split_reports(tmp_path: Path)
     page = sweep_of(tmp_path, evaluated(0.70, 0.80), evaluated(0.72, 0.75))
     best = page.tiles[0]
     assert best == ("0.7200", "highest AUC on valid", "with a=1: 0.7500 on test")
-    assert "The validation split chooses; AUC and log loss are those of the test split." in notes(
+    assert "Chosen on the validation split; AUC and log loss are those of the test split." in notes(
         page
     )
 
@@ -128,10 +128,10 @@ def test_the_validation_split_chooses_and_the_test_split_reports(tmp_path: Path)
     ("summaries", "said"),
     [
         # By the test split alone: no job is the best, and it is said why.
-        ([evaluated(None, 0.8), evaluated(None, 0.7)], "What is chosen by the test split"),
-        ([evaluated(0.8, 0.8), evaluated(None, 0.7)], "What is chosen by the test split"),
+        ([evaluated(None, 0.8), evaluated(None, 0.7)], "A choice on the test split"),
+        ([evaluated(0.8, 0.8), evaluated(None, 0.7)], "A choice on the test split"),
         # By an older program, which recorded the last split alone.
-        ([SUMMARY, {**SUMMARY, "auc": 0.7}], "What is chosen by the test split has no result"),
+        ([SUMMARY, {**SUMMARY, "auc": 0.7}], "A choice on the test split biases"),
     ],
 )
 def test_what_is_chosen_by_the_test_split_is_no_result(
@@ -152,12 +152,12 @@ def test_jobs_on_different_data_have_no_best(tmp_path: Path) -> None:
     other = {"dataset": "f" * 16, "dataset_name": "other"}
     page = sweep_of(tmp_path, evaluated(0.7, 0.8), evaluated(0.72, 0.75, **other))
     assert page.tiles == []
-    assert "a=1 and a=0 do not compare" in page.lead[0]
+    assert "a=1 and a=0 are not comparable" in page.lead[0]
 
 
 def test_steps_of_jobs_are_no_claim(tmp_path: Path) -> None:
     page = sweep_of(tmp_path, {**SUMMARY, "step_p50_s": 0.1}, {**TORCHREC, "step_p50_s": 0.3})
-    assert "their steps are no claim of speed" in notes(page)
+    assert "their step times are not comparable" in notes(page)
     text = render_text(page)
     assert "faster" not in text
     assert "shortest" not in text

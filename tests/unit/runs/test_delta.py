@@ -418,7 +418,7 @@ def test_the_class_that_a_description_names_is_not_imported(
 
 
 WHOLE = r"user.parquet: expected a value for each of the rows 1 to \d once, in order"
-ROWS = r"user.safetensors: expected rising rows below \d"
+ROWS = r"user.safetensors: expected increasing rows below \d"
 FORGED_DELTAS: dict[str, tuple[Forge, str]] = {
     "row-outside": (user(put("row", -1, 99)), ROWS),
     "row-negative": (user(put("row", 0, -1)), ROWS),

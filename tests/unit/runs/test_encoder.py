@@ -11,7 +11,6 @@ from dataclasses import asdict
 from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -218,8 +217,7 @@ def spec_of(path: Path, *, format: SourceFormat, **more: Any) -> SourceSpec:
 
 def encoder_of(dataset: Dataset, spec: SourceSpec, directory: Path) -> Encoder:
     """The encoder of what ``hotrec export`` writes for a model on the dataset."""
-    config = SimpleNamespace(data=SimpleNamespace(source=spec))
-    trained = Trained(cast("Any", config), dataset, Path(), 0)
+    trained = Trained(cast("Any", None), dataset, Path(), 0, spec)
     directory.mkdir()
     export._write_vocabularies(directory, trained, None)
     tables = [{"name": t.name, "num_rows": t.num_rows} for t in dataset.schema.tables]

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from hotrec.artifact import ArtifactError, commit_artifact, scratch_directory
 from hotrec.config.roots import RowType
-from hotrec.embedding.canonical import Part, Parts
+from hotrec.embedding.canonical import TensorPart, TensorParts
 from hotrec.runs import export, exported
 from hotrec.runs.export import layer_name, quantize
 from hotrec.train.checkpoint import KIND, open_tensors
@@ -31,8 +31,8 @@ def saved(rows: torch.Tensor, directory: Path) -> TensorFiles:
     with scratch_directory(directory, kind=KIND) as scratch:
         for rank, first in enumerate((0, 20)):
             held = rows[first : 20 if rank == 0 else None]
-            part = Part("t", (NUM_ROWS, DIM), held, (first, 0), is_shard=True)
-            parts = Parts([part], [], {}, frozenset("t"))
+            part = TensorPart("t", (NUM_ROWS, DIM), held, (first, 0), is_shard=True)
+            parts = TensorParts([part], [], {}, frozenset("t"))
             shares = own_shares(parts, rank, 2)
             pieces += write_tensors(shares, scratch, "tensors", rank, lambda: None)[0]
         commit_artifact(scratch, directory, kind=KIND, content={"tensors": make_index(pieces)})

@@ -13,9 +13,9 @@ from hotrec.runs.evaluate import AUTO, find_checkpoint, is_best
 KEEP = ["trainer.keep_best=true", "trainer.eval_every_steps=2"]
 
 
-def config(*words: str) -> Config:
-    found: Config = build_config(compose_config("config", list(words)))
-    return found
+def keeps_best(*words: str) -> bool:
+    config: Config = build_config(compose_config("config", list(words)))
+    return config.trainer.keeps_best
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def run_dir(tmp_path: Path) -> Path:
     ],
 )
 def test_which_checkpoint_is_meant(run_dir: Path, words: list[str], name: str, step: int) -> None:
-    found = find_checkpoint(config(*words), run_dir, name)
+    found = find_checkpoint(run_dir, name, keeps_best=keeps_best(*words))
     assert found.name == f"step-{step:08d}"
     assert is_best(found) == (step == 4)
 
@@ -53,7 +53,7 @@ def test_every_command_means_the_same() -> None:
 
 def test_a_best_checkpoint_that_is_not_there_is_said(run_dir: Path) -> None:
     (run_dir / "checkpoints" / "best").unlink()
-    with pytest.raises(ValueError, match=r"expected the best one of .*, got none.*=latest"):
-        find_checkpoint(config(*KEEP), run_dir, AUTO)
+    with pytest.raises(ValueError, match=r"expected a best checkpoint in .*, got none.*=latest"):
+        find_checkpoint(run_dir, AUTO, keeps_best=keeps_best(*KEEP))
     with pytest.raises(ValueError, match="expected auto, latest, best or one of .*, got 'best'"):
-        find_checkpoint(config(), run_dir, "best")
+        find_checkpoint(run_dir, "best", keeps_best=keeps_best())

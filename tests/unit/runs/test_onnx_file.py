@@ -111,5 +111,5 @@ def test_layers_without_a_form_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_file, "find_spec", lambda name: None if name == "onnx" else name)
-    with pytest.raises(ValueError, match=r"^export.onnx: .* got no onnx\. .*'hotrec\[onnx\]'"):
+    with pytest.raises(ValueError, match=r"^export.onnx: .* missing onnx\. .*'hotrec\[onnx\]'"):
         onnx_file.check_packages()

@@ -78,7 +78,7 @@ def test_a_run_with_a_leak_names_it(folder: Path, one_rank: Ranks) -> None:
         == (summary["suspicious"])
     )
     (_, line) = quality_lines(summary, "test")
-    assert "columns alone, in training: seconds 1.0000" in line[1]
+    assert "single columns, in training: seconds 1.0000" in line[1]
 
     # What the run recorded is all that is needed to evaluate it.
     recorded = read_config(folder / "run/config.yaml", Config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hotrec.runtime.cores import choose_workers, least_cores
+from hotrec.runtime.cores import choose_workers, min_cores
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from hotrec.runtime.cores import choose_workers, least_cores
 def test_hosts_of_one_kernel_share_its_cores(
     of_ranks: list[tuple[str, set[int]]], ranks_per_host: int, expected: float
 ) -> None:
-    assert least_cores(of_ranks, ranks_per_host) == expected
+    assert min_cores(of_ranks, ranks_per_host) == expected
 
 
 @pytest.mark.parametrize(

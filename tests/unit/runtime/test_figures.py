@@ -31,7 +31,9 @@ def test_a_figure_is_declared_once_and_a_part_with_what_it_is_a_part_of() -> Non
     ],
 )
 def test_others_cannot_be_recorded(record: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"^figure {name}: expected one that .* declares, got"):
+    with pytest.raises(
+        ValueError, match=f"^figure {name}: expected one that is declared in .*, got"
+    ):
         check_declared(record)
 
 

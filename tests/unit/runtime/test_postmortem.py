@@ -106,7 +106,9 @@ def test_out_of_memory_says_where_its_snapshot_is(
     path = tmp_path / "memory_rank_3.pickle"
     with pytest.raises(torch.OutOfMemoryError) as caught:
         run_out(tmp_path)
-    assert str(caught.value).startswith(f"memory of cuda:1: expected room, got none; {path} shows")
+    assert str(caught.value).startswith(
+        f"memory of cuda:1: expected free memory, got none; {path} shows"
+    )
     assert str(caught.value).endswith(OUT_OF_MEMORY)
     assert path.read_text() == "a snapshot"
     # Nothing is recorded before that: a run has the steps that a benchmark measures.

@@ -152,11 +152,11 @@ def test_all_threads_keep_to_the_node_of_the_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("node", "cpus", "said"),
     [
-        (0, f"{ALLOWED[0]}-{ALLOWED[-1]}", f"bound to {len(ALLOWED)} processors of NUMA node 0"),
-        (-1, "", "its NUMA node is not known"),
-        (0, "4000-4003", r"cuda:1: expected processors of its NUMA node 0, got \["),
-        (0, "", "expected processors of its NUMA node 0"),  # a node of memory alone
-        (None, "", "cuda:1: not bound to the processors beside it: "),
+        (0, f"{ALLOWED[0]}-{ALLOWED[-1]}", f"bound to {len(ALLOWED)} cores of NUMA node 0"),
+        (-1, "", "NUMA node unknown"),
+        (0, "4000-4003", r"cuda:1: expected cores of NUMA node 0, got only others \(\["),
+        (0, "", "expected cores of NUMA node 0"),  # a node of memory alone
+        (None, "", "cuda:1: could not bind to its NUMA node's cores: "),
     ],
     ids=["all", "one_node", "bound_elsewhere", "no_processors", "not_told"],
 )

@@ -60,7 +60,7 @@ def test_a_directory_of_run_stands_for_what_it_trained() -> None:
     assert find_trained("runs/run/a") == find_trained("runs/run/a/train") == train
     # By its name it is meant.
     assert find_trained("runs/run/a/torchrec") == torchrec
-    with pytest.raises(ValueError, match=r"run_dir: .* got runs/run, which has none"):
+    with pytest.raises(ValueError, match=r"run_dir: .* got runs/run without it"):
         find_trained("runs/run")
 
 

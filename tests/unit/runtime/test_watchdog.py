@@ -161,7 +161,7 @@ def test_messages_name_rank_step_and_place() -> None:
     )
     beats = {0: beat(0, is_waiting=True), 1: beat(1)}
     assert silent({1: 60.2}, beats, 0, "expected this") == (
-        f"step 41: expected this, got no sign of life from {process} for 60 s, last seen in place "
+        f"step 41: expected this, got no heartbeat from {process} for 60 s, last seen in place "
         "1; rank 0 waits in place 0."
     )
     assert stuck(beats, "expected this") == (
@@ -169,9 +169,9 @@ def test_messages_name_rank_step_and_place() -> None:
         "rank 0 waits in place 0."
     )
     alike = stuck({0: beat(0), 1: beat(1)}, "expected this")
-    assert "none is behind: rank 0 in place 0; rank 1 in place 1." in alike
+    assert "all are alive at the same step: rank 0 in place 0; rank 1 in place 1." in alike
     assert failed(beat(1, step=None), "ValueError: x") == (
-        "before the first step: expected all ranks to go on, got an error on rank 1 in place 1: "
+        "before the first step: expected all ranks to continue, got an error on rank 1 in place 1: "
         "ValueError: x."
     )
 

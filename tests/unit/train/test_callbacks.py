@@ -222,7 +222,7 @@ def test_a_thread_that_is_left_is_named(
     monkeypatch.setattr(threading, "_register_atexit", registered.append)
     Leaves.told_to_end.clear()
     try:
-        with pytest.raises(RuntimeError, match=r"Leaves: .* to end with the run, got 'uploads'"):
+        with pytest.raises(RuntimeError, match=r"Leaves: .* to finish with the run, got 'uploads'"):
             run(one_rank, tmp_path, Leaves)
         assert len(registered) == 1
     finally:
@@ -240,7 +240,7 @@ def test_an_import_that_ends_the_process_is_refused(
 ) -> None:
     (tmp_path / "ending.py").write_text(f"import os\nimport sys\n\n{last_line}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=r"got ending\.Told, whose import ends the process"):
+    with pytest.raises(ValueError, match=r"got ending\.Told, whose import exits the process"):
         import_callback("ending.Told")
 
 

@@ -240,8 +240,11 @@ def test_layers_that_would_not_be_exact_are_refused(
 def test_optimizer_of_other_parameters_is_refused(one_rank: Ranks) -> None:
     model = nn.Linear(2, 2)
     for parameters, message in (
-        ([model.weight], r"^optimizer of the dense layers: .* 2 .* without \['bias'\] and .* \[\]"),
-        ([*model.parameters(), nn.Parameter(torch.ones(5))], r" without \[\] and .*\[\(5,\)\]"),
+        (
+            [model.weight],
+            r"^optimizer of the dense layers: .* 2 .* got \['bias'\] missing and .* \[\]",
+        ),
+        ([*model.parameters(), nn.Parameter(torch.ones(5))], r" got \[\] missing and .*\[\(5,\)\]"),
     ):
         with pytest.raises(ValueError, match=message):
             DenseSync(model, torch.optim.SGD(parameters, lr=0.1))

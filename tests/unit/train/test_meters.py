@@ -65,7 +65,7 @@ def make_step(times: StageTimes, time: Time, step: int, **stage_s: float) -> Non
 
 
 def test_an_even_choice_is_kept() -> None:
-    kept = KeptSteps(most_kept=8)
+    kept = KeptSteps(max_kept=8)
     for number in range(1000):
         kept.add(np.array([number]))
         if number == 7:

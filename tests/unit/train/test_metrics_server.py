@@ -54,7 +54,7 @@ def test_a_port_that_is_taken_is_refused(free_port: int) -> None:
     pytest.importorskip("prometheus_client")
     with (
         serve_metrics(free_port),
-        pytest.raises(ValueError, match=rf"^trainer\.metrics_port: .* got {free_port},"),
+        pytest.raises(ValueError, match=rf"^trainer\.metrics_port: .* got {free_port} "),
         serve_metrics(free_port),
     ):
         pass

@@ -48,7 +48,7 @@ def test_pipeline_with_batches_in_it_is_not_started_again(one_rank: Ranks) -> No
     model, optimizer = build_tiny()
     pipeline = make_pipeline("sparse_dist", model, optimizer, torch.device("cpu"))
     pipeline.progress(iter(TinyLoader(num_batches=5)))
-    with pytest.raises(RuntimeError, match="expected it drained, got 2 batches"):
+    with pytest.raises(RuntimeError, match="expected an empty pipeline, got 2 batches"):
         pipeline.start()
 
 

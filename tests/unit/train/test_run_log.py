@@ -57,7 +57,7 @@ def test_damaged_lines_are_left_out_and_said(
     file.write_bytes(damage + file.read_bytes())
     with RunLog(tmp_path, start_step=10):
         assert read_lines(file) == [{"step": 10, "loss": 1.0}]
-    assert f"{file}: 1 lines are damaged" in caplog.text
+    assert f"{file}: skipped 1 damaged lines" in caplog.text
 
 
 def test_a_record_without_an_end_is_refused(tmp_path: Path) -> None:

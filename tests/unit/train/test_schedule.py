@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -76,41 +75,6 @@ def test_polynomial_is_that_of_mlperf_dlrm() -> None:
     )
     assert schedule(60000) == pytest.approx(((49315 + 27772 - 60000) / 27772) ** 2)
     assert schedule(1375) == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"decay": "linear"}, "num_decay_steps: expected 1 or more for linear decay, got 0"),
-        (
-            {"decay": "linear", "warmup_steps": 5, "decay_start_step": 3, "num_decay_steps": 1},
-            "decay_start_step: expected 0 or at least warmup_steps 5, got 3",
-        ),
-        ({"num_decay_steps": 9}, "num_decay_steps: expected 0 with decay=constant, got 9"),
-        ({"warmup_steps": 11, "num_steps": 10}, "warmup_steps: expected at most the 10 steps"),
-        (
-            {"decay": "cosine", "warmup_steps": 10, "num_steps": 10},
-            "decay_start_step: expected a decay that starts before the last of the run's 10",
-        ),
-    ],
-)
-def test_bad_schedules_are_refused(values: dict[str, Any], message: str) -> None:
-    kinds = {"decay": Decay[values["decay"]]} if "decay" in values else {}
-    with pytest.raises(ValueError, match=f"^optimizer.schedule.{message}"):
-        Schedule(**{**values, **kinds})
-
-
-@pytest.mark.parametrize("start", [0, 10])
-def test_a_decay_takes_the_rest_of_the_run(start: int) -> None:
-    schedule = Schedule(Decay.linear, warmup_steps=4, decay_start_step=start, num_steps=24)
-    first = start or 4
-    assert schedule(first) == 1.0
-    assert schedule((first + 24) // 2) == pytest.approx(0.5)
-    assert [schedule(24), schedule(100)] == [0.0, 0.0]
-    given = Schedule(
-        Decay.linear, warmup_steps=4, decay_start_step=first, num_decay_steps=24 - first
-    )
-    assert [schedule(step) for step in range(1, 30)] == [given(step) for step in range(1, 30)]
 
 
 def test_every_group_keeps_its_own_base_rate() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.embedding.prefetch.owned_rows import RowOwners, Shard
+from hotrec.embedding.owned_rows import RowOwners, Shard
 
 CPU = torch.device("cpu")
 NUM_ROWS = {"a": 10, "b": 4}
@@ -67,15 +67,13 @@ def test_rows_without_one_owner_are_refused(shards: list[list[Shard]]) -> None:
         RowOwners(["a", "b"], NUM_ROWS, shards, CPU)
 
 
-def test_more_rows_of_a_rank_than_an_int32_numbers_are_refused() -> None:
-    rows = torch.tensor([(1 << 31) - 1])
-    num_rows, beside = {"a": (1 << 31) - 10, "b": 10}, [Shard("b", 0, 10, (1 << 31) - 10)]
-    shards = [[Shard("a", 0, num_rows["a"], 0), *beside], []]
-    requested = RowOwners(["a", "b"], num_rows, shards, CPU).find(
-        KeyedJaggedTensor(["a", "b"], rows - num_rows["a"], lengths=torch.tensor([0, 1])), 0
-    )
-    assert requested.positions_U.tolist() == [(1 << 31) - 1]
-    num_rows["a"] += 1
-    shards = [[], [Shard("a", 0, num_rows["a"], 0), Shard("b", 0, 10, num_rows["a"])]]
-    with pytest.raises(ValueError, match=r"^cold rows of rank 1: .* 2147483648 .* got 2147483649"):
-        RowOwners(["a", "b"], num_rows, shards, CPU)
+@pytest.mark.parametrize(("num_more", "sent_type"), [(0, torch.int32), (1, torch.int64)])
+def test_positions_are_sent_as_int32_where_all_ranks_rows_fit(
+    num_more: int, sent_type: torch.dtype
+) -> None:
+    num_rows = {"a": (1 << 31) - 10 + num_more, "b": 10}
+    shards = [[Shard("a", 0, num_rows["a"], 0), Shard("b", 0, 10, num_rows["a"])], []]
+    last = KeyedJaggedTensor(["a", "b"], torch.tensor([9]), lengths=torch.tensor([0, 1]))
+    requested = RowOwners(["a", "b"], num_rows, shards, CPU).find(last, 0)
+    assert requested.positions_U.dtype is sent_type
+    assert requested.positions_U.tolist() == [(1 << 31) - 1 + num_more]

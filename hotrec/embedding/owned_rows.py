@@ -1,31 +1,34 @@
 """The owners of cold rows, and reads and updates of the rows that this rank owns.
 
 A rank's rows of one embedding dimension have consecutive positions, shard after shard. They are
-read and updated in FBGEMM's memory, on CUDA too; FBGEMM's kernels do so where it has a UVM cache.
+read and updated in FBGEMM's memory: in line by ``look_up``, whose backward pass updates the rows,
+on CUDA in FBGEMM's kernels; under look-ahead by ``read`` and ``update``, which on CUDA use FBGEMM's
+kernels only where it has a UVM cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel as _Kind
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.cached_rows import CachedRows
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu, RowsInMemory, mapped_rows
-from hotrec.embedding.flat import cut_lengths
+from hotrec.embedding.flat import cut_lengths, put_rows
 from hotrec.embedding.fused import set_update_count, update_count
-from hotrec.embedding.row_exchange import ShardedRows
-from hotrec.embedding.torchrec import Kernel, kernels, lookups
+from hotrec.embedding.torchrec import Kernel, kernels
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.sorting import sort_keys
 from hotrec.runtime.comm_thread import HostInts, ints_on
+from hotrec.runtime.stages import backward_point, mark_backward
 
-MOST_ROWS = 1 << 31  # positions are int32, from 0
+MOST_ROWS = 1 << 31  # of a rank whose positions fit into int32
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,6 @@ class RowOwners:
 
     Raises:
         RuntimeError: if the shards do not hold every row of every table once.
-        ValueError: if a rank has more rows than an int32 can number; on every rank.
     """
 
     def __init__(
@@ -82,14 +84,8 @@ class RowOwners:
                 f"or an overlap at row {wrong[0]} of the tables laid one after the other. Use the "
                 "pinned torchrec (see `hotrec doctor`)."
             )
-        for rank, of_rank in enumerate(shards):
-            num_here = max((shard.position + shard.num_rows for shard in of_rank), default=0)
-            if num_here > MOST_ROWS:
-                raise ValueError(
-                    f"cold rows of rank {rank}: expected at most {MOST_ROWS} of tables of one "
-                    f"dimension, whose numbers are sent as int32, got {num_here}. Use more ranks, "
-                    "or pipeline=sparse_dist."
-                )
+        most = max(shard.position + shard.num_rows for of_rank in shards for shard in of_rank)
+        self._sent_type = torch.int32 if most <= MOST_ROWS else torch.int64
         if self._world_size == 1:  # which holds whole tables: keys are positions
             begins = {shard.table: shard.position for shard in shards[0]}
         self._begins_T = torch.tensor([begins[table] for table in tables], device=device)
@@ -112,27 +108,37 @@ class RowOwners:
         position_U = key_U + torch.repeat_interleave(self._shift_S, lengths_S, output_size=num)
         _, order_U = sort_keys(owner_U, self._world_size)
         num_to_W = lengths_S.new_zeros(self._world_size).index_add_(0, self._rank_S, lengths_S)
-        return RequestedRows(order_U, position_U.index_select(0, order_U).int(), num_to_W)
+        return RequestedRows(
+            order_U, position_U.index_select(0, order_U).to(self._sent_type), num_to_W
+        )
 
 
-class RowsOnDevice(RowsInMemory):
-    """The rows of a fused kernel in memory that the device reads itself.
+class Joined(torch.autograd.Function):
+    """Hot rows (H, D), then cold ones (C, D), of which row c goes to place ``order_C[c]``.
 
-    They are updated as hot rows are, without a forward pass of FBGEMM's.
+    Backward of torch's own functions would add rows to zeros: 6 times a copy on CPU, and atomic
+    additions on CUDA.
     """
 
-    def __init__(self, kernel: Kernel, spec: OptimizerSpec) -> None:
-        weights_RD, *states = mapped_rows(kernel.fbgemm, spec, is_wanted=True)
-        assert weights_RD is not None
-        of_name = {n: s for n, s in zip(spec.state_names, states, strict=True) if s is not None}
-        # On a rank without rows they are empty ones of the host.
-        weights_RD = weights_RD.to(kernel.fbgemm.current_device)
-        super().__init__(weights_RD, of_name, kernel.optimizer, spec)
-        self.module = kernel.fbgemm
+    @staticmethod
+    def forward(
+        ctx: Any, hot_HD: torch.Tensor, cold_CD: torch.Tensor, order_C: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.num_hot, ctx.order_C = hot_HD.shape[0], order_C
+        joined_UD = cold_CD.new_empty(hot_HD.shape[0] + cold_CD.shape[0], cold_CD.shape[1])
+        joined_UD[: ctx.num_hot].copy_(hot_HD)
+        put_rows(joined_UD[ctx.num_hot :], order_C, cold_CD.detach())
+        return joined_UD
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        hot_HD, cold_CD = grads[0][: ctx.num_hot], grads[0][ctx.num_hot :]
+        order_C = ctx.order_C
+        return hot_HD, cold_CD if order_C is None else cold_CD.index_select(0, order_C), None
 
 
 class FbgemmRows:
-    """The same behind FBGEMM's UVM cache, through its kernels."""
+    """The rows of a fused kernel, read and updated by FBGEMM, also behind its UVM cache."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._optimizer = kernel.optimizer
@@ -157,6 +163,16 @@ class FbgemmRows:
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         return self.module(sorted_K - begins_K, offsets), order_K
 
+    def look_up(self, rows_K: torch.Tensor) -> torch.Tensor:
+        """Read rows float (K, D); backward updates them, at the optimizer's learning rate."""
+        if not torch.is_grad_enabled():
+            return self.read(rows_K)
+        point = backward_point("row_update", rows_K)
+        found, order_K = self._look_up(rows_K)
+        found = mark_backward(found, "grads_exchange", point)
+        rows_KD: torch.Tensor = Joined.apply(found.detach()[:0], found, order_K)
+        return rows_KD
+
     def read(self, rows_K: torch.Tensor) -> torch.Tensor:
         # FBGEMM counts every forward pass as an update, which a read is not.
         count = update_count(self.module)
@@ -171,6 +187,23 @@ class FbgemmRows:
             found.backward(grad_KD.index_select(0, order_K))
 
 
+class RowsOnDevice(RowsInMemory):
+    """The rows of a fused kernel in memory that the device reads itself.
+
+    Look-ahead updates them as hot rows are, without a forward pass of FBGEMM's.
+    """
+
+    def __init__(self, kernel: Kernel, spec: OptimizerSpec) -> None:
+        weights_RD, *states = mapped_rows(kernel.fbgemm, spec, is_wanted=True)
+        assert weights_RD is not None
+        of_name = {n: s for n, s in zip(spec.state_names, states, strict=True) if s is not None}
+        # On a rank without rows they are empty ones of the host.
+        weights_RD = weights_RD.to(kernel.fbgemm.current_device)
+        super().__init__(weights_RD, of_name, kernel.optimizer, spec)
+        self.module = kernel.fbgemm
+        self.look_up = FbgemmRows(kernel).look_up
+
+
 # Begin, end and rows of a part.
 Part = tuple[int, int, ColdRowsOnCpu | CachedRows | RowsOnDevice | FbgemmRows]
 
@@ -182,15 +215,14 @@ class OwnedRows:
     a slot where they are cached.
     """
 
-    def __init__(self, rows: ShardedRows) -> None:
+    def __init__(self, lookups: Iterable[nn.Module], dim: int, spec: OptimizerSpec) -> None:
         self.shards: list[Shard] = []
+        self._dim = dim
         self.is_on_device = True  # all of them, or their slots; not in mapped memory of the host
         self._by_position: list[Part] = []
         self._parts: list[Part] = []  # by place
         end, num_places = 0, 0
-        for lookup in lookups(rows):
-            if isinstance(lookup, DistributedDataParallel):
-                continue
+        for lookup in lookups:
             for kernel in kernels(lookup):
                 held, own, begin = kernel.shards, kernel.replacement, end
                 self.shards += [
@@ -202,7 +234,7 @@ class OwnedRows:
                 if isinstance(own, ColdRowsOnCpu | CachedRows):
                     part = own
                 elif kinds in ({_Kind.FUSED}, {_Kind.FUSED_UVM}):
-                    part = RowsOnDevice(kernel, rows.spec)
+                    part = RowsOnDevice(kernel, spec)
                 else:  # with a cache, or in memory of both kinds
                     part = FbgemmRows(kernel)
                 is_here = isinstance(part, CachedRows) or kinds == {_Kind.FUSED}
@@ -214,8 +246,6 @@ class OwnedRows:
         self.num_places = num_places
         self._last_update: tuple[int, float] | None = None  # that FBGEMM does not know of
         self.caches = [part for _, _, part in self._parts if isinstance(part, CachedRows)]
-        for cache in self.caches:
-            cache.restart()
 
     @property
     def learning_rate(self) -> float:
@@ -294,16 +324,41 @@ class OwnedRows:
                 set_update_count(part.module, count)
                 part.module.set_learning_rate(learning_rate)
 
+    def restart(self) -> None:
+        """Forget what slots hold and what was updated, and begin with new batches."""
+        self._last_update = None
+        for cache in self.caches:
+            cache.restart()
+
     def close(self) -> None:
         """Let the threads of caches end."""
         for cache in self.caches:
             cache.close()
 
-    def read(self, places_K: torch.Tensor, dim: int) -> torch.Tensor:
+    def look_up(self, positions_K: torch.Tensor) -> torch.Tensor:
+        """Read the rows float (K, D) at int64 (K,) positions; backward updates them.
+
+        Raises:
+            RuntimeError: if they are behind slots.
+        """
+        if len(self._parts) == 1:
+            return self._parts[0][2].look_up(positions_K)
+        if positions_K.numel() == 0:  # takes part in the exchange of gradients
+            return torch.empty(0, self._dim, device=positions_K.device, requires_grad=True)
+        order_K, rows = self._split(positions_K, self._by_position)
+        found = [
+            part.look_up(rows_K)
+            for rows_K, (_, _, part) in zip(rows, self._by_position, strict=True)
+            if rows_K.numel()
+        ]
+        rows_KD: torch.Tensor = Joined.apply(found[0].detach()[:0], torch.cat(found), order_K)
+        return rows_KD
+
+    def read(self, places_K: torch.Tensor) -> torch.Tensor:
         """The rows float (K, D) at int64 (K,) places."""
         if len(self._parts) == 1:
             return self._parts[0][2].read(places_K)
-        out = torch.empty(places_K.numel(), dim, device=places_K.device)
+        out = torch.empty(places_K.numel(), self._dim, device=places_K.device)
         if out.numel() == 0:
             return out
         order_K, rows = self._split(places_K, self._parts)

@@ -1,0 +1,208 @@
+"""The door: turns a configuration of ``hotrec bench`` into the values that are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from hotrec.assemble.job import architecture_of, optimizer_specs
+from hotrec.assemble.model import ModelSpec
+from hotrec.assemble.policies import ColdRows
+from hotrec.bench.benchmark import Benchmark
+from hotrec.bench.cases import Case, Subject, split_case
+from hotrec.bench.measure import Turns
+from hotrec.bench.samples import ZipfTables
+from hotrec.config.groups import ModelConfig, OptimizerConfig, OrderAssign
+from hotrec.config.roots import (
+    HOT_COLD_CASES,
+    BenchCase,
+    BenchConfig,
+    BenchRootConfig,
+    BenchRouting,
+    BenchVariant,
+    HotRowsRule,
+)
+from hotrec.cost_model.profile import Profile, Sampling
+from hotrec.planner.plan import Plan, TorchrecTables
+from hotrec.planner.policies import (
+    choose_all_cold,
+    choose_all_hot,
+    choose_fraction,
+    choose_min_accesses,
+    choose_popular_rows,
+)
+from hotrec.runtime.ranks import Ranks
+from hotrec.types import Partition, PipelineSpec, PopularRows, Rows, Schema, TorchrecPlan
+
+# Keys of bench that the document repeats.
+SETTINGS = (
+    *("name", "network", "interface", "rounds", "block_steps", "block_skip", "warmup_rounds"),
+    *("counted_steps", "loss_tolerance"),
+)
+
+CaseChooser = Callable[[BenchConfig, Mapping[str, Rows], int, str], list[Case]]
+
+
+def make_subject(
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    schema: Schema,
+    *,
+    batch_size: int,
+    seed: int = 0,
+) -> Subject:
+    """What is measured with a configured model on tables of this schema.
+
+    Raises:
+        ValueError: If the model names a column that is not in the schema.
+    """
+    embedding, dense = optimizer_specs(optimizer)
+    return Subject(
+        ModelSpec(schema, architecture_of(model, schema), embedding, dense, seed=seed),
+        batch_size,
+    )
+
+
+def subject_of(config: BenchRootConfig, schema: Schema) -> Subject:
+    """What a benchmark's cases train on tables of this schema."""
+    bench, planner = config.bench, config.planner
+    subject = make_subject(
+        config.model, config.optimizer, schema, batch_size=bench.batch_size, seed=bench.seed
+    )
+    return replace(subject, hbm_gib=planner.hbm_gib, host_gib=planner.host_gib)
+
+
+def choose_hot_rows(bench: BenchConfig, counts: Mapping[str, Rows], world_size: int) -> Partition:
+    """The hot rows of the case hot_cold."""
+    if bench.hot_rows is HotRowsRule.break_even:
+        return choose_min_accesses(
+            counts,
+            min_accesses_per_step=bench.min_accesses_per_step,
+            global_batch_size=bench.batch_size * world_size,
+            num_samples=bench.profile_samples,
+        )
+    total_rows = sum(bench.table_rows)
+    if bench.num_hot_rows > total_rows:
+        raise ValueError(
+            f"bench.num_hot_rows: expected at most the tables' {total_rows} rows, got "
+            f"{bench.num_hot_rows}."
+        )
+    chosen = choose_fraction(counts, hot_frac=bench.num_hot_rows / total_rows)
+    return replace(chosen, policy=f"the {chosen.total_hot} most accessed rows")
+
+
+def make_cases(
+    bench: BenchConfig, counts: Mapping[str, Rows], world_size: int, device: str
+) -> list[Case]:
+    """The chosen cases, in the configuration's order."""
+    variants = {name: bench.variants.get(name) for name in bench.cases}
+    return [
+        _make_case(
+            name, variant or BenchVariant(BenchCase[name]), bench, counts, world_size, device
+        )
+        for name, variant in variants.items()
+    ]
+
+
+def _make_case(
+    name: str,
+    variant: BenchVariant,
+    bench: BenchConfig,
+    counts: Mapping[str, Rows],
+    world_size: int,
+    device: str,
+) -> Case:
+    pipeline = PipelineSpec(
+        variant.pipeline or bench.pipeline,
+        variant.wire,
+        variant.depth,
+        micro_batches=variant.micro_batches,
+    )
+    if variant.placement not in HOT_COLD_CASES:
+        plan = TorchrecPlan[variant.placement.name]
+        tables = TorchrecTables(plan, variant.tier, variant.cache_load_frac)
+        return Case(name, Plan(tables, pipeline))
+    partition = _hot_rows(variant, bench, counts, world_size)
+    exchange = variant.hot_exchange or bench.hot_exchange
+
+    def popular(load_frac: float) -> dict[str, PopularRows]:
+        return choose_popular_rows(
+            partition,
+            Profile(bench.profile_samples, 0, bench.profile_samples, Sampling(), counts),
+            load_frac=load_frac,
+            global_batch_size=bench.batch_size * world_size,
+            world_size=world_size,
+        )
+
+    cold = ColdRows(variant.tier, variant.cache_load_frac, exchange)
+    placement = cold.place(partition, device, popular)
+    return split_case(
+        name,
+        placement,
+        pipeline,
+        hot_exchange=exchange,
+        is_routed_by_loader=bench.routing is BenchRouting.loader,
+        is_by_owner=variant.assign is OrderAssign.by_owner,
+    )
+
+
+def _hot_rows(
+    variant: BenchVariant, bench: BenchConfig, counts: Mapping[str, Rows], world_size: int
+) -> Partition:
+    if variant.placement is BenchCase.all_cold:
+        return choose_all_cold(counts)
+    if variant.placement is BenchCase.all_hot:
+        return choose_all_hot(counts)
+    if variant.num_hot_rows is not None:
+        bench = replace(bench, hot_rows=HotRowsRule.top, num_hot_rows=variant.num_hot_rows)
+    return choose_hot_rows(bench, counts, world_size)
+
+
+def make_turns(bench: BenchConfig) -> Turns:
+    """How the cases take turns."""
+    return Turns(
+        rounds=bench.rounds,
+        block_steps=bench.block_steps,
+        block_skip=bench.block_skip,
+        warmup_steps=bench.warmup_rounds,
+        counted_steps=bench.counted_steps,
+        rounds_of=bench.rounds_of,
+        interface=bench.interface,
+        profile_steps=bench.profile_steps if bench.profile else 0,
+    )
+
+
+def make_benchmark(
+    config: BenchRootConfig, ranks: Ranks, choose_cases: CaseChooser = make_cases
+) -> Benchmark:
+    """What a configuration measures.
+
+    Args:
+        config: A validated configuration.
+        ranks: The ranks that will measure it.
+        choose_cases: Chooses the cases, given the configuration, the lookups per row by table, the
+            number of ranks and the device.
+
+    Raises:
+        ValueError: If a case cannot be placed on this machine, or more rows than there are should
+            be hot.
+    """
+    bench = config.bench
+    samples = ZipfTables(
+        bench.table_rows,
+        exponent=bench.zipf_exponent,
+        num_dense=bench.num_dense,
+        seed=bench.seed,
+    )
+    counts = samples.count(bench.profile_samples)
+    return Benchmark(
+        subject_of(config, samples.schema),
+        samples,
+        choose_cases(bench, counts, ranks.world_size, ranks.device.type),
+        make_turns(bench),
+        loss_tolerance=bench.loss_tolerance,
+        settings={
+            **{name: getattr(bench, name) for name in SETTINGS},
+            **{name: getattr(bench, name).name for name in ("pipeline", "routing", "hot_exchange")},
+        },
+    )

@@ -1,0 +1,27 @@
+"""Which cases of a long table run: a sample, always the same; all in ``make test-more``.
+
+What reads a name of this module is in that step, too: the Makefile looks for it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TypeVar
+
+Case = TypeVar("Case")
+
+
+def is_whole() -> bool:
+    """Whether whole tables run."""
+    return "HOTREC_TESTS_WHOLE" in os.environ
+
+
+def sample(cases: Sequence[Case], first: int, every: int) -> list[Case]:
+    """Every so many-th of the cases, from one of them on."""
+    return list(cases if is_whole() else cases[first::every])
+
+
+def on_ranks(cases: Sequence[Case], world_size: int) -> list[Case]:
+    """The cases for so many ranks: each on two or on three, a quarter on one."""
+    return sample(cases, *{1: (1, 4), 2: (0, 2), 3: (1, 2)}[world_size])
