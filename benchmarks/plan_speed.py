@@ -29,7 +29,8 @@ from hotrec.cost_model.histogram import CountHistogram, merge_histograms
 from hotrec.cost_model.memory import memory_by_rank
 from hotrec.planner.search import Choice, InfeasibleError, Limits, search_placement
 
-TARGET_S, TARGET_BYTES = 10.0, 4e9
+# Of the processor, and bytes.
+TARGET_S, TARGET_BYTES = 1.5, 4e9
 NUM_SAMPLES = 100_000_000
 NUM_HEAD_ROWS = 10_000
 DIMS = (32, 64, 128)
@@ -152,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "peak_bytes": peak_bytes,
         "target_s": TARGET_S,
         "target_bytes": TARGET_BYTES,
-        "is_reached": plan_s <= TARGET_S and peak_bytes <= TARGET_BYTES,
+        "is_reached": seconds["processor_s"] <= TARGET_S and peak_bytes <= TARGET_BYTES,
         "step_s": choice.prediction.step_s,
         "num_hot": sum(choice.num_hot.values()),
         "device_bytes": max(entry["device_bytes"] for entry in memory),

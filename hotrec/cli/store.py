@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shlex
 from collections.abc import Iterable, Sequence
@@ -91,6 +92,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     return yaml.safe_load(file.read_text()) or {}
 
 
+@functools.cache
 def register_schemas() -> None:
     """Register the dataclasses with Hydra, under the names that the YAML files use."""
     store = ConfigStore.instance()

@@ -56,19 +56,19 @@ def prob_met(probs: Floats, num_draws: float) -> Floats:
 
 
 def prob_both(
-    counts: Floats, num_lookups: float, num_draws: float, num_other_draws: float
+    counts: Floats, num_lookups: float, num_draws: float, first: Floats, other: Floats
 ) -> Floats:
-    """Probability that a row is hit by some draws and by further draws; see ``prob_drawn``.
+    """Probability that a row is hit by some draws and by further draws, ``num_draws`` together.
+
+    ``first`` and ``other`` are the probabilities of either (``prob_drawn``).
 
     P(A) + P(B) - P(A or B) is unbiased, where P(A) P(B) is too high for rows with few counts: one
     that the profile saw once cannot be drawn twice. The product is used where the draws together
     exceed the lookups.
     """
-    first, other = (prob_drawn(counts, num_lookups, n) for n in (num_draws, num_other_draws))
-    both_draws = num_draws + num_other_draws
-    if both_draws > num_lookups:
+    if num_draws > num_lookups:
         return np.asarray(first * other)
-    either = prob_drawn(counts, num_lookups, both_draws)
+    either = prob_drawn(counts, num_lookups, num_draws)
     return np.clip(first + other - either, 0.0, np.minimum(first, other))
 
 
@@ -154,6 +154,7 @@ def build_demand(
     def mean(of_rows: Floats) -> Floats:
         return _sum_groups(histogram.num_rows * of_rows, starts) / rows_G
 
+    by_rank, by_any = (prob_drawn(counts, total, num_draws) for num_draws in (of_rank, of_all))
     return TableDemand(
         name=name,
         num_rows=histogram.total_rows,
@@ -163,9 +164,9 @@ def build_demand(
         num_columns=num_columns,
         rows_G=rows_G,
         probs_G=mean(counts / max(total, 1)),
-        by_rank_G=mean(prob_drawn(counts, total, of_rank)),
-        by_any_G=mean(prob_drawn(counts, total, of_all)),
-        by_both_G=mean(prob_both(counts, total, of_rank, of_all)),
+        by_rank_G=mean(by_rank),
+        by_any_G=mean(by_any),
+        by_both_G=mean(prob_both(counts, total, of_rank + of_all, by_rank, by_any)),
     )
 
 

@@ -108,8 +108,9 @@ def mean_bytes(
         device, host = 0.0 * device, host + device
     elif is_routed_on_device:
         device = device + router
-    parts = np.broadcast_arrays(device, host, num_hot * float(demand.row_bytes))
-    return np.stack(parts, axis=-1).astype(np.float64)
+    found = np.empty((*np.broadcast_shapes(np.shape(num_hot), np.shape(num_cached)), 3))
+    found[..., 0], found[..., 1], found[..., 2] = device, host, num_hot * float(demand.row_bytes)
+    return found
 
 
 def memory_by_rank(

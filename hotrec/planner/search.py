@@ -4,12 +4,16 @@ A table's options are a mode (exchange and tier) and a number of hot rows, the m
 and for a device cache the number of rows that it holds. Each takes seconds and bytes that add up
 over the tables, except that communication counts only where computation does not hide it. So:
 
-1. Give each memory a price in seconds a byte, and communication the price 1 or 0: all of it
+1. Put all options on a grid: cuts between groups of equally frequent rows, at most ``MAX_CUTS`` of
+   all tables. What an option takes is the sum of a curve of its hot rows and one of the rows that
+   its cache holds, so that the best size of a cache is found for all numbers of hot rows at once.
+2. Give each memory a price in seconds a byte, and communication the price 1 or 0: all of it
    exposed, or none. At these prices every table takes its cheapest option, for itself, among those
    that send the kinds of messages which this start allows. The price of a memory is the lowest at
-   which all tables fit (bisection).
-2. From the best starts, improve one table at a time, all others as they are, with what memory is
-   left, until no change helps. Then both again, with options near the best ones found.
+   which all tables fit (bisection). Kinds of messages that cannot be faster than the best start,
+   because even the cheapest options at some prices are not, are left out.
+3. From the best starts, improve one table at a time, all others as they are, with what memory is
+   left, until no change helps. Of many tables only the best start is improved, in its largest ones.
 
 This is a heuristic: no bound on the distance from the optimum is computed.
 """
@@ -36,25 +40,26 @@ from hotrec.types import Exchange, PipelineSpec, Rows, Sharding, TablePlacement,
 
 Mask = npt.NDArray[np.bool_]
 
-# Letters of array shapes: T tables, J cuts between groups of equally frequent rows, P options, K
-# resources (seconds of computation, then of communication beyond its cover by stage, then bytes by
-# MEMORIES), F flags.
+# Letters of array shapes: T tables, L modes, C those with a cache, J cuts between groups of equally
+# frequent rows, H numbers of held rows, P options, D dimensions, F flags, Q quantities, K resources
+# (seconds of computation, then of communication beyond its cover by stage, then bytes by MEMORIES).
 # Those that it chooses from; the user chooses Tier.CACHED.
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.HOST_CACHED)
 MODES = tuple((exchange, tier) for exchange in Exchange for tier in TIERS)
 FIRST_POOLED = MODES.index((Exchange.POOLED, Tier.DEVICE))
+INDEX = {name: i for i, name in enumerate(QUANTITIES)}
 MEMORIES = ("device_bytes", "host_bytes", "replica_bytes")
 # Fixed costs of messages, which the tables of one dimension share.
 FLAGS = ("cold_groups", "hot_groups", "pooled_groups")
 # Sets of messages that the tables of one dimension may send in a start.
 KINDS = tuple(np.array(kinds, bool) for kinds in itertools.product((True, False), repeat=3))[:-1]
-# Cuts of all tables together, and those of a table and of a cache that are tried at first.
-MAX_CUTS, NUM_CUTS, NUM_CACHE_CUTS = 1 << 14, 48, 20
+# Cuts of all tables together, and at least of each.
+MAX_CUTS, NUM_CUTS = 1 << 14, 48
 # Bisections of the logarithm of a price of a memory, between so many steps for all of it.
 NUM_BISECTIONS, PRICES = 14, (1e-5, 1e5)
 # Starts that are improved, and rounds over all tables.
 NUM_STARTS, MAX_SWEEPS = 8, 5
-# Of more tables only the best start is improved, and once: one table hardly matters there.
+# Of more tables one start is improved, and so many of its tables: one table hardly matters there.
 MAX_FEW_TABLES = 40
 REL_GAP = 1e-4
 
@@ -117,20 +122,14 @@ def search_placement(
         InfeasibleError: If nothing fits. The message gives a budget that does.
         CostsError: If the costs do not include the link between hosts.
     """
-    ranges = hot_range or {}
+    num_cuts = max(MAX_CUTS // len(demands), NUM_CUTS)
+    ranges = [(hot_range or {}).get(demand.name, (0, demand.num_rows)) for demand in demands]
     tables = [
-        _Table(
-            demand,
-            ranges.get(demand.name, (0, demand.num_rows)),
-            costs,
-            world,
-            workload,
-            limits,
-            max(MAX_CUTS // len(demands), NUM_CUTS),
-        )
-        for demand in demands
+        _Table(demand, span, costs, world, workload, limits, num_cuts)
+        for demand, span in zip(demands, ranges, strict=True)
     ]
-    found: list[tuple[float, bool, StepModel, list[_Option]]] = []
+    grid = _Grid(tables)
+    found: list[tuple[float, bool, StepModel, Rows]] = []
     # One rank exchanges nothing, so both exchanges of hot rows are equal there.
     for is_hot_dense in (False, True)[: min(world.num_ranks, 2)]:
         model = make_step_model(
@@ -141,32 +140,17 @@ def search_placement(
             is_hot_dense=is_hot_dense,
             at=at,
         )
-        problem = _Problem(tables, model, limits)
-        step_s, options = _search(problem, [entry[-1] for entry in found])
-        found.append((step_s, is_hot_dense, model, options))
-    _, is_hot_dense, model, options = min(found, key=lambda entry: entry[0])
-    num_hot = {t.demand.name: o.num_hot for t, o in zip(tables, options, strict=True)}
-    placed = {t.demand.name: t.place(o) for t, o in zip(tables, options, strict=True)}
+        step_s, options_T3 = _search(_Problem(grid, model, limits), [entry[-1] for entry in found])
+        found.append((step_s, is_hot_dense, model, options_T3))
+    _, is_hot_dense, model, options_T3 = min(found, key=lambda entry: entry[0])
+    num_hot = {d.name: int(hot) for d, hot in zip(demands, options_T3[:, 1], strict=True)}
+    placed = {d.name: grid.place(t, options_T3[t]) for t, d in enumerate(demands)}
     quantities = hot_cold_quantities(demands, num_hot, placed, world, workload.batch_size)
     return Choice(num_hot, placed, is_hot_dense, model.predict(quantities), quantities)
 
 
-class _Option(NamedTuple):
-    """What one table may do.
-
-    Args:
-        mode: Index in MODES.
-        num_hot: Hot rows.
-        num_held: Hot rows, and the rows after them that a device cache holds.
-    """
-
-    mode: int
-    num_hot: int
-    num_held: int
-
-
 class _Table:
-    """A table and its options, whatever the others do."""
+    """A table, the modes that it may have, and sums over its hottest rows."""
 
     def __init__(
         self,
@@ -176,21 +160,22 @@ class _Table:
         world: World,
         workload: Workload,
         limits: Limits,
-        max_cuts: int,
+        num_cuts: int,
     ) -> None:
-        self.demand, self.world = demand, world
+        self.demand, self.world, self._workload = demand, world, workload
         self.low, self.high = hot_range
         self.is_one_memory = costs.device == "cpu"
-        self._workload = workload
         # Sums over the hottest rows, up to each cut between groups: rows, q, Q and lookups.
         rows = np.asarray(demand.rows_G, np.float64)
         units = np.stack([np.ones(rows.size), demand.by_rank_G, demand.by_any_G, demand.probs_G])
-        sums_4J = np.pad(np.cumsum(rows * units, axis=1), ((0, 0), (1, 0)))
+        sums_4J = np.zeros((4, rows.size + 1))
+        np.cumsum(rows * units, axis=1, out=sums_4J[:, 1:])
         if sums_4J[0, -1] < demand.num_rows:  # rows that the profile never saw
             sums_4J = np.concatenate([sums_4J, sums_4J[:, -1:]], axis=1)
             sums_4J[0, -1] = demand.num_rows
         self._sums_4J = sums_4J
-        cuts_J = _thinned(sums_4J[0].astype(np.int64), max_cuts)
+        at = np.linspace(0, sums_4J.shape[1] - 1, min(num_cuts, sums_4J.shape[1]))
+        cuts_J = sums_4J[0, at.round().astype(np.int64)].astype(np.int64)
         self.cuts_J = np.unique(np.append(cuts_J, [self.low, self.high]))
         self.modes = [m for m in range(len(MODES)) if self._is_allowed(*MODES[m], costs, limits)]
 
@@ -213,122 +198,26 @@ class _Table:
         }
         return all(name in costs.kernels for name in kernels[tier])
 
-    def place(self, option: _Option) -> TablePlacement:
-        """The placement of an option.
+    def sums(self, num_rows: Rows) -> Floats:
+        """Rows, q, Q and lookups of the hottest rows; a group that is cut counts pro rata."""
+        rows = self._sums_4J[0]
+        return np.stack([np.interp(num_rows, rows, column) for column in self._sums_4J])
 
-        Rows of TABLE_WISE tables move as much as those of ROW_WISE ones on the mean rank, so the
-        choice is made by what TorchRec can do: a pooled table lies on one rank, a tiny one cannot
-        be cut.
+    def take(self, mode: int, hot_4P: Floats, held_4P: Floats) -> tuple[Floats, Floats]:
+        """What options of one mode do, by QUANTITIES, and their bytes, by MEMORIES.
+
+        Args:
+            mode: Index in MODES.
+            hot_4P: Sums over the hot rows of each.
+            held_4P: Those over the hot rows and the rows after them that a device cache holds.
         """
-        exchange, tier = MODES[option.mode]
-        by_table = exchange is Exchange.POOLED or self.demand.num_rows < self.world.num_ranks
-        sharding = Sharding.TABLE_WISE if by_table else Sharding.ROW_WISE
-        frac = (option.num_held - option.num_hot) / self.demand.num_rows
-        return TablePlacement(exchange, sharding, tier, frac if tier is Tier.HOST_CACHED else None)
-
-    def least_options(self) -> list[_Option]:
-        """The option of each mode with the fewest hot and held rows."""
-        found = []
-        for mode in self.modes:
-            hot = self.low if mode < FIRST_POOLED else 0
-            is_cached = MODES[mode][1] is Tier.HOST_CACHED
-            held = min(hot + 1, self.demand.num_rows) if is_cached else hot
-            found.append(_Option(mode, hot, held))
-        return found
-
-    def first_numbers(self) -> Rows:
-        """Options over the whole range, at some of the cuts, int64 (P, 3)."""
-        within = self.cuts_J[(self.cuts_J >= self.low) & (self.cuts_J <= self.high)]
-        hot, held = _thinned(within, NUM_CACHE_CUTS), _thinned(self.cuts_J, 2 * NUM_CACHE_CUTS)
-        is_first = np.isin(self._of_hot[:, 1], _thinned(within, NUM_CUTS))
-        parts = [self._of_hot[is_first | (self._of_hot[:, 0] >= FIRST_POOLED)]]
-        for mode in self.modes:
-            if MODES[mode][1] is Tier.HOST_CACHED:
-                parts.append(self._of_cache(mode, hot, held))
-        return np.concatenate(parts)
-
-    def numbers_near(self, old: _Option) -> Rows:
-        """Options at all cuts, int64 (P, 3); of a cache one number varies."""
-        parts = [self._of_hot]
-        for mode in self.modes:
-            if MODES[mode][1] is Tier.HOST_CACHED:
-                parts.append(self._of_cache(mode, np.array([old.num_hot]), self.cuts_J))
-                if mode < FIRST_POOLED:
-                    parts.append(self._of_cache(mode, self.cuts_J, np.array([old.num_held])))
-        return np.concatenate(parts)
-
-    @cached_property
-    def _of_hot(self) -> Rows:
-        """Options without a cache at all cuts."""
-        hot = self.cuts_J[(self.cuts_J >= self.low) & (self.cuts_J <= self.high)]
-        parts = [np.zeros((0, 3), np.int64)]
-        for mode in self.modes:
-            if MODES[mode][1] is not Tier.HOST_CACHED:
-                of_mode = hot if mode < FIRST_POOLED else hot[:1] * 0
-                parts.append(np.stack([0 * of_mode + mode, of_mode, of_mode], axis=1))
-        return np.concatenate(parts)
-
-    def _of_cache(self, mode: int, hot: Rows, held: Rows) -> Rows:
-        """Options with all pairs of hot and held rows.
-
-        A cache holds a row at least, of a table that is not wholly hot.
-        """
-        hot = hot[(hot >= self.low) & (hot <= self.high)] if mode < FIRST_POOLED else 0 * hot[:1]
-        least = np.minimum(hot + 1, self.demand.num_rows)[:, None]
-        pairs_HJ = np.broadcast_arrays(mode, hot[:, None], np.maximum(held, least))
-        return np.stack(pairs_HJ, axis=-1).reshape(-1, 3)
-
-    @cached_property
-    def curves(self) -> dict[int, tuple[tuple[Floats, ...], tuple[Floats, ...]]]:
-        """Work (J, Q) and bytes (J, M) of each mode at each cut: of hot rows, and of held ones.
-
-        Those of an option are the sum of both, and linear between cuts.
-        """
-        found = {}
-        for mode in self.modes:
-            exchange, tier = MODES[mode]
-            none, whole = 0 * self.cuts_J, 0 * self.cuts_J + self.demand.num_rows
-            of_hot = self._take(exchange, tier, self.cuts_J, whole)
-            of_held = tuple(0 * curve[:1] for curve in of_hot)
-            if tier is Tier.HOST_CACHED:
-                held = self._take(exchange, tier, none, self.cuts_J)
-                of_held = tuple(curve - curve[-1] for curve in held)
-            found[mode] = of_hot, of_held
-        return found
-
-    def _take(
-        self, exchange: Exchange, tier: Tier, num_hot: Rows, num_held: Rows
-    ) -> tuple[Floats, ...]:
-        """What options of one mode do, by QUANTITIES, and their bytes, by MEMORIES."""
-        done = self._work(exchange, tier, num_hot, num_held)
-        work_PQ = np.zeros((num_hot.size, len(QUANTITIES)))
-        for name, number in done.items():
-            work_PQ[:, QUANTITIES.index(name)] = number
-        bytes_PM = mean_bytes(
-            self.demand,
-            exchange,
-            tier,
-            num_hot.astype(np.float64),
-            (num_held - num_hot).astype(np.float64),
-            self.world.num_ranks,
-            is_one_memory=self.is_one_memory,
-            is_routed_on_device=not self._workload.is_routed_by_loader,
-        )
-        return work_PQ, bytes_PM
-
-    def _work(
-        self, exchange: Exchange, tier: Tier, num_hot: Rows, num_held: Rows
-    ) -> dict[str, Floats]:
-        """What a step does, by quantity; groups that are partly hot or held count pro rata."""
-        (hot, hot_q, hot_any, _), (_, held_q, _, held_p) = (
-            [np.interp(numbers, self._sums_4J[0], column) for column in self._sums_4J]
-            for numbers in (num_hot, num_held)
-        )
+        (exchange, tier), demand = MODES[mode], self.demand
+        (hot, hot_q, hot_any, _), (held, held_q, _, held_p) = hot_4P, held_4P
         _, all_q, all_any, all_p = self._sums_4J[:, -1]
         rows = ReadRows(hot, hot_q, hot_any, all_q - hot_q, all_any - hot_any, 0 * hot)
         hit, miss = held_q - hot_q, all_q - held_q
         if exchange is Exchange.POOLED:
-            num_ids = self._workload.batch_size * self.demand.lookups_per_sample
+            num_ids = self._workload.batch_size * demand.lookups_per_sample
             # A table that is never looked up misses nothing.
             hit = num_ids * (held_p / all_p if all_p > 0 else held_p + 1)
             miss = num_ids - hit
@@ -336,13 +225,139 @@ class _Table:
         served = {"hit": hit, "miss": miss} if is_cached else {tier.value: hit + miss}
         placed = TablePlacement(exchange, Sharding.TABLE_WISE, tier)
         batch_size = self._workload.batch_size
-        return table_quantities(self.demand, placed, rows, served, self.world, batch_size)
+        done = table_quantities(demand, placed, rows, served, self.world, batch_size)
+        bytes_PM = mean_bytes(
+            demand,
+            exchange,
+            tier,
+            hot,
+            held - hot,
+            self.world.num_ranks,
+            is_one_memory=self.is_one_memory,
+            is_routed_on_device=not self._workload.is_routed_by_loader,
+        )
+        work_PQ = np.zeros((len(bytes_PM), len(QUANTITIES)))
+        for name, number in done.items():
+            work_PQ[:, INDEX[name]] = number
+        return work_PQ, bytes_PM
 
 
-def _thinned(numbers: Rows, count: int) -> Rows:
-    """So many of the numbers, the first and the last among them."""
-    at = np.linspace(0, numbers.size - 1, min(count, numbers.size))
-    return numbers[np.unique(at.round().astype(np.int64))]
+class _Grid:
+    """The options of all tables, and what they do, whatever the step model.
+
+    An option (l, hot, held) is a mode, a number of hot rows, and a number of held ones: those, and
+    the rows after them that a device cache holds. What it does is the sum of two curves that are
+    linear between the points of the grid: one of its mode and hot rows, as if the cache held all
+    others, and one of its held rows, 0 at all of them.
+
+    Attributes:
+        modes: Indices in MODES of the modes that some table may have.
+        is_pooled_L, is_cached_L: Whether a mode exchanges pooled vectors, or has a cache.
+        caches: Indices of the modes with a cache.
+        cuts_TJ: Numbers of hot rows, between groups; the last is repeated.
+        held_TH: Numbers of held rows: the cuts, and one more than each.
+        is_open_TLJ: Whether a table may have a mode with so many hot rows.
+        raised_TLJF: Which of FLAGS it raises.
+        work_TLJQ, bytes_TLJM: The curves of hot rows, by QUANTITIES and MEMORIES.
+        held_work_TCHQ, held_bytes_TCHM: The curves of held rows.
+        row_bytes_2TLM: Bytes of each hot row, and of each held one.
+        bytes_T: Bytes of each table.
+    """
+
+    def __init__(self, tables: Sequence[_Table]) -> None:
+        self.tables = tables
+        self.modes = sorted({mode for table in tables for mode in table.modes})
+        self.is_pooled_L = np.array(self.modes) >= FIRST_POOLED
+        self.caches = [i for i, m in enumerate(self.modes) if MODES[m][1] is Tier.HOST_CACHED]
+        self.is_cached_L = np.isin(np.arange(len(self.modes)), self.caches)
+        self.bytes_T = np.array([t.demand.num_rows * t.demand.row_bytes for t in tables])
+        self.num_rows_T = np.array([table.demand.num_rows for table in tables])
+        size = max(table.cuts_J.size for table in tables)
+        at_J = np.arange(size)
+        self.cuts_TJ = np.stack([t.cuts_J[np.minimum(at_J, t.cuts_J.size - 1)] for t in tables])
+        self.held_TH = np.repeat(self.cuts_TJ, 2, axis=1) + np.tile([0, 1], size)
+        self.held_TH = np.minimum(self.held_TH, self.num_rows_T[:, None])
+        shape, of_held = (len(tables), len(self.modes)), (len(tables), len(self.caches))
+        self.is_open_TLJ = np.zeros((*shape, size), bool)
+        self.work_TLJQ = np.zeros((*shape, size, len(QUANTITIES)))
+        self.bytes_TLJM = np.zeros((*shape, size, len(MEMORIES)))
+        self.held_work_TCHQ = np.zeros((*of_held, 2 * size, len(QUANTITIES)))
+        self.held_bytes_TCHM = np.zeros((*of_held, 2 * size, len(MEMORIES)))
+        for t, table in enumerate(tables):
+            hot_4J, held_4H = table.sums(self.cuts_TJ[t]), table.sums(self.held_TH[t])
+            none_41, all_41 = hot_4J[:, :1], hot_4J[:, -1:]
+            for i, mode in enumerate(self.modes):
+                if mode not in table.modes:
+                    continue
+                low, high = (0, 0) if self.is_pooled_L[i] else (table.low, table.high)
+                self.is_open_TLJ[t, i] = (low <= hot_4J[0]) & (hot_4J[0] <= high)
+                self.work_TLJQ[t, i], self.bytes_TLJM[t, i] = table.take(mode, hot_4J, all_41)
+                if self.is_cached_L[i]:
+                    c = self.caches.index(i)
+                    work_HQ, bytes_HM = table.take(mode, none_41, held_4H)
+                    self.held_work_TCHQ[t, c] = work_HQ - work_HQ[-1]
+                    self.held_bytes_TCHM[t, c] = bytes_HM - bytes_HM[-1]
+        self.row_bytes_2TLM = np.zeros((2, *shape, len(MEMORIES)))
+        self.row_bytes_2TLM[0] = self.bytes_TLJM[:, :, -1] - self.bytes_TLJM[:, :, 0]
+        self.row_bytes_2TLM[1][:, self.caches] = -self.held_bytes_TCHM[:, :, 0]
+        self.row_bytes_2TLM /= self.num_rows_T[:, None, None]
+        self.raised_TLJF = self.raised(
+            self.num_rows_T[:, None, None],
+            np.arange(len(self.modes))[:, None],
+            self.cuts_TJ[:, None],
+        )
+
+    def raised(self, num_rows: Rows, modes: Rows, hot: Rows) -> Mask:
+        """Which of FLAGS options raise, bool (..., F)."""
+        is_pooled = self.is_pooled_L[modes]
+        raised = np.empty((*np.broadcast_shapes(hot.shape, modes.shape), len(FLAGS)), bool)
+        raised[..., 0] = (hot < num_rows) & ~is_pooled
+        raised[..., 1], raised[..., 2] = hot > 0, is_pooled
+        return raised
+
+    def place(self, t: int, option_3: Rows) -> TablePlacement:
+        """The placement of an option.
+
+        Rows of TABLE_WISE tables move as much as those of ROW_WISE ones on the mean rank, so the
+        choice is made by what TorchRec can do: a pooled table lies on one rank, a tiny one cannot
+        be cut.
+        """
+        table, (at, hot, held) = self.tables[t], option_3.tolist()
+        num_rows = table.demand.num_rows
+        exchange, tier = MODES[self.modes[at]]
+        by_table = exchange is Exchange.POOLED or num_rows < table.world.num_ranks
+        sharding = Sharding.TABLE_WISE if by_table else Sharding.ROW_WISE
+        frac = (held - hot) / num_rows if tier is Tier.HOST_CACHED else None
+        return TablePlacement(exchange, sharding, tier, frac)
+
+    def with_cache(self, t: int, old_3: Rows) -> Rows:
+        """Options with a cache, int64 (P, 3): either number as in the old option."""
+        parts = [np.zeros((0, 3), np.int64)]
+        for i in self.caches:
+            hot = self.cuts_TJ[t, self.is_open_TLJ[t, i]]
+            if hot.size:
+                parts.append(_columns(i, hot, old_3[2]))
+                parts.append(_columns(i, 0 if self.is_pooled_L[i] else old_3[1], self.cuts_TJ[t]))
+        return self._held(t, np.concatenate(parts))
+
+    def least(self, t: int) -> Rows:
+        """The option of each mode with the fewest hot and held rows, int64 (P, 3)."""
+        modes = np.flatnonzero(self.is_open_TLJ[t].any(axis=1))
+        hot = np.where(self.is_pooled_L[modes], 0, self.tables[t].low)
+        return self._held(t, _columns(modes, hot, hot))
+
+    def _held(self, t: int, numbers_P3: Rows) -> Rows:
+        """With a row at least in each cache, of a table that is not wholly hot."""
+        modes, hot, held = numbers_P3.T
+        least = np.minimum(hot + self.is_cached_L[modes], self.num_rows_T[t])
+        return _columns(modes, hot, np.maximum(held, least))
+
+
+def _columns(modes: Rows | int, hot: Rows | int, held: Rows | int) -> Rows:
+    """Options, int64 (P, 3)."""
+    numbers_P3 = np.empty((max(np.size(hot), np.size(held)), 3), np.int64)
+    numbers_P3[:, 0], numbers_P3[:, 1], numbers_P3[:, 2] = modes, hot, held
+    return numbers_P3
 
 
 class _Problem:
@@ -350,16 +365,15 @@ class _Problem:
 
     Attributes:
         constant_K, flags_FK: What every placement and what each of FLAGS takes.
-        offered_T: The options of each table to choose from at prices, int64 (P, 3).
-        taken_PK, raised_PF: Of these, one table after the other.
-        at_TP: Indices of each table's options among these, the last repeated.
+        of_hot_TLJK, of_held_TCHK: The curves of the grid.
     """
 
-    def __init__(self, tables: Sequence[_Table], model: StepModel, limits: Limits) -> None:
-        self.tables = tables
+    def __init__(self, grid: _Grid, model: StepModel, limits: Limits) -> None:
+        self.grid, tables = grid, grid.tables
         device_bytes = math.inf if tables[0].is_one_memory else limits.device_bytes
         replica_bytes = math.inf if limits.replica_bytes is None else limits.replica_bytes
         self.limits_M = np.array([device_bytes, limits.host_bytes, replica_bytes], np.float64)
+        self.sizes_M = np.maximum(self.limits_M, 1.0)
         stages = [form for form in model.stages.values() if form.wire.terms or form.wire.constant]
         size = 1 + len(stages) + len(MEMORIES)
         self.memory = slice(size - len(MEMORIES), size)
@@ -372,58 +386,77 @@ class _Problem:
             for k, part, factor in parts:
                 self.constant_K[k] += factor * part.constant
                 for name, coefficient in part.terms.items():
-                    weights_QK[QUANTITIES.index(name), k] += factor * coefficient
-        self.flags_FK = weights_QK[[QUANTITIES.index(flag) for flag in FLAGS]]
+                    weights_QK[INDEX[name], k] += factor * coefficient
+        self.flags_FK = weights_QK[[INDEX[flag] for flag in FLAGS]]
         dims, self.dim_T = np.unique([t.demand.dim for t in tables], return_inverse=True)
         self.is_of_dim_DT = (np.arange(len(dims))[:, None] == self.dim_T).astype(np.int64)
-        self._curves_T = [
-            {
-                mode: [self._weigh(curve, weights_QK) for curve in curves]
-                for mode, curves in table.curves.items()
-            }
-            for table in tables
-        ]
-        self.offer([table.first_numbers() for table in tables])
+        self.of_hot_TLJK = self._weigh(grid.work_TLJQ, grid.bytes_TLJM, weights_QK)
+        self.of_held_TCHK = self._weigh(grid.held_work_TCHQ, grid.held_bytes_TCHM, weights_QK)
+        computed_TLJ = np.where(grid.is_open_TLJ, self.of_hot_TLJK[..., 0], np.inf)
+        self.unit_s = max(float(computed_TLJ.min(axis=(1, 2)).sum()), 1e-12)
+        self._without_cache: dict[int, tuple[Rows, Floats, Mask]] = {}
 
-    def offer(self, numbers_T: Sequence[Rows]) -> None:
-        """Sets the options to choose from at prices."""
-        self.offered_T = numbers_T
-        found = [self.take(t, numbers_P3) for t, numbers_P3 in enumerate(numbers_T)]
-        self.taken_PK, self.raised_PF = (np.concatenate(of) for of in zip(*found, strict=True))
-        sizes = np.array([len(numbers_P3) for numbers_P3 in numbers_T])
-        self.starts_T = np.cumsum(sizes) - sizes
-        self.at_TP = self.starts_T[:, None] + np.minimum(np.arange(sizes.max()), sizes[:, None] - 1)
+    @cached_property
+    def least(self) -> list[tuple[Rows, Floats]]:
+        """Of each table the options of each mode with the fewest rows, and what they take."""
+        least_T = [self.grid.least(t) for t in range(len(self.dim_T))]
+        return [(least_P3, self.take(t, least_P3)[0]) for t, least_P3 in enumerate(least_T)]
 
-    def _weigh(self, curve: tuple[Floats, ...], weights_QK: Floats) -> Floats:
-        work_JQ, bytes_JM = curve
-        taken_JK = work_JQ @ weights_QK
-        taken_JK[:, self.memory] = bytes_JM
-        return np.asarray(taken_JK)
+    def _weigh(self, work_Q: Floats, bytes_M: Floats, weights_QK: Floats) -> Floats:
+        taken_K = work_Q @ weights_QK
+        taken_K[..., self.memory] = bytes_M
+        return np.asarray(taken_K)
 
-    def take(self, table: int, numbers_P3: Rows) -> tuple[Floats, Mask]:
+    def take(self, t: int, numbers_P3: Rows) -> tuple[Floats, Mask]:
         """What options of a table take without FLAGS, float64 (P, K), and the flags they raise."""
-        modes, hot, held = numbers_P3.T
-        taken_PK = np.empty((len(numbers_P3), self.constant_K.size))
-        for mode in np.unique(modes):
-            at = modes == mode
-            of_hot, of_held = self._curves_T[table][int(mode)]
-            cuts_J = self.tables[table].cuts_J
-            taken_PK[at] = _between(of_hot, cuts_J, hot[at])
-            if len(of_held) > 1:
-                taken_PK[at] += _between(of_held, cuts_J, held[at])
-        is_pooled = modes >= FIRST_POOLED
-        is_cold = (hot < self.tables[table].demand.num_rows) & ~is_pooled
-        return taken_PK, np.stack([is_cold, hot > 0, is_pooled], axis=1)
+        grid, (modes, hot, held) = self.grid, numbers_P3.T
+        taken_PK = _between(self.of_hot_TLJK[t], modes, grid.cuts_TJ[t], hot)
+        for c, mode in enumerate(grid.caches):
+            at = np.flatnonzero(modes == mode)
+            if at.size:
+                taken_PK[at] += _between(self.of_held_TCHK[t], c, grid.held_TH[t], held[at])
+        return taken_PK, grid.raised(grid.num_rows_T[t], modes, hot)
 
-    def each(self, options: Sequence[_Option]) -> tuple[Floats, Mask]:
+    def near(self, t: int, old_3: Rows) -> tuple[Rows, Floats, Mask]:
+        """Options at all cuts, of a cache with one number as it is; what they take and raise."""
+        grid = self.grid
+        if t not in self._without_cache:
+            modes, at = np.nonzero(grid.is_open_TLJ[t] & ~grid.is_cached_L[:, None])
+            numbers_P3 = _columns(modes, grid.cuts_TJ[t, at], grid.cuts_TJ[t, at])
+            of_table = self.of_hot_TLJK[t, modes, at], grid.raised_TLJF[t, modes, at]
+            self._without_cache[t] = numbers_P3, *of_table
+        if not grid.caches:
+            return self._without_cache[t]
+        numbers_P3 = grid.with_cache(t, old_3)
+        both = zip(self._without_cache[t], (numbers_P3, *self.take(t, numbers_P3)), strict=True)
+        numbers_P3, taken_PK, raised_PF = (np.concatenate(pair) for pair in both)
+        return numbers_P3, taken_PK, raised_PF
+
+    def ends(self, t: int, options_P3: Rows, taken_PK: Floats, rest_K: Floats) -> Rows:
+        """Options with as many hot rows, or held ones, as memory has room for; int64 (P, 3)."""
+        grid, (modes, hot, held) = self.grid, options_P3.T
+        free_PM = self.limits_M - (rest_K + taken_PK)[:, self.memory]
+        is_cached = grid.is_cached_L[modes]
+        max_hot = np.where(is_cached, held - 1, grid.num_rows_T[t])
+        max_hot = np.where(grid.is_pooled_L[modes], 0, np.minimum(max_hot, grid.tables[t].high))
+        max_held = np.where(is_cached, grid.num_rows_T[t], 0)
+        found = []
+        for row_bytes_TLM, low, high in zip(
+            grid.row_bytes_2TLM, (hot, held), (max_hot, max_held), strict=True
+        ):
+            # Memory is linear in the rows.
+            row_PM = row_bytes_TLM[t, modes]
+            room_PM = np.divide(free_PM, row_PM, out=np.full_like(row_PM, 1e18), where=row_PM > 0)
+            fill = np.minimum(low + np.floor(room_PM.min(axis=1)).astype(np.int64), high)
+            new_hot = fill if low is hot else hot
+            new_held = np.where(is_cached, held, fill) if low is hot else fill
+            found.append(_columns(modes, new_hot, new_held)[fill > low])
+        return np.concatenate(found)
+
+    def each(self, options_T3: Rows) -> tuple[Floats, Mask]:
         """What one option for each table takes, float64 (T, K), and its flags, bool (T, F)."""
-        found = [self.take(t, np.array([option])) for t, option in enumerate(options)]
+        found = [self.take(t, options_T3[t : t + 1]) for t in range(len(options_T3))]
         return np.concatenate([of[0] for of in found]), np.concatenate([of[1] for of in found])
-
-    def options(self, at_T: Rows) -> list[_Option]:
-        """The options with these indices."""
-        pairs = zip(self.offered_T, at_T - self.starts_T, strict=True)
-        return [_Option(*numbers_P3[at].tolist()) for numbers_P3, at in pairs]
 
     def count(self, raised_TF: Mask) -> Rows:
         """How many tables of each dimension raise each flag, int64 (D, F)."""
@@ -435,6 +468,10 @@ class _Problem:
         fits = (total_PK[..., self.memory] <= self.limits_M * (1 + 1e-9)).all(axis=-1)
         return np.where(fits, total_PK[..., 0] + exposed, np.inf)
 
+    def used(self, taken_TK: Floats) -> Floats:
+        """The share of each memory that is used, float64 (M,)."""
+        return np.asarray(taken_TK[:, self.memory].sum(axis=0) / self.sizes_M)
+
     def step_of(self, taken_TK: Floats, raised_TF: Mask) -> float:
         """The step's seconds with these options of all tables."""
         num_raised_F = (self.count(raised_TF) > 0).sum(axis=0)
@@ -442,63 +479,84 @@ class _Problem:
         return float(self.seconds(total_K))
 
 
-def _between(taken_JK: Floats, cuts_J: Rows, numbers_P: Rows) -> Floats:
-    """A curve at numbers of rows, float64 (P, K)."""
-    at = np.clip(np.searchsorted(cuts_J, numbers_P, "right") - 1, 0, cuts_J.size - 2)
-    share_P = (numbers_P - cuts_J[at]) / (cuts_J[at + 1] - cuts_J[at])
-    return np.asarray(taken_JK[at] + share_P[:, None] * (taken_JK[at + 1] - taken_JK[at]))
+def _between(curves_LJK: Floats, curve: Rows | int, points_J: Rows, numbers_P: Rows) -> Floats:
+    """A curve of several at numbers of rows, float64 (P, K)."""
+    at = np.searchsorted(points_J, numbers_P, "right") - 1
+    after = np.minimum(at + 1, points_J.size - 1)
+    share_P = (numbers_P - points_J[at]) / np.maximum(points_J[after] - points_J[at], 1)
+    taken_PK = curves_LJK[curve, at]
+    return np.asarray(taken_PK + share_P[:, None] * (curves_LJK[curve, after] - taken_PK))
 
 
 # ------------------------------------------------------------------ the search
 
 
-def _search(problem: _Problem, others: Sequence[list[_Option]]) -> tuple[float, list[_Option]]:
+class _Start(NamedTuple):
+    """A placement to start from.
+
+    Args:
+        step_s: The step's seconds.
+        options_T3: An option for each table, int64 (T, 3).
+        taken_TK: What they take without FLAGS.
+        raised_TF: The flags they raise.
+        prices_M: The prices of memory at which they are cheapest.
+    """
+
+    step_s: float
+    options_T3: Rows
+    taken_TK: Floats
+    raised_TF: Mask
+    prices_M: Floats
+
+
+def _search(problem: _Problem, others: Sequence[Rows]) -> tuple[float, Rows]:
     """Returns the least step found and its options; ``others`` are more placements to start from.
 
     Raises:
         InfeasibleError: If nothing fits.
     """
-    is_few = len(problem.tables) <= MAX_FEW_TABLES
-    starts = [*(others if is_few else ()), *_starts(problem, NUM_STARTS if is_few else 1)]
-    step_s, best = min((_descend(problem, start) for start in starts), key=lambda entry: entry[0])
+    is_few = len(problem.dim_T) <= MAX_FEW_TABLES
+    starts = _starts(problem, NUM_STARTS if is_few else 1)
+    from_T3 = [start.options_T3 for start in starts] + [*others] * is_few
+    improved = (_descend(problem, options_T3) for options_T3 in from_T3)
+    step_s, best = min(improved, key=lambda entry: entry[0])
     if math.isinf(step_s):
         raise _infeasible(problem, starts[-1])
-    if is_few:
-        near = zip(problem.tables, best, strict=True)
-        problem.offer([table.numbers_near(option) for table, option in near])
-        more = [_descend(problem, start) for start in _starts(problem, NUM_STARTS)]
-        step_s, best = min((step_s, best), *more, key=lambda entry: entry[0])
-        return step_s, best
     return step_s, best
 
 
-def _starts(problem: _Problem, count: int) -> list[list[_Option]]:
-    """The best placements at prices, and the one that takes least memory."""
+def _starts(problem: _Problem, count: int) -> list[_Start]:
+    """The best placements at prices, and the one that takes least memory if none of them fits."""
     exposures = (0.0, 1.0) if problem.memory.start > 1 else (0.0,)
-    alike = [np.tile(kinds, (len(problem.is_of_dim_DT), 1)) for kinds in KINDS]
+    num_dims = len(problem.is_of_dim_DT)
+    alike = [np.tile(kinds, (num_dims, 1)) for kinds in KINDS]
     apart = [np.array(kinds) for kinds in itertools.product(KINDS, repeat=2)]
-    of_starts = apart if count > 1 and len(problem.is_of_dim_DT) == 2 else alike
-    found = [_priced(problem, 1.0, exposed, of) for exposed in exposures for of in of_starts]
-    found.sort(key=lambda at_T: problem.step_of(problem.taken_PK[at_T], problem.raised_PF[at_T]))
-    distinct = list({at_T.tobytes(): at_T for at_T in found}.values())[:count]
-    smallest = _priced(problem, 0.0, 0.0, alike[0])
-    first = problem.step_of(problem.taken_PK[distinct[0]], problem.raised_PF[distinct[0]])
-    kept = [*distinct, smallest] if math.isinf(first) else distinct
-    return [problem.options(at_T) for at_T in kept]
+    of_starts = apart if count > 1 and num_dims == 2 else alike
+    found: list[_Start] = []
+    for exposed, kinds_DF in itertools.product(exposures, of_starts):
+        best = min(found, key=lambda start: start.step_s, default=None)
+        found += _priced(problem, 1.0, exposed, kinds_DF, best)
+    found.sort(key=lambda start: start.step_s)
+    distinct = list({start.options_T3.tobytes(): start for start in found}.values())[:count]
+    if math.isinf(distinct[0].step_s):
+        distinct += _priced(problem, 0.0, 0.0, alike[0], None)
+    return distinct
 
 
-def _infeasible(problem: _Problem, smallest: Sequence[_Option]) -> InfeasibleError:
+def _infeasible(problem: _Problem, smallest: _Start) -> InfeasibleError:
     """The error of the options that take least memory."""
-    need_M = problem.each(smallest)[0].sum(axis=0)[problem.memory]
-    worst = int((need_M / np.maximum(problem.limits_M, 1.0)).argmax())
+    need_M = smallest.taken_TK.sum(axis=0)[problem.memory]
+    worst = int((need_M / problem.sizes_M).argmax())
     return InfeasibleError(
         f"{MEMORIES[worst]}: expected at least {math.ceil(need_M[worst])} on each of "
-        f"{problem.tables[0].world.num_ranks} ranks for {len(smallest)} tables, got "
+        f"{problem.grid.tables[0].world.num_ranks} ranks for {len(problem.dim_T)} tables, got "
         f"{problem.limits_M[worst]:.0f}. Raise it, fix fewer rows hot, or use more ranks."
     )
 
 
-def _priced(problem: _Problem, computed: float, exposed: float, kinds_DF: Mask) -> Rows:
+def _priced(
+    problem: _Problem, computed: float, exposed: float, kinds_DF: Mask, best: _Start | None
+) -> list[_Start]:
     """What tables choose, each for itself, with the memories that bind priced.
 
     Args:
@@ -506,104 +564,106 @@ def _priced(problem: _Problem, computed: float, exposed: float, kinds_DF: Mask) 
         computed: Price of a second of computation: 1, or 0 to take least memory.
         exposed: Price of a second of communication, 0..1.
         kinds_DF: Which of FLAGS options may raise, where a table has such an option.
+        best: The best start so far.
 
     Returns:
-        Indices of one option for each table, int64 (T,).
+        One start; none if all that it could be takes longer than the best start.
     """
-    seconds_P = computed * problem.taken_PK[:, 0]
-    seconds_P = seconds_P + exposed * problem.taken_PK[:, 1 : problem.memory.start].sum(axis=1)
-    is_closed_TPF = problem.raised_PF[problem.at_TP] & ~kinds_DF[problem.dim_T][:, None]
-    is_closed_TP = np.asarray(is_closed_TPF.any(axis=-1))
-    is_closed_TP &= ~is_closed_TP.all(axis=1, keepdims=True)
-    bytes_PM = problem.taken_PK[:, problem.memory] / np.maximum(problem.limits_M, 1.0)
-    unit_s = max(float(seconds_P[problem.at_TP].min(axis=1).sum()), 1e-12)
+    grid, is_open_TLJ = problem.grid, problem.grid.is_open_TLJ
+    kinds_TF = kinds_DF[problem.dim_T]
+    is_wanted_TLJ = is_open_TLJ & ~(grid.raised_TLJF & ~kinds_TF[:, None, None]).any(axis=-1)
+    is_wanted_TLJ |= is_open_TLJ & ~is_wanted_TLJ.any(axis=(1, 2), keepdims=True)
+    prices_K = np.zeros(problem.memory.stop)
+    prices_K[0], prices_K[1 : problem.memory.start] = computed, exposed
+    seconds_TLJ = np.where(is_wanted_TLJ, problem.of_hot_TLJK @ prices_K, np.inf)
+    held_s_TCH = problem.of_held_TCHK @ prices_K
 
-    def choose(prices_M: Floats) -> Rows:
-        """The cheapest options; prices are of a whole memory, in steps."""
-        costs_P = seconds_P / unit_s + bytes_PM @ prices_M
-        costs_TP = np.where(is_closed_TP, np.inf, costs_P[problem.at_TP])
-        return problem.at_TP[np.arange(len(costs_TP)), costs_TP.argmin(axis=1)]
+    def choose(prices_M: Floats) -> tuple[float, _Start]:
+        """The cheapest options and what they cost."""
+        costs_TLJ = seconds_TLJ + grid.bytes_TLJM @ (prices_M / problem.sizes_M)
+        held_costs_TCH = held_s_TCH + grid.held_bytes_TCHM @ (prices_M / problem.sizes_M)
+        # With each number of hot rows, the cheapest larger number of held ones.
+        least_TCH = np.minimum.accumulate(held_costs_TCH[..., ::-1], axis=-1)[..., ::-1]
+        costs_TLJ[:, grid.caches] += least_TCH[..., 1::2]
+        costs_TP, all_T = costs_TLJ.reshape(len(costs_TLJ), -1), np.arange(len(costs_TLJ))
+        modes, at = np.divmod(costs_TP.argmin(axis=1), costs_TLJ.shape[-1])
+        hot, taken_TK = grid.cuts_TJ[all_T, at], problem.of_hot_TLJK[all_T, modes, at]
+        held = hot.copy()
+        for c, mode in enumerate(grid.caches):
+            t = np.flatnonzero(modes == mode)
+            is_more = np.arange(held_costs_TCH.shape[-1]) > 2 * at[t, None]
+            best = np.where(is_more, held_costs_TCH[t, c], np.inf).argmin(axis=1)
+            held[t] = grid.held_TH[t, best]
+            taken_TK[t] += problem.of_held_TCHK[t, c, best]
+        raised_TF = grid.raised_TLJF[all_T, modes, at]
+        step_s = problem.step_of(taken_TK, raised_TF)
+        start = _Start(step_s, _columns(modes, hot, held), taken_TK, raised_TF, prices_M.copy())
+        return float(costs_TP.min(axis=1).sum()), start
 
-    prices_M = np.where(np.isfinite(problem.limits_M), PRICES[0] ** 2, 0.0)
-    at_T = choose(prices_M)
+    prices_M = problem.unit_s * PRICES[0] ** 2 * np.isfinite(problem.limits_M)
+    if best is not None:
+        # Whatever the prices, what fits takes no less than the cheapest options less all memory.
+        # Of few tables, the best start's prices would leave out starts that improve to better ones.
+        is_few = len(problem.dim_T) <= MAX_FEW_TABLES
+        for bound_M in (prices_M,) if is_few else (prices_M, best.prices_M):
+            cost_s = choose(bound_M)[0] - float(bound_M.sum()) + problem.constant_K @ prices_K
+            if cost_s >= best.step_s:
+                return []
+    start = choose(prices_M)[1]
     for _ in range(2 * len(MEMORIES)):
-        used_M = bytes_PM[at_T].sum(axis=0)
+        used_M = problem.used(start.taken_TK)
         worst = int(used_M.argmax())
         if used_M[worst] <= 1:
             break
-        low, high = math.log(max(prices_M[worst], PRICES[0])), math.log(PRICES[1])
+        ends = max(prices_M[worst] / problem.unit_s, PRICES[0]), PRICES[1]
+        low, high = (math.log(end * problem.unit_s) for end in ends)
         for _ in range(NUM_BISECTIONS):
             prices_M[worst] = math.exp((low + high) / 2)
-            if bytes_PM[choose(prices_M)].sum(axis=0)[worst] <= 1:
+            if problem.used(choose(prices_M)[1].taken_TK)[worst] <= 1:
                 high = (low + high) / 2
             else:
                 low = (low + high) / 2
         prices_M[worst] = math.exp(high)
-        at_T = choose(prices_M)
-    return at_T
+        start = choose(prices_M)[1]
+    return [start]
 
 
-def _descend(problem: _Problem, options: Sequence[_Option]) -> tuple[float, list[_Option]]:
+def _descend(problem: _Problem, options_T3: Rows) -> tuple[float, Rows]:
     """Improves one table at a time, all else equal, until no change helps."""
-    options = list(options)
-    taken_TK, raised_TF = problem.each(options)
+    options_T3, (taken_TK, raised_TF) = options_T3.copy(), problem.each(options_T3)
+    is_few = len(options_T3) <= MAX_FEW_TABLES
     step_s, used_DF = problem.step_of(taken_TK, raised_TF), problem.count(raised_TF)
     total_K = problem.constant_K + taken_TK.sum(axis=0)
+    order = np.arange(len(options_T3))
+    if not is_few and not math.isinf(step_s):
+        order = np.argsort(-problem.grid.bytes_T, kind="stable")[:MAX_FEW_TABLES]
     for _ in range(MAX_SWEEPS):
         before = step_s
-        for t, table in enumerate(problem.tables):
+        for t in order:
             d = problem.dim_T[t]
             rest_K = total_K - taken_TK[t]
             used_DF[d] -= raised_TF[t]
             others_F = (used_DF > 0).sum(axis=0) - (used_DF[d] > 0)
-            numbers_P3 = table.numbers_near(options[t])
+            numbers_P3, taken_PK, raised_PF = problem.near(t, options_T3[t])
             for is_last in (False, True):  # the second time between the cuts, where memory ends
-                taken_PK, raised_PF = problem.take(t, numbers_P3)
                 num_raised_PF = others_F + (raised_PF | (used_DF[d] > 0))
                 steps_s = problem.seconds(rest_K + taken_PK + num_raised_PF @ problem.flags_FK)
                 best = int(steps_s.argmin())
                 if steps_s[best] < step_s:  # ties change nothing
-                    step_s, options[t] = float(steps_s[best]), _Option(*numbers_P3[best].tolist())
+                    step_s, options_T3[t] = float(steps_s[best]), numbers_P3[best]
                     taken_TK[t], raised_TF[t] = taken_PK[best], raised_PF[best]
                 if is_last:
                     break
-                least = table.least_options() if len(options) <= MAX_FEW_TABLES else []
-                numbers_P3 = np.concatenate(
-                    [_ends(problem, t, option, rest_K) for option in (options[t], *least)]
-                )
+                numbers_P3, taken_PK = options_T3[t : t + 1], taken_TK[t : t + 1]
+                if is_few:
+                    numbers_P3 = np.concatenate([numbers_P3, problem.least[t][0]])
+                    taken_PK = np.concatenate([taken_PK, problem.least[t][1]])
+                numbers_P3 = problem.ends(t, numbers_P3, taken_PK, rest_K)
                 if len(numbers_P3) == 0:
                     break
+                taken_PK, raised_PF = problem.take(t, numbers_P3)
             total_K = rest_K + taken_TK[t]
             used_DF[d] += raised_TF[t]
         if math.isinf(step_s) or step_s >= before * (1 - REL_GAP):
             break
-    return step_s, options
-
-
-def _ends(problem: _Problem, table: int, option: _Option, rest_K: Floats) -> Rows:
-    """The option with as many hot rows, or held ones, as memory has room for; int64 (P, 3)."""
-    of, (exchange, tier) = problem.tables[table], MODES[option.mode]
-    is_cached = tier is Tier.HOST_CACHED
-    free_M = problem.limits_M - rest_K[problem.memory]
-    found = []
-    for is_hot in (True, False):
-        if is_hot and exchange is Exchange.POOLED or not is_hot and not is_cached:
-            continue
-
-        def with_rows(number: int, is_hot: bool = is_hot) -> _Option:
-            held = option.num_held if is_hot and is_cached else number
-            return _Option(option.mode, number if is_hot else option.num_hot, held)
-
-        low = option.num_hot if is_hot else option.num_held
-        high = of.demand.num_rows if not is_hot else of.high
-        if is_hot and is_cached:
-            high = min(high, option.num_held - 1)
-        ends = [with_rows(low), with_rows(max(low, high))]
-        used_PM = problem.take(table, np.array(ends))[0][:, problem.memory]
-        # Memory is linear in the rows.
-        row_M = (used_PM[1] - used_PM[0]) / max(high - low, 1)
-        room = (free_M - used_PM[0])[row_M > 0] / row_M[row_M > 0]
-        fill = min(high, low + math.floor(room.min(initial=1e18)))
-        if fill > low:
-            found.append(with_rows(fill))
-    return np.array(found, np.int64).reshape(-1, 3)
+    return step_s, options_T3

@@ -131,9 +131,9 @@ MUTANTS = [
         "search.least_price",
         "It rises no further than that, so that no memory is left unused.",
         "hotrec/planner/search.py",
-        "            if bytes_PM[choose(prices_M)].sum(axis=0)[worst] <= 1:\n"
+        "            if problem.used(choose(prices_M)[1].taken_TK)[worst] <= 1:\n"
         "                high = (low + high) / 2\n",
-        "            if bytes_PM[choose(prices_M)].sum(axis=0)[worst] <= 1:\n"
+        "            if problem.used(choose(prices_M)[1].taken_TK)[worst] <= 1:\n"
         "                low = (low + high) / 2\n",
         "unit/planner/test_search.py",
     ),
@@ -165,8 +165,8 @@ MUTANTS = [
         "search.fixed_hot_rows",
         "A table for which the user chose the number of hot rows has that number.",
         "hotrec/planner/search.py",
-        "            ranges.get(demand.name, (0, demand.num_rows)),\n",
-        "            (0, demand.num_rows),\n",
+        "(hot_range or {}).get(demand.name, (0, demand.num_rows))",
+        "(0, demand.num_rows)",
         "unit/planner/test_search.py::test_hot_range_is_kept",
     ),
     mutant(

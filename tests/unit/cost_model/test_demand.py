@@ -115,10 +115,12 @@ def test_probabilities_that_are_tiny_or_one():
     assert prob_drawn(np.array([1.0, 99.0]), 100, 250).tolist() == [1, 1]
     assert prob_drawn(np.array([1.0, 100.0]), 100, 0).tolist() == [0, 0]
     counts = np.array([1.0, 5.0, 10.0])
+    one, three, six, none = (prob_drawn(counts, 10, num_draws) for num_draws in (1, 3, 6, 0))
     # Two draws of one lookup each out of ten: c/10 (c-1)/9. More draws than lookups: the product.
-    assert prob_both(counts, 10, 1, 1) == pytest.approx([0.0, 5 / 10 * 4 / 9, 1.0], abs=0.1 / 10)
-    assert prob_both(counts, 10, 6, 6) == pytest.approx(prob_drawn(counts, 10, 6) ** 2)
-    assert (prob_both(counts, 10, 3, 0) == 0).all()
+    exact = [0.0, 5 / 10 * 4 / 9, 1.0]
+    assert prob_both(counts, 10, 2, one, one) == pytest.approx(exact, abs=0.1 / 10)
+    assert prob_both(counts, 10, 12, six, six) == pytest.approx(six**2)
+    assert (prob_both(counts, 10, 3, three, none) == 0).all()
 
 
 def test_groups_by_hand():
