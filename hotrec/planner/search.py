@@ -639,7 +639,7 @@ def _descend(problem: _Problem, options_T3: Rows) -> tuple[float, Rows]:
         order = np.argsort(-problem.grid.bytes_T, kind="stable")[:MAX_FEW_TABLES]
     for _ in range(MAX_SWEEPS):
         before = step_s
-        for t in order:
+        for t in map(int, order):
             d = problem.dim_T[t]
             rest_K = total_K - taken_TK[t]
             used_DF[d] -= raised_TF[t]

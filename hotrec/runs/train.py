@@ -275,7 +275,7 @@ def _train(job: Job, start: _Start, ranks: Ranks) -> TrainResult:
     hot_set = _hot_set(adaptive, metrics, trainable)
     saver = job.saver(metrics, evaluation, hot_set, checkpoints)
     watch = job.watch(ranks, metrics, saver, check_replicas=trainable.check_replicas)
-    parts = Parts(ranks, metrics, watch, evaluation, saver, hot_set)
+    parts = Parts(ranks, metrics, watch, evaluation, saver, between=[hot_set])
     return train(trainable, loader, parts, num_steps=steps, lr_factor=job.schedule(steps))
 
 

@@ -23,8 +23,8 @@ class HotSet:
     ) -> None:
         self.of_model, self.every_steps, self._metrics = of_model, every_steps, metrics
 
-    def adapt(self, segment: Segment) -> None:
-        """Decide after a segment, if due, with the pipeline drained; collective."""
+    def run(self, segment: Segment) -> None:
+        """Decide after a segment, if due; collective."""
         if self.of_model is not None and self._metrics.is_due(segment, self.every_steps):
             watchdog.enter(watchdog.MAIN, watchdog.ADAPTATION, segment.last_step)
             self._metrics.add_decision(self.of_model.adapt())

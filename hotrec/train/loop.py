@@ -101,7 +101,8 @@ def train(
                 metrics.add(step, loss, lr)
                 watch.look(step, feed, num_steps)
             pipeline.drain()
-            parts.hot_set.adapt(segment)
+            for part in parts.between:
+                part.run(segment)
             parts.evaluation.run(segment, pipeline, must_stop=watch.must_stop)
             parts.checkpoints.save(
                 segment,

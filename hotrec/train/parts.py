@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
@@ -13,17 +13,27 @@ from torchrec.optim.keyed import KeyedOptimizer
 from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.train.checkpoint import StatefulLoader
 from hotrec.train.evaluation import Evaluation
-from hotrec.train.hot_set import HotSet
 from hotrec.train.metrics import Metrics
 from hotrec.train.pipelines import Pipeline
 from hotrec.train.saver import Saver
+from hotrec.train.schedule import Segment
 from hotrec.train.signals import signals_held_back
 from hotrec.train.watch import Watch
 
 
+class Part(Protocol):
+    """Something that runs every so many steps, where no batch is in flight."""
+
+    every_steps: int
+    """A segment ends with each multiple of this number of steps; 0 for never."""
+
+    def run(self, segment: Segment) -> None:
+        """Run if due after a segment, which may have been cut short; called on every rank."""
+
+
 @dataclass(frozen=True)
 class Parts:
-    """The activities around the steps, in this order after each segment: adapt, evaluate, save.
+    """The activities around the steps; after each segment ``between``, then evaluate, then save.
 
     Args:
         ranks: The process group.
@@ -31,7 +41,7 @@ class Parts:
         watch: Check-ups with the other ranks, signals, replicas.
         evaluation: Evaluations, early stopping, days ahead.
         checkpoints: Checkpoints, and the one to resume from.
-        hot_set: Hot rows that follow the data.
+        between: Any others, in this order; a checkpoint after the same segment has their effects.
     """
 
     ranks: Ranks
@@ -39,12 +49,16 @@ class Parts:
     watch: Watch
     evaluation: Evaluation
     checkpoints: Saver
-    hot_set: HotSet
+    between: Sequence[Part] = ()
 
     @property
     def every(self) -> list[int]:
         """Numbers of steps after which a segment ends, by part."""
-        parts = (self.evaluation, self.checkpoints, self.hot_set)
+        parts: Sequence[Part | Evaluation | Saver] = (
+            *self.between,
+            self.evaluation,
+            self.checkpoints,
+        )
         return [part.every_steps for part in parts if part.every_steps]
 
     @property

@@ -118,6 +118,6 @@ def train_model(
         check_replicas=check_replicas,
         check_replicas_every=cadence.check_replicas_every,
     )
-    parts = Parts(ranks, metrics, watch, evaluation, saver, of_model)
+    parts = Parts(ranks, metrics, watch, evaluation, saver, between=[of_model])
     trained: Any = SimpleNamespace(model=model, optimizer=optimizer, pipeline=pipeline)
     return train(trained, loader, parts, num_steps=num_steps, lr_factor=lr_factor)
