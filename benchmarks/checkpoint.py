@@ -51,7 +51,6 @@ from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
 from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
-from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.machine import Machine
@@ -63,8 +62,16 @@ from hotrec.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
-from hotrec.types import POPULAR_ROW, OptimizerKind, Partition, Placement, Tier
+from hotrec.train.pipelines import Pipeline, make_pipeline
+from hotrec.types import (
+    POPULAR_ROW,
+    OptimizerKind,
+    Partition,
+    PipelineKind,
+    PipelineSpec,
+    Placement,
+    Tier,
+)
 
 NUM_TABLES, DIM, HOT_FRAC = 8, 64, 0.01
 NAMES = [f"t{index}" for index in range(NUM_TABLES)]
@@ -158,8 +165,8 @@ def train(
     model: nn.Module, optimizer: Any, num_rows: int, given: argparse.Namespace, ranks: Ranks
 ) -> float:
     """Median seconds of a step."""
-    ahead = LookAhead(lambda: RowsAhead(model, ranks.device, window=WINDOW))
-    pipeline = make_pipeline("look_ahead", model, optimizer, ranks.device, ahead)
+    spec = PipelineSpec(PipelineKind.look_ahead, window=WINDOW)
+    pipeline = make_pipeline(spec, model, optimizer, ranks.device)
     steps_s = make_steps(pipeline, make_batches(num_rows, given, ranks), given.steps)
     pipeline.close()
     return float(np.median(steps_s))
@@ -182,8 +189,8 @@ def save_while_training(
 ) -> dict[str, float]:
     """Seconds of the pauses, and of a step before and while the checkpoint is written."""
     window = WINDOW if given.slots else 0
-    ahead = LookAhead(lambda: RowsAhead(model, ranks.device, window=window))
-    pipeline = make_pipeline("look_ahead", model, optimizer, ranks.device, ahead)
+    spec = PipelineSpec(PipelineKind.look_ahead, window=window)
+    pipeline = make_pipeline(spec, model, optimizer, ranks.device)
     batches = make_batches(num_rows, given, ranks)
     before = [step_s for _ in range(4) for step_s in make_steps(pipeline, batches, 10)]
     barrier()

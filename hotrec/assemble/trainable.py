@@ -23,7 +23,6 @@ from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import check_replicas, shard
 from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
-from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.table_memory import (
     CacheCounters,
     SlotCounters,
@@ -41,8 +40,8 @@ from hotrec.runtime.memory import check_mappable, read_memory
 from hotrec.runtime.ranks import all_gather_object, same_verdict
 from hotrec.runtime.traffic import BatchFacts, count_distinct_rows
 from hotrec.train.meters import Tables
-from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
-from hotrec.types import ColdTier, Placement
+from hotrec.train.pipelines import Pipeline, make_pipeline
+from hotrec.types import ColdTier, HotExchange, Placement
 
 
 @dataclass(frozen=True)
@@ -71,32 +70,16 @@ class Trainable:
 
     def pipeline(self) -> Pipeline:
         """A pipeline that trains the model and evaluates it; a collective."""
-        spec = self.plan.pipeline
+        tables, exchange = self.plan.tables, HotExchange.auto
+        if isinstance(tables, SplitTables):
+            exchange = tables.hot_exchange
         return make_pipeline(
-            spec.kind.value,
+            self.plan.pipeline,
             self.model,
             self.optimizer,
             self.device,
-            self.look_ahead,
             self.grad_clip_norm,
-        )
-
-    @property
-    def look_ahead(self) -> LookAhead:
-        """Settings of the pipeline look_ahead."""
-        spec = self.plan.pipeline
-        return LookAhead(self._rows_ahead, spec.micro_batches, spec.wire)
-
-    def _rows_ahead(self) -> RowsAhead:
-        spec, tables = self.plan.pipeline, self.plan.tables
-        assert isinstance(tables, SplitTables), self.plan.label
-        return RowsAhead(
-            self.model,
-            self.device,
-            depth=spec.depth,
-            window=spec.window,
-            wire_type=spec.wire,
-            hot_exchange=tables.hot_exchange,
+            hot_exchange=exchange,
         )
 
     def check_replicas(self) -> None:

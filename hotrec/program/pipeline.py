@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from hotrec.embedding.adapt import AdaptiveHotSet
-from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.program.choice import Choice
 from hotrec.program.features import in_pipeline
 from hotrec.program.feed import Agreement, Feed
 from hotrec.program.guard import Guard
 from hotrec.program.parallel import choice_of
-from hotrec.train.pipelines import EndOfDataError, LookAhead, make_pipeline
+from hotrec.train.pipelines import EndOfDataError, make_pipeline
+from hotrec.types import PipelineSpec
 
 
 class _Part(Iterator[Any]):
@@ -96,15 +96,13 @@ class Pipeline:
         self._hot_set, self._adapt_every = hot_set, adapt_every
         self._part: _Part | None = None
         self._guard: Guard = model.hotrec_guard  # type: ignore[assignment]
-        ahead = LookAhead(lambda: RowsAhead(model, self._device))
         self._guard.enter_pipeline(self)
         try:
             self._pipeline = make_pipeline(
-                self.choice.pipeline.value,
+                PipelineSpec(self.choice.pipeline, window=0),
                 model,
                 optimizer,
                 self._device,
-                ahead,
                 grad_clip_norm,
                 may_read_late=self.choice.is_off,
             )

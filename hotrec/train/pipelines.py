@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -37,7 +37,7 @@ from hotrec.routing.features import RoutedFeatures
 from hotrec.runtime.stages import backward_point, mark, mark_backward, named_range
 from hotrec.train.dense_sync import DenseSync, dense_parameters
 from hotrec.train.traced import attributes_kept, first_line
-from hotrec.types import WireType
+from hotrec.types import HotExchange, PipelineKind, PipelineSpec
 
 # The model's detached outputs: loss (), logits (B,), labels (B,).
 Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -315,21 +315,6 @@ def _is_same(value: Any, other: Any) -> bool:
     return value is other or (isinstance(value, str | int | float | None) and value == other)
 
 
-@dataclass(frozen=True)
-class LookAhead:
-    """Settings of the look-ahead pipeline.
-
-    Args:
-        make_rows: Creates the row prefetcher; called on every rank when the pipeline is created.
-        micro_batches: Whether to compute samples first whose rows have already arrived.
-        wire_type: The type in which gradients of the dense layers are sent.
-    """
-
-    make_rows: Callable[[], RowsAhead]
-    micro_batches: bool = False
-    wire_type: WireType = WireType.fp32
-
-
 class LookAheadPipeline(Pipeline):
     """Prefetches rows of future batches and updates dense layers late; see ``make_pipeline``.
 
@@ -342,7 +327,8 @@ class LookAheadPipeline(Pipeline):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
-        look_ahead: LookAhead,
+        spec: PipelineSpec,
+        hot_exchange: HotExchange,
         grad_clip_norm: float | None = None,
     ) -> None:
         super().__init__("look_ahead", model, device)
@@ -354,12 +340,19 @@ class LookAheadPipeline(Pipeline):
             )
         parts = _parts_of(optimizer)
         self._hot = parts.get("hot")
-        self._micro_batches = look_ahead.micro_batches
-        self._rows = look_ahead.make_rows()
+        self._micro_batches = spec.micro_batches
+        self._rows = RowsAhead(
+            model,
+            device,
+            depth=spec.depth,
+            window=spec.window,
+            wire_type=spec.wire,
+            hot_exchange=hot_exchange,
+        )
         self._feature_names = self._rows.feature_names
         try:
             self._dense = DenseSync(
-                model, parts["dense"], look_ahead.wire_type, grad_clip_norm, self._rows.line
+                model, parts["dense"], spec.wire, grad_clip_norm, self._rows.line
             )
         except BaseException:
             self._rows.close()
@@ -499,39 +492,37 @@ def _joined(outputs: Sequence[Output], samples: Sequence[torch.Tensor | None]) -
 
 
 def make_pipeline(
-    kind: str,
+    spec: PipelineSpec,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
-    look_ahead: LookAhead | None = None,
     grad_clip_norm: float | None = None,
     *,
+    hot_exchange: HotExchange = HotExchange.auto,
     may_read_late: bool = False,
 ) -> Pipeline:
-    """Make the pipeline that trains a sharded model with its optimizer.
+    """Make the pipeline that trains a sharded model with its optimizer; a collective.
 
     Args:
-        kind: "look_ahead" (prefetches rows while the current batch computes), "sparse_dist"
-            (prefetches ids only), "base" (only copies to the device ahead) or "prefetch"
-            (TorchRec's, which fills the device caches of host tables).
-        look_ahead: Settings of the look-ahead pipeline, which requires them.
+        spec: look_ahead (prefetches rows while the current batch computes), sparse_dist (prefetches
+            ids only), base (only copies to the device ahead) or prefetch (TorchRec's, which fills
+            the device caches of host tables). Its other settings are those of look_ahead.
+        model: The sharded model.
+        optimizer: The optimizer of all its parameters.
+        device: The device of the model.
         grad_clip_norm: Clips the joint norm of the dense layers' mean gradients to this value; None
             disables clipping. Rows are not clipped: their owners update them in backward.
+        hot_exchange: How look_ahead reduces gradients of hot rows; in others their tables know.
         may_read_late: Whether sparse_dist reads features that the model computes in its forward.
 
     Raises:
-        ValueError: if the kind is unknown, or does not fit the model.
+        ValueError: if the kind is auto, or does not fit the model.
     """
-    kinds = ("look_ahead", *TORCHREC_PIPELINES)
-    if kind not in kinds:
-        raise ValueError(f"pipeline: expected one of {kinds}, got {kind!r}.")
-    if kind != "look_ahead":
-        return TorchRecPipeline(
-            kind, model, optimizer, device, grad_clip_norm, may_read_late=may_read_late
-        )
-    if look_ahead is None:
-        raise ValueError(
-            "pipeline look_ahead: expected look_ahead settings, got none. Pass "
-            "look_ahead=LookAhead(...)."
-        )
-    return LookAheadPipeline(model, optimizer, device, look_ahead, grad_clip_norm)
+    if spec.is_look_ahead:
+        return LookAheadPipeline(model, optimizer, device, spec, hot_exchange, grad_clip_norm)
+    if spec.kind.value not in TORCHREC_PIPELINES:
+        kinds = [PipelineKind.look_ahead.value, *TORCHREC_PIPELINES]
+        raise ValueError(f"pipeline: expected one of {kinds}, got {spec.kind.value}.")
+    return TorchRecPipeline(
+        spec.kind.value, model, optimizer, device, grad_clip_norm, may_read_late=may_read_late
+    )

@@ -19,19 +19,20 @@ from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import check_replicas
 from hotrec.embedding.initialize import initial_rows
 from hotrec.embedding.optimizers import make_optimizer
-from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.routing.router import Router
-from hotrec.train.pipelines import LookAhead, make_pipeline
+from hotrec.train.pipelines import make_pipeline
 from hotrec.types import (
     POPULAR_ROW,
     Exchange,
     HotExchange,
     OptimizerKind,
     Partition,
+    PipelineKind,
+    PipelineSpec,
     Placement,
     RowFetch,
     Sharding,
@@ -437,11 +438,13 @@ def _train(
             optimizer.step()
             yield loss
         return
-    look_ahead = LookAhead(
-        lambda: RowsAhead(model, device, depth=case.depth, hot_exchange=case.exchange),
-        case.micro_batches,
+    spec = PipelineSpec(
+        PipelineKind[case.pipeline],
+        depth=case.depth,
+        window=0,
+        micro_batches=case.micro_batches,
     )
-    pipeline = make_pipeline(case.pipeline, model, optimizer, device, look_ahead)
+    pipeline = make_pipeline(spec, model, optimizer, device, hot_exchange=case.exchange)
     pipeline.start()
     iterator = iter(batches)
     for _ in batches:

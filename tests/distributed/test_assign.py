@@ -142,7 +142,6 @@ def run(
         cadence=Cadence(log_every=1),
         lr_factor=Schedule(),
         pipeline_kind=made.plan.pipeline.kind.value,
-        look_ahead=made.look_ahead,
         run_dir=run_dir,
         inspect_batch=made.facts,
         **kwargs,

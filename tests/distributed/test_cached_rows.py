@@ -16,12 +16,19 @@ import torch.distributed as dist
 
 from hotrec.data.batch import Batch
 from hotrec.embedding.cached_rows import RowMover
-from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.tables import gather_tables
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
-from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
-from hotrec.types import HotExchange, OptimizerKind, RowFetch, Tier, WireType
+from hotrec.train.pipelines import Pipeline, make_pipeline
+from hotrec.types import (
+    HotExchange,
+    OptimizerKind,
+    PipelineKind,
+    PipelineSpec,
+    RowFetch,
+    Tier,
+    WireType,
+)
 from tests.distributed.parity_cases import Case, build_hot_cold, rank_batch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import TinyLoader
@@ -73,18 +80,21 @@ def batches_of(case: Case, begin: int, end: int) -> Iterator[Batch]:
         yield batch
 
 
+def spec_of(case: Case) -> PipelineSpec:
+    return PipelineSpec(
+        PipelineKind.look_ahead,
+        depth=case.depth,
+        window=case.window,
+        micro_batches=case.micro_batches,
+    )
+
+
 def run_training(case: Case) -> list[Any]:
     """Losses, and tables with their optimizer state after each segment; logits of evaluation."""
     model, optimizer, _ = build_hot_cold(case)
     device = torch.device("cpu")
 
-    def make_rows() -> RowsAhead:
-        return RowsAhead(
-            model, device, depth=case.depth, window=case.window, hot_exchange=case.exchange
-        )
-
-    ahead = LookAhead(make_rows, case.micro_batches)
-    pipeline = make_pipeline("look_ahead", model, optimizer, device, ahead)
+    pipeline = make_pipeline(spec_of(case), model, optimizer, device, hot_exchange=case.exchange)
     found: list[Any] = []
     step = 0
     try:
@@ -191,8 +201,7 @@ def train_from(
     if path is not None:
         load_checkpoint(path, model=model, optimizer=optimizer, facts={})
     device = torch.device("cpu")
-    ahead = LookAhead(lambda: RowsAhead(model, device, depth=case.depth, window=case.window))
-    pipeline = make_pipeline("look_ahead", model, optimizer, device, ahead)
+    pipeline = make_pipeline(spec_of(case), model, optimizer, device)
     if path is None:
         run_steps(pipeline, batches_of(case, 0, 4), 4)
         checkpoints = Checkpoints(folder, facts={})
@@ -224,8 +233,8 @@ def test_steps_are_computed_while_rows_of_later_ones_are_moved(
         assert may_fetch.wait(20)
         return gather(*given)
 
-    ahead = LookAhead(lambda: RowsAhead(model, device, window=window))
-    pipeline = make_pipeline("look_ahead", model, optimizer, device, ahead)
+    spec = PipelineSpec(PipelineKind.look_ahead, window=window)
+    pipeline = make_pipeline(spec, model, optimizer, device)
     pipeline.start()
     batches = batches_of(case, 0, 8)
     pipeline.progress(batches)

@@ -19,15 +19,14 @@ from hotrec.assemble.constraints import hot_cold_constraints
 from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.optimizers import make_optimizer
-from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.dense import set_up_dense_layers
 from hotrec.models.task import ClickTask
 from hotrec.train.dense_sync import dense_parameters
-from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
-from hotrec.types import ModelKind, OptimizerKind, Partition, Precision
+from hotrec.train.pipelines import Pipeline, make_pipeline
+from hotrec.types import ModelKind, OptimizerKind, Partition, PipelineKind, PipelineSpec, Precision
 from tests.distributed.setups import (
     assert_same_on_ranks,
     mean_over_ranks,
@@ -80,15 +79,11 @@ def shard_model(kind: ModelKind, pipeline: str, **how: Any) -> tuple[Any, Any, P
     sharder = HotColdSharder(spec)
     model = shard_task(task, sharder, constraints, data_parallel=not is_ahead, seed=1)
     optimizer = make_optimizer(model, spec, spec)
-    ahead = LookAhead(lambda: RowsAhead(model, CPU), pipeline == "micro_batches")
-    made = make_pipeline(
-        "look_ahead" if is_ahead else pipeline,
-        model,
-        optimizer,
-        CPU,
-        ahead if is_ahead else None,
-        how.get("grad_clip_norm"),
+    of_pipeline = PipelineSpec(
+        PipelineKind.look_ahead if is_ahead else PipelineKind[pipeline],
+        micro_batches=pipeline == "micro_batches",
     )
+    made = make_pipeline(of_pipeline, model, optimizer, CPU, how.get("grad_clip_norm"))
     return model, optimizer, made
 
 

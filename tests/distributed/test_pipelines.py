@@ -21,16 +21,17 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from torchrec.distributed.types import ShardedModule
 
 from hotrec.data.batch import Batch
-from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import gather_tables
 from hotrec.runtime.ranks import broadcast_object
 from hotrec.runtime.traffic import count_sent_bytes
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
-from hotrec.train.pipelines import LookAhead, Pipeline, make_pipeline
+from hotrec.train.pipelines import Pipeline, make_pipeline
 from hotrec.types import (
     OptimizerKind,
     Partition,
+    PipelineKind,
+    PipelineSpec,
     Placement,
     Sharding,
     TablePlacement,
@@ -255,8 +256,8 @@ def dense_weights(setup: Setup) -> torch.Tensor:
 
 def pipeline_of(kind: str) -> tuple[Setup, Pipeline]:
     setup = build(OptimizerKind.adagrad, PARTITIONS["mixed"], data_parallel=kind != "look_ahead")
-    ahead = LookAhead(lambda: RowsAhead(setup.model, CPU, depth=2))
-    return setup, make_pipeline(kind, setup.model, setup.optimizer, CPU, ahead)
+    spec = PipelineSpec(PipelineKind[kind], depth=2)
+    return setup, make_pipeline(spec, setup.model, setup.optimizer, CPU)
 
 
 def count_threads_and_groups() -> tuple[int, int]:

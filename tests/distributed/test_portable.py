@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from hotrec.embedding.canonical import canonical_parts
 from hotrec.embedding.initialize import initial_rows
-from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.train.checkpoint import (
@@ -32,8 +31,16 @@ from hotrec.train.checkpoint import (
     open_tensors,
     save_checkpoint,
 )
-from hotrec.train.pipelines import LookAhead, make_pipeline
-from hotrec.types import OptimizerKind, Placement, TablePlacement, Tier, TorchrecPlan
+from hotrec.train.pipelines import make_pipeline
+from hotrec.types import (
+    OptimizerKind,
+    PipelineKind,
+    PipelineSpec,
+    Placement,
+    TablePlacement,
+    Tier,
+    TorchrecPlan,
+)
 from tests.distributed import setups
 from tests.distributed.setups import make_batch, mean_over_ranks
 from tests.helpers.ranks import run_ranks
@@ -128,10 +135,8 @@ class Run:
         placement: Any = SPLIT.get(way.placement) or PLANS[way.placement]
         self.setup = setups.build(way.optimizer, placement, dense=DENSE, data_parallel=not is_ahead)
         model, device = self.setup.model, torch.device("cpu")
-        ahead = LookAhead(partial(RowsAhead, model, device, depth=2), False)
-        self.make_pipeline = partial(
-            make_pipeline, way.pipeline, model, self.setup.optimizer, device, ahead
-        )
+        spec = PipelineSpec(PipelineKind[way.pipeline], depth=2, window=0)
+        self.make_pipeline = partial(make_pipeline, spec, model, self.setup.optimizer, device)
         self.pipeline: Any = None
 
     def train(self, first: int, last: int) -> list[float]:

@@ -25,7 +25,6 @@ from hotrec.data.prepare import prepare
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.fused import fused_params
 from hotrec.embedding.optimizers import make_optimizer
-from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
@@ -33,8 +32,8 @@ from hotrec.models.plain import Attention
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture, make_checked_layers
 from hotrec.train.dense_sync import dense_parameters
-from hotrec.train.pipelines import LookAhead, make_pipeline
-from hotrec.types import OptimizerKind, Partition, TorchrecPlan
+from hotrec.train.pipelines import make_pipeline
+from hotrec.types import OptimizerKind, Partition, PipelineKind, PipelineSpec, TorchrecPlan
 from tests.distributed.setups import mean_over_ranks, shard_task
 from tests.helpers.ranks import run_ranks
 from tests.unit.data.logs import HEADER, delimited_spec
@@ -171,8 +170,7 @@ def train_sharded(
     sharded = shard_task(task, sharder, constraints, data_parallel=not is_ahead, seed=1)
     optimizer = make_optimizer(sharded, spec, spec)
     before = gather_tables(sharded)
-    ahead = LookAhead(lambda: RowsAhead(sharded, CPU)) if is_ahead else None
-    made = make_pipeline(pipeline, sharded, optimizer, CPU, ahead)
+    made = make_pipeline(PipelineSpec(PipelineKind[pipeline]), sharded, optimizer, CPU)
     batches = iter(
         make_loader(
             dataset.artifact.path,

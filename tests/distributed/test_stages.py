@@ -49,6 +49,8 @@ from hotrec.types import (
     ModelKind,
     OptimizerKind,
     Partition,
+    PipelineKind,
+    PipelineSpec,
     TorchrecPlan,
 )
 from tests.distributed.setups import shard_task, this_rank, zoo_batch, zoo_model, zoo_tables
@@ -145,7 +147,7 @@ def make_batches(num: int) -> Iterator[Batch]:
 
 def measure(model: Any, optimizer: Any, kind: str, source: Iterator[Batch]) -> dict[str, Any]:
     """Seconds by stage of the steady steps, one number where all of them agree."""
-    pipeline = make_pipeline(kind, model, optimizer, CPU)
+    pipeline = make_pipeline(PipelineSpec(PipelineKind[kind]), model, optimizer, CPU)
     batches = SegmentBatches(source, Segment(first_step=1, last_step=NUM_STEPS, is_last=True))
     pipeline.start()
     stage_clock = StageClock(CPU)
@@ -361,7 +363,10 @@ def trace_pipeline(kind: str, case: str, directory: Path) -> None:
                 dist.all_reduce(values, group=group)
 
     model, optimizer = build(CASES[case])
-    pipeline, batches = make_pipeline(kind, model, optimizer, CPU), segment_batches()
+    pipeline, batches = (
+        make_pipeline(PipelineSpec(PipelineKind[kind]), model, optimizer, CPU),
+        segment_batches(),
+    )
     thread = threading.Thread(target=communicate, name="hotrec communication")
     window = TraceWindow(FIRST, NUM_TRACED, directory)
     pipeline.start()
@@ -402,7 +407,10 @@ def wait_for_dense_gradients(kind: str) -> dict[str, list[float]]:
     """
     time = Clock()
     model, optimizer = build(CASES["torchrec"])
-    pipeline, batches = make_pipeline(kind, model, optimizer, CPU), segment_batches()
+    pipeline, batches = (
+        make_pipeline(PipelineSpec(PipelineKind[kind]), model, optimizer, CPU),
+        segment_batches(),
+    )
     is_over = threading.Event()
     threads: list[threading.Thread] = []
 

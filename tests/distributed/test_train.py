@@ -30,6 +30,7 @@ from hotrec.train.evaluate import evaluate, measure_quality
 from hotrec.train.loop import TrainResult
 from hotrec.train.pipelines import make_pipeline
 from hotrec.train.schedule import Schedule
+from hotrec.types import PipelineKind, PipelineSpec
 from tests.distributed.setups import this_rank
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import DIM, NUM_ROWS, TinyLoader, TinySplit, build_tiny, tiny_batch
@@ -273,7 +274,7 @@ def check_evaluation() -> None:
     everything = torch.cat([part for parts in all_gather_object(kept) for part in parts]).numpy()
     model.train()
     for kind in ("base", "sparse_dist"):
-        pipeline = make_pipeline(kind, model, optimizer, CPU)
+        pipeline = make_pipeline(PipelineSpec(PipelineKind[kind]), model, optimizer, CPU)
         quality = evaluate(pipeline, batches)
         assert quality.num_samples == 28
         assert quality == measure_quality(everything[:, 0], everything[:, 1])

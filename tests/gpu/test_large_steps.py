@@ -28,15 +28,22 @@ from hotrec.embedding.flat import MOST_BAG_IDS
 from hotrec.embedding.initialize import initial_rows, initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.pooling import MOST_IDS
-from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.planner.machine import Machine
 from hotrec.runtime.ranks import Ranks
-from hotrec.train.pipelines import LookAhead, make_pipeline
-from hotrec.types import HotExchange, OptimizerKind, Partition, Placement, Tier
+from hotrec.train.pipelines import make_pipeline
+from hotrec.types import (
+    HotExchange,
+    OptimizerKind,
+    Partition,
+    PipelineKind,
+    PipelineSpec,
+    Placement,
+    Tier,
+)
 from tests.helpers.reference import PlainLazyAdam, PlainRowWiseAdagrad, mean_loss
 
 pytestmark = pytest.mark.gpu
@@ -150,8 +157,8 @@ def train(
     model = shard(task, plan, sharders, device, data_parallel=not is_ahead)
     initialize_embeddings(model, SEED)
     optimizer = make_optimizer(model, spec, OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1))
-    look_ahead = LookAhead(lambda: RowsAhead(model, device, depth=1, hot_exchange=exchange), False)
-    pipeline = make_pipeline(pipeline_kind, model, optimizer, device, look_ahead)
+    spec = PipelineSpec(PipelineKind[pipeline_kind], window=0)
+    pipeline = make_pipeline(spec, model, optimizer, device, hot_exchange=exchange)
     pipeline.start()
     stream = (make_batch(step) for step in range(NUM_STEPS))
     losses = [pipeline.progress(stream)[0] for _ in range(NUM_STEPS)]

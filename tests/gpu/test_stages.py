@@ -7,7 +7,7 @@ import pytest
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.stages import StageClock
 from hotrec.train.pipelines import make_pipeline
-from hotrec.types import OptimizerKind
+from hotrec.types import OptimizerKind, PipelineKind, PipelineSpec
 from tests.distributed.setups import PARTITIONS, batches, build
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,9 @@ def test_marks_change_no_result_and_time_goes_forward(gpu: Ranks) -> None:
     clock = StageClock(gpu.device)
     for is_measured in (False, True):
         setup = build(OptimizerKind.adam, PARTITIONS["mixed"], device="cuda")
-        pipeline = make_pipeline("sparse_dist", setup.model, setup.optimizer, gpu.device)
+        pipeline = make_pipeline(
+            PipelineSpec(PipelineKind.sparse_dist), setup.model, setup.optimizer, gpu.device
+        )
         pipeline.start()
         stream = batches(0, NUM_STEPS)
         losses.append([])

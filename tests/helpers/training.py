@@ -27,9 +27,10 @@ from hotrec.train.loop import TrainResult, train
 from hotrec.train.meters import Tables
 from hotrec.train.metrics import FIRST_COMPARED_STEP, Counts, Metrics, Record
 from hotrec.train.parts import Parts
-from hotrec.train.pipelines import LookAhead, make_pipeline
+from hotrec.train.pipelines import make_pipeline
 from hotrec.train.saver import Saver
 from hotrec.train.watch import Watch
+from hotrec.types import HotExchange, PipelineKind, PipelineSpec
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def train_model(
     cadence: Cadence,
     lr_factor: Callable[[int], float],
     pipeline_kind: str = "sparse_dist",
-    look_ahead: LookAhead | None = None,
+    hot_exchange: HotExchange = HotExchange.auto,
     grad_clip_norm: float | None = None,
     eval_batches: Mapping[str, Iterable[Batch]] | None = None,
     checkpoints: Checkpoints | None = None,
@@ -78,7 +79,13 @@ def train_model(
 ) -> TrainResult:
     """Train with parts made from keywords; ``record`` are those of ``Record``."""
     pipeline = partial(
-        make_pipeline, pipeline_kind, model, optimizer, ranks.device, look_ahead, grad_clip_norm
+        make_pipeline,
+        PipelineSpec(PipelineKind[pipeline_kind]),
+        model,
+        optimizer,
+        ranks.device,
+        grad_clip_norm,
+        hot_exchange=hot_exchange,
     )
     counts = Counts(count_dense_values(model), inspect_batch, count_tables, count_caches)
     metrics = Metrics(

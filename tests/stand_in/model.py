@@ -19,18 +19,19 @@ from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
 from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
-from hotrec.embedding.prefetch.row_ahead import RowsAhead
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture
 from hotrec.planner.machine import Machine
-from hotrec.train.pipelines import LookAhead, make_pipeline
+from hotrec.train.pipelines import make_pipeline
 from hotrec.types import (
     HotExchange,
     ModelKind,
     OptimizerKind,
     Partition,
+    PipelineKind,
+    PipelineSpec,
     Placement,
     RowFetch,
     TablePlacement,
@@ -146,12 +147,16 @@ class Training:
     def restart(self) -> None:
         """A new pipeline around the same model."""
         run, device = self.run, self.device
-        exchange = HotExchange(run.exchange)
-        ahead = LookAhead(
-            lambda: RowsAhead(self.model, device, depth=run.depth, hot_exchange=exchange),
-            run.micro_batches,
+        spec = PipelineSpec(
+            PipelineKind[run.pipeline],
+            depth=run.depth,
+            window=0,
+            micro_batches=run.micro_batches,
         )
-        self.pipeline = make_pipeline(run.pipeline, self.model, self.optimizer, device, ahead)
+        exchange = HotExchange(run.exchange)
+        self.pipeline = make_pipeline(
+            spec, self.model, self.optimizer, device, hot_exchange=exchange
+        )
         self.pipeline.start()
 
     def batch(self, step: int) -> Batch:

@@ -35,6 +35,7 @@ from hotrec.train.checkpoint import (
     save_checkpoint,
 )
 from hotrec.train.pipelines import make_pipeline
+from hotrec.types import PipelineKind, PipelineSpec
 from tests.helpers.tiny import NUM_ROWS, TinyLoader, build_tiny
 
 FACTS = {"dataset": "3f2a91", "partition": None, "model": {"name": "dlrm", "dim": 4}}
@@ -47,7 +48,7 @@ class Run:
         self.model, self.optimizer = build_tiny(**kwargs)
         self.loader = TinyLoader(num_batches=40)
         self.pipeline = make_pipeline(
-            "sparse_dist", self.model, self.optimizer, torch.device("cpu")
+            PipelineSpec(PipelineKind.sparse_dist), self.model, self.optimizer, torch.device("cpu")
         )
         self.iterator: Any = None
         self.step = 0

@@ -23,12 +23,13 @@ from hotrec.train.evaluate import (
     measure_quality,
 )
 from hotrec.train.pipelines import Pipeline, make_pipeline
+from hotrec.types import PipelineKind, PipelineSpec
 from tests.helpers.tiny import TinyLoader, build_tiny, tiny_batch
 
 
 def start(kind: str, **kwargs: float) -> Pipeline:
     model, optimizer = build_tiny(**kwargs)
-    return make_pipeline(kind, model, optimizer, torch.device("cpu"))
+    return make_pipeline(PipelineSpec(PipelineKind[kind]), model, optimizer, torch.device("cpu"))
 
 
 def state_copy(pipeline: Pipeline) -> dict[str, torch.Tensor]:

@@ -9,12 +9,15 @@ from torch import nn
 from hotrec.data.batch import Batch
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.pipelines import make_pipeline
+from hotrec.types import PipelineKind, PipelineSpec
 from tests.helpers.tiny import TinyLoader, TinyModel, build_tiny
 
 
 def losses_in_segments(kind: str, lengths: list[int]) -> list[float]:
     model, optimizer = build_tiny()
-    pipeline = make_pipeline(kind, model, optimizer, torch.device("cpu"))
+    pipeline = make_pipeline(
+        PipelineSpec(PipelineKind[kind]), model, optimizer, torch.device("cpu")
+    )
     source = iter(TinyLoader(num_batches=sum(lengths)))
     losses = []
     for length in lengths:
@@ -35,7 +38,9 @@ def test_pipelines_and_segments_do_not_change_the_losses(one_rank: Ranks) -> Non
 @pytest.mark.parametrize("kind", ["base", "sparse_dist"])
 def test_end_of_data_is_a_clear_error(kind: str, one_rank: Ranks) -> None:
     model, optimizer = build_tiny()
-    pipeline = make_pipeline(kind, model, optimizer, torch.device("cpu"))
+    pipeline = make_pipeline(
+        PipelineSpec(PipelineKind[kind]), model, optimizer, torch.device("cpu")
+    )
     batches = iter(TinyLoader(num_batches=2))
     pipeline.start()
     for _ in range(2):
@@ -46,7 +51,9 @@ def test_end_of_data_is_a_clear_error(kind: str, one_rank: Ranks) -> None:
 
 def test_pipeline_with_batches_in_it_is_not_started_again(one_rank: Ranks) -> None:
     model, optimizer = build_tiny()
-    pipeline = make_pipeline("sparse_dist", model, optimizer, torch.device("cpu"))
+    pipeline = make_pipeline(
+        PipelineSpec(PipelineKind.sparse_dist), model, optimizer, torch.device("cpu")
+    )
     pipeline.progress(iter(TinyLoader(num_batches=5)))
     with pytest.raises(RuntimeError, match="expected an empty pipeline, got 2 batches"):
         pipeline.start()
@@ -57,10 +64,12 @@ def test_module_that_is_not_pipelined_is_an_error(
 ) -> None:
     monkeypatch.setattr(TinyModel, "forward", _forward_with_changed_ids)
     model, optimizer = build_tiny()
-    pipeline = make_pipeline("sparse_dist", model, optimizer, torch.device("cpu"))
+    pipeline = make_pipeline(
+        PipelineSpec(PipelineKind.sparse_dist), model, optimizer, torch.device("cpu")
+    )
     with pytest.raises(RuntimeError, match=r"expected 2 of 2 .* got 1; not pipelined: \[.*rows'\]"):
         pipeline.progress(iter(TinyLoader(num_batches=3)))
-    base = make_pipeline("base", *build_tiny(), torch.device("cpu"))
+    base = make_pipeline(PipelineSpec(PipelineKind.base), *build_tiny(), torch.device("cpu"))
     base.progress(iter(TinyLoader(num_batches=3)))
 
 
@@ -74,5 +83,6 @@ def _forward_with_changed_ids(
 
 
 def test_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected one of .* got 'fast'"):
-        make_pipeline("fast", nn.Linear(1, 1), None, torch.device("cpu"))  # type: ignore[arg-type]
+    auto = PipelineSpec(PipelineKind.auto)
+    with pytest.raises(ValueError, match="expected one of .* got auto"):
+        make_pipeline(auto, nn.Linear(1, 1), None, torch.device("cpu"))  # type: ignore[arg-type]
