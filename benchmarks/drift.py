@@ -207,7 +207,7 @@ def measure_moves(num_hot: int, rounds: int) -> None:
         partition = Partition(dict.fromkeys(NAMES, num_rows), dict.fromkeys(NAMES, hot))
         model, optimizer = build(Placement.alike(partition), num_rows, ranks)
         initialize_embeddings(model, seed=0)
-        hot_set = AdaptiveHotSet(model, optimizer, decay=0.0, most_rows=num_hot)
+        hot_set = AdaptiveHotSet(model, optimizer, decay=0.0, max_rows=num_hot)
         rng = np.random.default_rng(0)
         document: dict[str, Any] = {"num_ranks": ranks.world_size, "row_bytes": 4 * DIM + 4}
         document["pause_s"] = {}

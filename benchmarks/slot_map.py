@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from hotrec.bench.machine import machine_facts
-from hotrec.embedding.slots import MOST_KNOWN, SlotMap
+from hotrec.embedding.slots import MAX_KNOWN, SlotMap
 from hotrec.types import POPULAR_ROW
 
 # Rows, slots, ids of a batch, tables.
@@ -44,18 +44,18 @@ def draw(rng: np.random.Generator, num_rows: int, num_ids: int, num_tables: int)
 def measure(num_rows: int, num_slots: int, num_ids: int, num_tables: int) -> dict[str, float]:
     """Medians of the steps after the first ones."""
     rng, per_table = np.random.default_rng(0), num_rows // num_tables
-    batches = [draw(rng, num_rows, num_ids, num_tables) for _ in range(NUM_STEPS + MOST_KNOWN)]
+    batches = [draw(rng, num_rows, num_ids, num_tables) for _ in range(NUM_STEPS + MAX_KNOWN)]
     ranks = np.arange(num_slots // num_tables)
     popular = np.empty(ranks.size * num_tables, POPULAR_ROW)
     popular["row"] = (ranks + np.arange(num_tables)[:, None] * per_table).ravel()
     popular["prob"] = np.tile((ranks + 1.0) ** -EXPONENT, num_tables)
     slots = SlotMap(num_rows, num_slots, popular, torch.device("cpu"))
-    for number in range(MOST_KNOWN - 1):
+    for number in range(MAX_KNOWN - 1):
         slots.foresee(batches[number], number)
     steps = []
     for number in range(NUM_STEPS):
         slots.release(number - DEPTH - 1, is_changed=True)
-        known = number + MOST_KNOWN - 1
+        known = number + MAX_KNOWN - 1
         start_s = time.process_time()
         slots.foresee(batches[known], known)
         middle_s = time.process_time()

@@ -1,4 +1,4 @@
-"""A hot set that follows the data: rows change between replica and shard while training goes on.
+"""A hot set that follows the data: rows move between replica and shard during training.
 
 At a fixed interval of steps all ranks choose the same swaps of rows from decayed counts of lookups,
 and move weights and optimizer state unchanged: nothing is reset or reallocated, and values change
@@ -28,11 +28,11 @@ from hotrec.runtime.ranks import all_gather_object, rank, world_size
 from hotrec.types import Rows
 
 # A swap must gain more lookups than this many standard deviations of the difference of two counts,
-# which are Poisson distributed: else rows would go back and forth by chance.
+# which are Poisson distributed: otherwise rows would move back and forth by chance.
 _DEVIATIONS = 1.0
 # Counted rows that are kept at a decision, times the number of hot rows.
 _KEPT = 4
-_LEAST_KEPT = 1 << 16
+_MIN_KEPT = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,15 @@ class Swaps:
 
 @dataclass(frozen=True)
 class HotSetDecision:
-    """What all ranks decided and did.
+    """A decision of all ranks and its effect.
 
     Args:
-        num_moved: Rows that became hot; as many became cold.
+        num_moved: Rows that became hot; the same number became cold.
         moved_bytes: Weights and state that their owners broadcast.
         hot_share: Share of the lookups since the last decision that read hot rows.
-        best_share: The same for the hot rows that would have been best for these very lookups, as
-            many of each table: an upper bound.
-        pause_s: Time that training stood still on this rank.
+        best_share: The same share for the best hot rows in hindsight, with as many per table: an
+            upper bound.
+        pause_s: Time for which training was paused on this rank.
     """
 
     num_moved: int
@@ -66,7 +66,7 @@ class HotSetDecision:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a rank counted of a table's rows, each of which one rank counts.
+    """A rank's counts of a table's rows; each row is counted by one rank.
 
     Args:
         hot: Decayed lookups (H,) of the hot rows by slot.
@@ -89,7 +89,7 @@ class _AdaptedTable:
         path: The prefix of its collection's names.
         name: Its own name.
         counter: Counts its rows.
-        row_floats: Floats of a row with its optimizer state, over those of the row.
+        row_floats: Floats of a row with its optimizer state, divided by those of the row.
         shards: The first row and number of rows that each rank owns, None for none.
     """
 
@@ -108,12 +108,12 @@ class _AdaptedTable:
         return keys
 
     def part_of(self, counted: CountedRows) -> CountedRows:
-        """Those of the counter's rows that are of this table."""
+        """The counted rows that belong to this table."""
         begin = self.counter.begins[self.name]
         return counted.between(begin, begin + self.counter.tables[self.name])
 
     def found(self, most: int) -> _Found:
-        """What this rank counted, of cold rows the ``most`` with the most lookups."""
+        """This rank's counts; of the cold rows, only the ``most`` with the most lookups."""
         counted, latest = self.part_of(self.counter.counted), self.part_of(self.counter.latest)
         hot_keys = self.hot_keys()
         cold = counted.select(~np.isin(counted.keys, hot_keys, assume_unique=True))
@@ -137,17 +137,17 @@ class _AdaptedTable:
 
 
 class AdaptiveHotSet:
-    """Lets the hot rows of a sharded model follow its training batches.
+    """Adapts the hot rows of a sharded model to its training batches.
 
-    Ids have to be routed by the ranks, not by loader workers. Call ``adapt`` between steps, with
-    the pipeline drained. ``state_dict`` and ``load_state_dict`` carry hot rows and counts from any
-    ranks to any.
+    Ids must be routed by the ranks, not by loader workers. Call ``adapt`` between steps, with the
+    pipeline drained. ``state_dict`` and ``load_state_dict`` save and restore hot rows and counts;
+    the number of ranks may differ.
 
     Args:
         model: The sharded model.
         optimizer: Its optimizer.
-        decay: What counts keep from one decision to the next, from 0 to below 1.
-        most_rows: The most rows that one decision moves.
+        decay: Factor applied to the counts at each decision, in [0, 1).
+        max_rows: Maximum number of rows that become hot in one decision.
 
     Raises:
         ValueError: If no table has hot and cold rows.
@@ -159,10 +159,10 @@ class AdaptiveHotSet:
         optimizer: KeyedOptimizer,
         *,
         decay: float = 0.5,
-        most_rows: int = 65_536,
+        max_rows: int = 65_536,
     ) -> None:
         self._model, self._optimizer = model, optimizer
-        self._decay, self._most_rows = decay, most_rows
+        self._decay, self._max_rows = decay, max_rows
         self._collections = dict(sharded_collections(model))
         self._counters = {
             path: collection.count_lookups() for path, collection in self._collections.items()
@@ -203,7 +203,7 @@ class AdaptiveHotSet:
         return [counter for counters in self._counters.values() for counter in counters]
 
     def adapt(self) -> HotSetDecision:
-        """Decide which rows are hot from now on, and move them; collective."""
+        """Choose the new hot rows and move them; collective."""
         start = time.perf_counter()
         for counter in self._all_counters():
             counter.merge()
@@ -211,14 +211,14 @@ class AdaptiveHotSet:
         num_bytes = self._move(swaps) if swaps else 0
         for counter in self._all_counters():
             num_hot = sum(keys.numel() for keys in counter.hot_keys.values())
-            counter.decay(self._decay, max(_KEPT * num_hot // world_size(), _LEAST_KEPT))
+            counter.decay(self._decay, max(_KEPT * num_hot // world_size(), _MIN_KEPT))
         num_moved = sum(swap.rows.size for swap in swaps.values())
         pause_s = time.perf_counter() - start
         return HotSetDecision(num_moved, num_bytes, hot_share, best_share, pause_s)
 
     def _decide(self) -> tuple[dict[str, Swaps], float, float]:
-        """The swaps by table, the share of hot lookups, and the best share; the same everywhere."""
-        own = [table.found(self._most_rows) for table in self._tables]
+        """The swaps by table, the share of hot lookups, and the best share; equal on all ranks."""
+        own = [table.found(self._max_rows) for table in self._tables]
         of_ranks = all_gather_object((own, self._all_and_hot_lookups()))
         num_lookups, num_hot = np.sum([totals for _, totals in of_ranks], axis=0)
         num_best = num_hot
@@ -230,11 +230,11 @@ class AdaptiveHotSet:
                 np.concatenate([of_rank.cold.keys for of_rank in counts]),
                 np.concatenate([of_rank.cold.counts for of_rank in counts]),
             )
-            # A lookup of a cold row by another rank than its owner moves the row and its gradient,
-            # so a swap saves 2 (1 - 1 / W) rows for a lookup that it gains, within the time that
-            # counts reach back. The move sends the row with its state to W - 1 ranks.
-            least_gain = world_size() / 2 * table.row_floats
-            found[table.key] = choose_swaps(hot_counts, cold, least_gain)
+            # A lookup of a cold row by a rank other than its owner moves the row and its gradient,
+            # so a swap saves 2 (1 - 1 / W) rows per lookup gained, within the period that the
+            # counts cover. The move sends the row with its state to W - 1 ranks.
+            min_gain = world_size() / 2 * table.row_floats
+            found[table.key] = choose_swaps(hot_counts, cold, min_gain)
             num_best += _best_sum([of_rank.histogram for of_rank in counts], hot_counts.size)
             num_best -= sum(of_rank.num_hot for of_rank in counts)
         num_lookups = max(num_lookups, 1.0)
@@ -251,12 +251,12 @@ class AdaptiveHotSet:
         return sum(float(counter.latest.counts.sum()) for counter in counters), num_hot
 
     def _limit(self, found: Mapping[str, tuple[Rows, Rows, Counts]]) -> dict[str, Swaps]:
-        """The swaps that gain most, over all tables."""
+        """The swaps with the largest gains over all tables."""
         gains = np.concatenate([gain for _, _, gain in found.values()])
         least = 0.0
-        if gains.size > self._most_rows:
-            least = float(np.partition(gains, -self._most_rows)[-self._most_rows])
-        swaps, left = {}, self._most_rows
+        if gains.size > self._max_rows:
+            least = float(np.partition(gains, -self._max_rows)[-self._max_rows])
+        swaps, left = {}, self._max_rows
         for table in self._tables:
             slots, keys, gain = found[table.key]
             num = min(int(np.count_nonzero(gain >= least)), left)  # gains fall
@@ -269,7 +269,7 @@ class AdaptiveHotSet:
 
     @torch.no_grad()
     def _move(self, swaps: Mapping[str, Swaps]) -> int:
-        """Move rows with their state, and route by the new partition; the bytes broadcast."""
+        """Move rows with state and route by the new partition; returns the bytes broadcast."""
         parts = canonical_parts(self._model, self._optimizer).parts
         hot = [part for part in parts if part.rows is not None]
         shards = {part.name: part for part in parts if part.is_shard}
@@ -366,19 +366,19 @@ class AdaptiveHotSet:
                     is_count = np.isfinite(counts).all() and (counts >= 0).all()
                     if counts.shape != tuple(counted.shape) or not is_count:
                         raise ValueError(
-                            f"{what}: expected a count of 0 or more for each, got others"
+                            f"{what}: expected a finite count >= 0 for each row, got others"
                         )
 
     def load_state_dict(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Take hot rows and counts back before the model's tensors are loaded.
+        """Restore hot rows and counts before the model's tensors are loaded.
 
-        A table that has another number of hot rows now keeps its own ones.
+        Tables that now have another number of hot rows keep their current ones.
 
         Args:
             of_ranks: What ``state_dict`` returned on each rank.
 
         Raises:
-            ValueError: If rows are outside their table, or twice, or a count is no count.
+            ValueError: If rows are outside their table or repeated, or a count is invalid.
         """
         self._check_state(of_ranks)
         for path in self._collections:
@@ -405,7 +405,7 @@ class AdaptiveHotSet:
 def _check_rows(what: str, rows: torch.Tensor, num_rows: int) -> None:
     found = np.asarray(rows)
     if found.dtype.kind != "i" or found.ndim != 1 or np.unique(found).size != found.size:
-        raise ValueError(f"{what}: expected different row numbers, got others")
+        raise ValueError(f"{what}: expected distinct row numbers, got others")
     if found.size and not 0 <= found.min() <= found.max() < num_rows:
         raise ValueError(
             f"{what}: expected rows in 0..{num_rows - 1}, got {found.min()} to {found.max()}"
@@ -413,7 +413,7 @@ def _check_rows(what: str, rows: torch.Tensor, num_rows: int) -> None:
 
 
 def _best_sum(histograms: Sequence[tuple[Counts, Rows]], num_rows: int) -> float:
-    """The lookups of the rows with the most, from the number of rows by their lookups."""
+    """The lookups of the ``num_rows`` most-read rows, from histograms of lookups per row."""
     counts = np.concatenate([counts for counts, _ in histograms])
     nums = np.concatenate([nums for _, nums in histograms])
     order = np.argsort(-counts)
@@ -422,29 +422,29 @@ def _best_sum(histograms: Sequence[tuple[Counts, Rows]], num_rows: int) -> float
 
 
 def choose_swaps(
-    hot_counts: Counts, cold: CountedRows, least_gain: float
+    hot_counts: Counts, cold: CountedRows, min_gain: float
 ) -> tuple[Rows, Rows, Counts]:
     """Pair the cold rows with the most lookups with the slots of the hot rows with the fewest.
 
     Args:
         hot_counts: The lookups (H,) of the hot rows by slot.
         cold: Cold rows and their lookups.
-        least_gain: The lookups that a swap has to gain at least.
+        min_gain: Minimum number of lookups that a swap must gain.
 
     Returns:
-        Slots (M,), the keys (M,) that take them, and the lookups gained (M,), in falling order.
+        Slots (M,), the keys (M,) that move into them, and the lookups gained (M,), descending.
     """
     best = np.lexsort((cold.keys, -cold.counts))[: hot_counts.size]
     worst = np.argsort(hot_counts, kind="stable")[: best.size]
     up, down = cold.counts[best], hot_counts[worst]
     gain = up - down
-    pays = gain > np.maximum(least_gain, _DEVIATIONS * np.sqrt(up + down))
-    num = int(np.count_nonzero(pays))  # both bounds are passed in falling order of the gain
+    pays = gain > np.maximum(min_gain, _DEVIATIONS * np.sqrt(up + down))
+    num = int(np.count_nonzero(pays))  # once a bound fails, it fails for the rest
     return worst[:num], cold.keys[best[:num]], gain[:num]
 
 
 def _demote(swap: Swaps, replica: TensorPart, shard: TensorPart) -> None:
-    """Copy those of the rows that become cold which this rank owns from its replica."""
+    """Copy the rows that become cold and that this rank owns from its replica."""
     place = swap.old_rows - shard.first[0]
     own = (place >= 0) & (place < shard.value.shape[0])
     slots = torch.from_numpy(swap.slots[own]).to(replica.value.device)

@@ -35,7 +35,7 @@ def to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 # Rows that are moved at once when slots are filled initially, and when all are written back.
-MOST_AT_ONCE = 1 << 16
+MAX_AT_ONCE = 1 << 16
 
 
 class _MovesOnHost:
@@ -418,7 +418,7 @@ class CachedRows:
 
 
 def _parts(rows: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    return zip(rows.split(MOST_AT_ONCE), slots.split(MOST_AT_ONCE), strict=True)
+    return zip(rows.split(MAX_AT_ONCE), slots.split(MAX_AT_ONCE), strict=True)
 
 
 def is_cached(placement: Placement, tables: Sequence[str]) -> bool:

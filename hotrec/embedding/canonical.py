@@ -1,4 +1,4 @@
-"""Weights and optimizer state of a sharded model under the names and in the rows of the plain one.
+"""Weights and optimizer state of a sharded model by the unsharded model's names and row numbers.
 
 A table is one tensor float (R, D) in original ids, named as in the model before it was sharded or
 split into hot and cold rows, and so is each state tensor of its optimizer. Dense parameters and
@@ -29,7 +29,7 @@ _UPDATES = "step"
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What this rank holds of a canonical tensor, in the memory of the model or optimizer.
+    """This rank's part of a canonical tensor, sharing memory with the model or optimizer.
 
     Args:
         name: "<parameter>", or "<parameter>/<state>" for optimizer state.
@@ -62,8 +62,8 @@ class TensorParts:
     """The tensors of a model on this rank.
 
     Args:
-        parts: Of weights and of optimizer state.
-        counters: Numbers of updates, which belong to all rows of a table or of several.
+        parts: Parts of weights and optimizer state.
+        counters: Update counts, each for all rows of one or more tables.
         weights: The model's state dict, to load once its tensors have been written.
         sharded: Names of the parameters that have shards, on this rank or on others.
     """
@@ -74,18 +74,18 @@ class TensorParts:
     sharded: frozenset[str]
 
     def has_shards(self, name: str) -> bool:
-        """Whether some rank holds shards of a tensor; else all ranks hold it or its hot rows."""
+        """Whether a tensor is sharded; otherwise every rank has all of it or its hot rows."""
         return name.partition("/")[0] in self.sharded
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Set the counts of updates of tables, by which Adam corrects its bias."""
+        """Set the tables' update counts, which Adam uses for bias correction."""
         for counter in self.counters:
             counter.fill_(num_updates)
 
 
 @dataclass(frozen=True)
 class _StoredTable:
-    """The canonical name of a table; for a replica its rows int64 (H,) and those of the table."""
+    """The canonical name of a table; for a replica, its rows int64 (H,) and the table's."""
 
     name: str
     num_rows: int = 0
@@ -176,7 +176,7 @@ def _param_of(key: str, weights: Mapping[str, Any]) -> str:
         if name in weights:
             return name
     raise RuntimeError(
-        f"optimizer {key}: expected the name of a parameter of the model, got none. Make the "
+        f"optimizer {key}: expected the name of a parameter of the model, got none. Create the "
         "optimizer from the sharded model."
     )
 

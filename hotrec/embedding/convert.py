@@ -55,7 +55,7 @@ def use_hot_cold(model: nn.Module, placement: Placement | Partition) -> nn.Modul
 def _convert(
     collection: EmbeddingBagCollection, placement: Placement | Partition
 ) -> HotColdEmbeddingBagCollection:
-    # The configurations keep the type that tables were made with, whatever `.double()` did since.
+    # The configurations keep the type that tables were created with, even after `.double()`.
     for name, bag in collection.embedding_bags.items():
         if bag.weight.dtype != torch.float32:
             raise ValueError(

@@ -24,10 +24,10 @@ from hotrec.runtime.stages import mark
 def _flat_view(
     module: nn.Module, name: str, parts: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FBGEMM's flat buffer as rows, as the host sees it and as the device does.
+    """FBGEMM's flat buffer as rows: a view of the host and one of the device.
 
     Raises:
-        RuntimeError: if the buffer is not the tables one after the other.
+        RuntimeError: if the tables are not contiguous in the buffer.
     """
     size = sum(part.numel() for part in parts)
     buffers = {f"{name}_{place}": getattr(module, f"{name}_{place}") for place in _PLACES}
@@ -38,9 +38,9 @@ def _flat_view(
             continue
         if flat is None or part.data_ptr() != first or not part.is_contiguous():
             raise RuntimeError(
-                f"fbgemm {what}: expected tables one after the other in memory, got a table at "
-                f"{part.data_ptr() - first} bytes from its place. This version of fbgemm-gpu lays "
-                "tables out otherwise; use the pinned one (see `hotrec doctor`)."
+                f"fbgemm {what}: expected contiguous tables in memory, got a table "
+                f"{part.data_ptr() - first} bytes from its expected address. This version of "
+                "fbgemm-gpu has another layout; use the pinned one (see `hotrec doctor`)."
             )
         first += part.numel() * part.element_size()
     assert flat is not None
@@ -49,7 +49,7 @@ def _flat_view(
     return here.detach().view(-1, *width), flat.detach().view(-1, *width)
 
 
-# Where a module keeps its tables: host memory, host memory that the device maps, the device.
+# The memory of a module's tables: host, host memory that the device maps, device.
 _PLACES = ("host", "uvm", "dev")
 
 
@@ -69,7 +69,7 @@ def _rows_and_states(
 def fbgemm_rows(
     module: SplitTableBatchedEmbeddingBagsCodegen, spec: OptimizerSpec
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Weights (R, D) and states by name of a module's concatenated tables, as they lie in memory.
+    """Views of the weights (R, D) and the states, by name, of a module's concatenated tables.
 
     Those in mapped host memory are host tensors.
     """
@@ -80,7 +80,7 @@ def fbgemm_rows(
 def mapped_rows(
     module: SplitTableBatchedEmbeddingBagsCodegen, spec: OptimizerSpec, *, is_wanted: bool
 ) -> list[torch.Tensor | None]:
-    """The same as the device sees them; None for what is on the host, unless ``is_wanted``."""
+    """Their device views; None for host tensors, unless ``is_wanted``."""
     return [
         seen if is_wanted or here.is_cuda else None for here, seen in _rows_and_states(module, spec)
     ]
@@ -105,7 +105,7 @@ class _ReadAndUpdate(torch.autograd.Function):
 
 
 class RowsInMemory:
-    """Rows float (R, D) and their optimizer state by name; ``optimizer`` has the learning rate."""
+    """Rows float (R, D) and their state by name; ``optimizer`` provides the learning rate."""
 
     def __init__(
         self,
@@ -134,9 +134,9 @@ class RowsInMemory:
     ) -> None:
         """Update rows int64 (K,) once; gradients float (K, D) of the same row are summed in order.
 
-        The learning rate is the optimizer's current one by default; only Adam reads
-        ``num_updates``, 1 at the first update. If the rows are known to be distinct, they are not
-        sorted, and the gradients are overwritten.
+        The learning rate is the optimizer's current one by default; ``num_updates`` starts at 1 and
+        is only used by Adam. If the rows are known to be distinct, they are not sorted, and the
+        gradients are overwritten.
         """
         rows_U, grad_UD = rows_K, grad_KD
         if not is_distinct:

@@ -29,7 +29,7 @@ SLOT_BYTES = 4
 Shapes = Sequence[tuple[int, int]]  # (H, D) of each dimension
 Tensors = Sequence[torch.Tensor]
 SparseGradient = tuple[torch.Tensor, torch.Tensor]  # slots (U,), rows (U, D)
-# By dimension, the union of the ranks' slots, and what maps gradients to the mean of its rows.
+# By dimension, the union of the ranks' slots, and a function from gradients to the union's means.
 Reduction = tuple[list[torch.Tensor], Callable[[Tensors], list[torch.Tensor]]]
 
 
@@ -46,7 +46,7 @@ def hot_bytes(
         owners        (W-1)/W max_r U_r (v D + 4)  to the owners of the rows, which sum them
                       + (W-1)/W union (v D + 4)    the sums, gathered by every rank
         dense         2 (W-1)/W H (v D + 1)        an all-reduce of all rows, and of at most a byte
-                                                   per row that says whether some rank touched it
+                                                   per row: whether any rank touched it
 
     Owners send less than touched_rows when a row is touched by more than W/(W-1) ranks on average.
     """
@@ -66,7 +66,7 @@ def hot_bytes(
 def estimate_unions(
     shapes: Shapes, counts: RowCounts, union_frac_G: Sequence[float]
 ) -> list[float]:
-    """Estimate the number of rows that some rank touches by dimension.
+    """Estimate, by dimension, the number of rows that any rank touches.
 
     ``union_frac_G`` is the union divided by the sum of all ranks' U, in an earlier step.
     """
@@ -147,7 +147,7 @@ def _exchange_owner_counts(wire: Wire, owners: Tensors) -> tuple[RowCounts, RowC
     num_to_WG = ends_GW.diff(prepend=ends_GW.new_zeros(num_groups, 1)).t().reshape(-1)
     sizes = [num_groups] * world_size
     received = wire.all_to_all(num_to_WG, sizes, sizes)
-    # Both in one copy: on CUDA each makes the host wait once.
+    # Both in one copy: on CUDA, each copy blocks the host once.
     counts = row_counts(HostInts(torch.cat([num_to_WG, received])).wait(), num_groups)
     return counts[:world_size], counts[world_size:]
 
@@ -210,8 +210,8 @@ class HotPlan:
 class HotReducer:
     """Averages gradients of hot rows over the ranks.
 
-    Call it from one thread, in the same order on every rank. With auto, every step takes the
-    reduction that sends least. Only the dense reduction needs memory of size H x D.
+    Call it from one thread, in the same order on every rank. With auto, each step uses the
+    reduction that sends the fewest bytes. Only the dense reduction needs memory of size H x D.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class HotReducer:
         self._device = torch.device(device)
         self._value_bytes = 4 if wire.wire_type is WireType.fp32 else 2
         # The union is known only after the exchange of slots, so the choice estimates it from the
-        # last step's fraction, at first from the largest possible one.
+        # last step's fraction, initially the largest possible one.
         self._union_frac_G = [1.0] * len(self._shapes)
 
     @torch.no_grad()
@@ -249,8 +249,9 @@ class HotReducer:
             counts = gather_counts(self._wire, ints_on(self._device, own))
         if counts[self._wire.rank] != own:
             raise ValueError(
-                f"hot exchange counts of rank {self._wire.rank}: expected {own}, the slots given, "
-                f"got {counts[self._wire.rank]}. Count and plan the same batch."
+                f"hot exchange counts of rank {self._wire.rank}: expected {own} (the numbers of "
+                f"slots), got {counts[self._wire.rank]}. Use the same batch for the counts and the "
+                "plan."
             )
         exchange = self._choose(counts)
         match exchange:
@@ -267,7 +268,7 @@ class HotReducer:
         return HotPlan(exchange, unions, mean)
 
     def _choose(self, counts: RowCounts) -> HotExchange:
-        """The reduction that sends least, the first in the enumeration's order among equals."""
+        """The reduction that sends the fewest bytes; of equals, the first of the enumeration."""
         if self._exchange is not HotExchange.auto:
             return self._exchange
         unions = estimate_unions(self._shapes, counts, self._union_frac_G)

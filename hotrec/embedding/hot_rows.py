@@ -110,11 +110,11 @@ class HotReplicas:
         self._thread: CommunicationThread | None = None
         self._own_group: Group | None = None
         self.begins_T = table_begins(num_rows_T).to(weight.device)
-        # What backward passes added gradients to and the hook has not reduced.
+        # Slots with gradients of backward passes that the hook has not reduced.
         self.touched: list[_Touched] = []
         self._updated: list[torch.Tensor] = []
         self._reduced: tuple[torch.Tensor, torch.Tensor] | None = None
-        # Of the batch whose rows are read next.
+        # Counts of the batch whose rows are read next.
         self.next_counts: HotRowCounts | None = None
 
     @property
@@ -123,7 +123,7 @@ class HotReplicas:
         return self.weight.detach().view(-1, self.dim)
 
     def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Read float (U, D) at distinct slots of each table, in place of FBGEMM's dense lookup."""
+        """Read float (U, D) at distinct slots of each table, instead of FBGEMM's dense lookup."""
         slots_U = flat_rows(features, self.begins_T)
         counts, self.next_counts = self.next_counts, None
         if counts is None:
@@ -140,11 +140,11 @@ class HotReplicas:
         return HotRowCounts(num_rows, self._group, self.weight.device)
 
     def _make_reducer(self) -> HotReducer:
-        """Make the hook's reducer; a collective on CPU, where it runs in a thread."""
+        """Create the hook's reducer; a collective on CPU, where the reducer runs in a thread."""
         group, device = self._group, self.weight.device
         if device.type == "cpu":
             # The main thread runs TorchRec's collectives meanwhile.
-            with counted_by_sender():  # connecting the group is no step's traffic
+            with counted_by_sender():  # connecting the group belongs to no step's traffic
                 self._own_group = Group("hot gradients", [dist.get_process_group_ranks(group)])
             self._thread = CommunicationThread(device, "hot gradients")
             weakref.finalize(self, self._thread.close)
@@ -152,24 +152,24 @@ class HotReplicas:
         return HotReducer([(sum(self.num_rows_T), self.dim)], wire, self._exchange, device=device)
 
     def close(self) -> None:
-        """End the hook's thread and leave its group; the next training forward makes new ones."""
+        """Stop the hook's thread and close its group; the next training forward makes new ones."""
         if self._thread is not None and self._own_group is not None:
             self._thread.close()
             self._own_group.close(after=self._thread.join)
         self._reducer = self._thread = self._own_group = None
 
     def set_reduced(self, slots_U: torch.Tensor, grad_UD: torch.Tensor) -> None:
-        """Set the gradient of the next update, which overwrites it, in place of ``weight.grad``."""
+        """Set the gradient of the next update, which overwrites it; replaces ``weight.grad``."""
         if self._reduced is not None:
             raise RuntimeError(
-                f"hot gradient of dimension {self.dim}: expected the previous one to be "
-                "used, got another before the optimizer's step. Step or zero_grad first."
+                f"hot gradient of dimension {self.dim}: expected an optimizer step before the next "
+                "gradient, got a second gradient. Call step() or zero_grad() first."
             )
         self._reduced = (slots_U, grad_UD)
 
     @torch.no_grad()
     def take_gradient(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the slots int64 (U,) and gradients float (U, D) of the next update."""
+        """Return and clear the slots int64 (U,) and gradients float (U, D) of the next update."""
         reduced, self._reduced = self._reduced, None
         slots_U, grad = self.take_updated(), self.weight.grad
         if reduced is not None:
@@ -192,7 +192,7 @@ class HotReplicas:
             self.weight.grad.view(-1, self.dim).index_fill_(0, slots_U, 0.0)
 
     def take_updated(self) -> torch.Tensor:
-        """Take the slots of all ranks with gradients in ``weight.grad``; int64, ascending."""
+        """Return and clear the slots of all ranks with gradients in ``weight.grad``; ascending."""
         updated, self._updated = self._updated, []
         nothing = torch.empty(0, dtype=torch.int64, device=self.weight.device)
         return updated[0] if updated else nothing
@@ -210,13 +210,13 @@ class HotReplicas:
         if buffer.numel() != self.weight.numel():
             raise RuntimeError(
                 f"hot exchange bucket {bucket.index()}: expected the {self.weight.numel()} values "
-                f"of one hot parameter, got {buffer.numel()}. Report this with the versions that "
-                "`hotrec doctor` prints."
+                f"of one hot parameter, got {buffer.numel()}. Report this with the output of "
+                "`hotrec doctor`."
             )
         slots_U, counts = self._take_touched()
         if self._thread is not None and counts is not None:
-            # Backward continues with the update of the cold rows, and DDP waits at its end. The
-            # future that `then` returns carries exceptions of its function.
+            # Backward continues with the update of the cold rows; DDP waits at the end of it. The
+            # future returned by `then` propagates exceptions of its function.
             started: torch.futures.Future[None] = torch.futures.Future()
             reduced = started.then(lambda _: self._reduce_rows(buffer, slots_U, counts.wait()))
             self._thread.submit(lambda: started.set_result(None))
@@ -239,20 +239,20 @@ class HotReplicas:
         assert self._reducer is not None
         grad_HD = buffer.view(-1, self.dim)
         touched = (slots_U, grad_HD.index_select(0, slots_U))
-        # Untouched rows are zero in the buffer, so a dense reduction can use it.
+        # Untouched rows of the buffer are zero, so a dense reduction can use it.
         [(union, mean_UD)] = self._reducer.reduce([touched], [[num] for num in num_rows_W], buffer)
-        # This rank's own rows are among the union.
+        # The union includes this rank's own rows.
         grad_HD.index_copy_(0, union, mean_UD)
         self._updated = [union]
         return buffer
 
     def _take_touched(self) -> tuple[torch.Tensor, HotRowCounts | None]:
-        """Take the slots to reduce, and the ranks' numbers of slots; None for one rank."""
+        """Return and clear the slots to reduce, and the ranks' slot counts (None for one rank)."""
         touched, self.touched = self.touched, []
         if len(touched) == 1 and not self._updated:
             return touched[0].slots_U, touched[0].counts
         # With gradient accumulation, rows reduced by an earlier backward may still await their
-        # update. Every rank sends those too, else the mean would count them once per rank that
+        # update. Every rank sends those too; otherwise the mean would count them once per rank that
         # touches them again.
         slots_U = torch.cat([part.slots_U for part in touched] + self._updated).unique()
         with torch.enable_grad():

@@ -24,11 +24,11 @@ from hotrec.embedding.torchrec import table_configs
 from hotrec.routing.features import hot_name, hot_rows
 from hotrec.runtime.ranks import world_size
 
-# The least and the largest initial weight of a table.
+# The minimum and maximum initial weight of a table.
 Bounds = tuple[float, float]
 
-# Values per chunk. On CPU a chunk fits the cache; on a device it needs 320 MiB, since with the
-# chunks of a CPU the launches alone would take half a minute for 1e9 rows of 128 floats.
+# Values per chunk. On CPU a chunk fits the cache; on a device it needs 320 MiB, since with
+# CPU-sized chunks the launches alone would take half a minute for 1e9 rows of 128 floats.
 _CHUNK_VALUES = 1 << 18
 _DEVICE_CHUNK_VALUES = 1 << 24
 
@@ -54,7 +54,7 @@ def initial_rows(
     step = max(1, chunk_values // dim)
     for begin in range(0, rows.numel(), step):
         bits = random_bits(table_key, rows[begin : begin + step], dim)
-        # 24 bits, as many as a float32 holds exactly.
+        # 24 bits, which a float32 represents exactly.
         out[begin : begin + step] = ((bits >> 8) & 0xFFFFFF).float()
     return out.mul_((high - low) / (1 << 24)).add_(low)
 
@@ -84,12 +84,12 @@ def initialize_embeddings(
 ) -> None:
     """Set the initial weights of embedding rows of a sharded model, in place.
 
-    They depend on the seed, the table and the row alone, not on the partition, plan or world size.
+    They only depend on the seed, the table and the row, not on the partition, plan or world size.
 
     Args:
         model: The sharded model.
         seed: Seed of the weights.
-        bounds: The tables to set, with the least and the largest weight; None for all, with
+        bounds: The tables to set, with their minimum and maximum weight; None for all, with
             TorchRec's default bounds.
     """
     for part in table_parts(model):
@@ -112,10 +112,10 @@ def initialize_embeddings(
 
 @torch.no_grad()
 def set_unsplit(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Set the rows of the tables that TorchRec's own collections hold, by table; a collective.
+    """Set the rows of the tables in TorchRec's own collections, by table; a collective.
 
-    Those do not keep the weights of the module that is sharded. Shards take this rank's weights,
-    replicated tables the first rank's.
+    These collections do not keep the weights of the module being sharded. Shards get this rank's
+    weights, replicated tables those of rank 0.
 
     Args:
         model: The sharded model.

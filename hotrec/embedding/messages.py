@@ -1,6 +1,6 @@
 """Rows of several embedding dimensions ("groups") in one message per rank.
 
-The part for one rank holds the rows of all groups, group by group. With one group nothing is
+The part for one rank contains the rows of all groups, group by group. With one group nothing is
 copied.
 """
 

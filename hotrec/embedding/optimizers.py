@@ -24,7 +24,7 @@ from hotrec.types import OptimizerKind
 class HotOptimizer(KeyedOptimizer):
     """Updates hot rows by the same rule, with the same state, as the cold rows' fused optimizer.
 
-    Replicas, and the parameter names of their tables, are by the prefix of these names.
+    Replicas and the parameter names of their tables are keyed by the prefix of these names.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class HotOptimizer(KeyedOptimizer):
             replica.drop_gradient()
 
 
-# The part of ``make_optimizer`` for tables that TorchRec replicates.
+# Key of ``make_optimizer``'s part for tables that TorchRec replicates.
 TABLES = "tables"
 
 
@@ -83,7 +83,7 @@ class ModelOptimizer(CombinedOptimizer):
     """The parts of ``make_optimizer``; a pipeline finishes its updates before the state is read."""
 
     before_reading: Callable[[], None] | None = None
-    before_step: Callable[[], None] | None = None  # refuses a step that would be wrong
+    before_step: Callable[[], None] | None = None  # raises if the step would be wrong
 
     def step(self, closure: Any = None) -> None:
         if self.before_step is not None:
@@ -151,8 +151,8 @@ def make_replicated_tables(
     if spec.kind is OptimizerKind.adam:
         raise ValueError(
             "optimizer.kind: expected sgd, adagrad or rowwise_adagrad for data-parallel tables of "
-            "a TorchRec plan (its dense Adam also moves rows that no sample touched), got adam. "
-            "Choose one of these, or a plan without data-parallel tables."
+            "a TorchRec plan (its dense Adam also updates untouched rows), got adam. Choose one "
+            "of these, or a plan without data-parallel tables."
         )
     return make_dense(spec, params)
 
@@ -160,7 +160,7 @@ def make_replicated_tables(
 def replicated_tables(
     model: nn.Module, named: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Those parameters without a fused optimizer that are tables of TorchRec's own modules."""
+    """The parameters without a fused optimizer that are tables of TorchRec's own modules."""
     prefixes = tuple(
         f"{path}{tables}."
         for path, _ in torchrec_modules(model)
@@ -176,14 +176,14 @@ def make_optimizer(
 ) -> ModelOptimizer:
     """Combine the fused, hot and dense optimizers of a sharded model.
 
-    Make one backward pass per step: fused kernels update cold rows in every backward pass, so with
-    gradient accumulation cold rows would be trained differently from the rest.
+    Run one backward pass per step: fused kernels update cold rows in every backward pass, so
+    gradient accumulation would train cold rows differently from the rest.
 
     Args:
         model: A model sharded with ``HotColdSharder``, or by a TorchRec plan.
         embedding: The rule of the embedding rows.
-        dense: The rule of the dense layers, where row-wise Adagrad means Adagrad; or makes their
-            optimizer from their parameters, as ``torch.optim.Adagrad`` does.
+        dense: The rule of the dense layers, for which row-wise Adagrad means Adagrad; or a factory
+            of their optimizer from their parameters, such as ``torch.optim.Adagrad``.
 
     Raises:
         ValueError: if a data-parallel TorchRec table cannot follow the rule exactly.

@@ -28,7 +28,7 @@ from hotrec.routing.sorting import sort_keys
 from hotrec.runtime.comm_thread import HostInts, ints_on
 from hotrec.runtime.stages import backward_point, mark_backward
 
-MOST_ROWS = 1 << 31  # of a rank whose positions fit into int32
+MAX_ROWS = 1 << 31  # of a rank, for positions to fit into int32
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,15 @@ class RequestedRows:
     """The cold rows of one group that a batch reads, by owner."""
 
     order_U: torch.Tensor | None  # the batch's cold rows in the order of their owners, int64
-    positions_U: torch.Tensor  # their positions on the owner in that order, as they are sent
+    positions_U: torch.Tensor  # their positions on the owner in that order, in the type sent
     num_to_W: torch.Tensor | None  # rows requested from each rank, int64; None for one rank
 
 
 class RowOwners:
-    """Finds the owners of the cold rows of one group by the shards of each rank.
+    """Finds the owners of the cold rows of one group from the shards of each rank.
 
     Raises:
-        RuntimeError: if the shards do not hold every row of every table once.
+        RuntimeError: if the shards do not contain every row of every table exactly once.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class RowOwners:
         wrong = [end for first, end in zip(firsts, ends, strict=True) if first != end]
         if wrong:
             raise RuntimeError(
-                f"shards of {list(tables)}: expected each of {num_all} rows on one rank, got a gap "
-                f"or an overlap at row {wrong[0]} of the tables laid one after the other. Use the "
+                f"shards of {list(tables)}: expected each of {num_all} rows on exactly one rank, "
+                f"got a gap or an overlap at row {wrong[0]} of the concatenated tables. Use the "
                 "pinned torchrec (see `hotrec doctor`)."
             )
         most = max(shard.position + shard.num_rows for of_rank in shards for shard in of_rank)
-        self._sent_type = torch.int32 if most <= MOST_ROWS else torch.int64
-        if self._world_size == 1:  # which holds whole tables: keys are positions
+        self._sent_type = torch.int32 if most <= MAX_ROWS else torch.int64
+        if self._world_size == 1:  # which has whole tables: keys are positions
             begins = {shard.table: shard.position for shard in shards[0]}
         self._begins_T = torch.tensor([begins[table] for table in tables], device=device)
         self._first_S = torch.tensor([piece[0] for piece in pieces], device=device)
@@ -114,10 +114,10 @@ class RowOwners:
 
 
 class Joined(torch.autograd.Function):
-    """Hot rows (H, D), then cold ones (C, D), of which row c goes to place ``order_C[c]``.
+    """Hot rows (H, D), then cold rows (C, D); cold row c goes to place ``order_C[c]``.
 
-    Backward of torch's own functions would add rows to zeros: 6 times a copy on CPU, and atomic
-    additions on CUDA.
+    The backward pass of torch's own functions would add rows to zeros: 6 times as slow as a copy on
+    CPU, and with atomic additions on CUDA.
     """
 
     @staticmethod
@@ -174,7 +174,7 @@ class FbgemmRows:
         return rows_KD
 
     def read(self, rows_K: torch.Tensor) -> torch.Tensor:
-        # FBGEMM counts every forward pass as an update, which a read is not.
+        # FBGEMM counts every forward pass as an update, but a read is none.
         count = update_count(self.module)
         found, order_K = self._look_up(rows_K)
         set_update_count(self.module, count)
@@ -188,16 +188,16 @@ class FbgemmRows:
 
 
 class RowsOnDevice(RowsInMemory):
-    """The rows of a fused kernel in memory that the device reads itself.
+    """The rows of a fused kernel in memory that the device reads directly.
 
-    Look-ahead updates them as hot rows are, without a forward pass of FBGEMM's.
+    Look-ahead updates them like hot rows, without FBGEMM's forward pass.
     """
 
     def __init__(self, kernel: Kernel, spec: OptimizerSpec) -> None:
         weights_RD, *states = mapped_rows(kernel.fbgemm, spec, is_wanted=True)
         assert weights_RD is not None
         of_name = {n: s for n, s in zip(spec.state_names, states, strict=True) if s is not None}
-        # On a rank without rows they are empty ones of the host.
+        # On a rank without rows these are empty host tensors.
         weights_RD = weights_RD.to(kernel.fbgemm.current_device)
         super().__init__(weights_RD, of_name, kernel.optimizer, spec)
         self.module = kernel.fbgemm
@@ -211,8 +211,8 @@ Part = tuple[int, int, ColdRowsOnCpu | CachedRows | RowsOnDevice | FbgemmRows]
 class OwnedRows:
     """All cold rows of one group that this rank owns.
 
-    Ranks request them by position. They are read and updated at a place, which is the position, or
-    a slot where they are cached.
+    Ranks request them by position. They are read and updated at a place: the position, or a slot if
+    they are cached.
     """
 
     def __init__(self, lookups: Iterable[nn.Module], dim: int, spec: OptimizerSpec) -> None:
@@ -235,7 +235,7 @@ class OwnedRows:
                     part = own
                 elif kinds in ({_Kind.FUSED}, {_Kind.FUSED_UVM}):
                     part = RowsOnDevice(kernel, spec)
-                else:  # with a cache, or in memory of both kinds
+                else:  # with a cache, or in both kinds of memory
                     part = FbgemmRows(kernel)
                 is_here = isinstance(part, CachedRows) or kinds == {_Kind.FUSED}
                 self.is_on_device = self.is_on_device and is_here
@@ -244,7 +244,7 @@ class OwnedRows:
                 self._parts.append((num_places, num_places + size, part))
                 num_places += size
         self.num_places = num_places
-        self._last_update: tuple[int, float] | None = None  # that FBGEMM does not know of
+        self._last_update: tuple[int, float] | None = None  # not yet in FBGEMM's counter
         self.caches = [part for _, _, part in self._parts if isinstance(part, CachedRows)]
 
     @property
@@ -254,7 +254,7 @@ class OwnedRows:
 
     @property
     def num_updates(self) -> int:
-        """The number of updates made so far; 0 where they are not counted."""
+        """The number of updates so far; 0 if they are not counted."""
         parts = (part for _, _, part in self._parts)
         of_parts = [
             int(part.update_count) if isinstance(part, CachedRows) else update_count(part.module)
@@ -275,7 +275,7 @@ class OwnedRows:
         return order_K, [sorted_K[first:last] - begin for first, last, (begin, _, _) in bounds]
 
     def foresee(self, positions_K: torch.Tensor, number: int) -> None:
-        """Say for which rows, at positions int64 (K,), a batch will reserve places."""
+        """Announce the rows, at positions int64 (K,), of a future batch."""
         if not self.caches:  # on a rank without rows
             return
         rows = [positions_K]
@@ -289,7 +289,7 @@ class OwnedRows:
         """The places int64 (K,) of the rows at positions int64 (K,), until ``release(number)``.
 
         Raises:
-            TooFewSlotsError: if the batches in flight hold too many slots.
+            TooFewSlotsError: if the batches in flight need more slots than there are.
         """
         if not self.caches:
             return positions_K
@@ -303,12 +303,12 @@ class OwnedRows:
         return torch.empty_like(positions_K).index_copy_(0, order_K, torch.cat(places))
 
     def wait(self, number: int) -> None:
-        """Wait until the slots of all batches up to a number hold their rows."""
+        """Wait until the rows of all batches up to a number are in their slots."""
         for cache in self.caches:
             cache.wait(number)
 
     def release(self, number: int, *, is_changed: bool) -> None:
-        """Give back what the batches up to ``number`` reserved, whose updates are all made."""
+        """Free the places of all batches up to ``number``, once their updates are done."""
         for cache in self.caches:
             cache.release(number, is_changed=is_changed)
 
@@ -325,13 +325,13 @@ class OwnedRows:
                 part.module.set_learning_rate(learning_rate)
 
     def restart(self) -> None:
-        """Forget what slots hold and what was updated, and begin with new batches."""
+        """Invalidate slots, drop the pending update count, and restart batch numbers."""
         self._last_update = None
         for cache in self.caches:
             cache.restart()
 
     def close(self) -> None:
-        """Let the threads of caches end."""
+        """Stop the threads of caches."""
         for cache in self.caches:
             cache.close()
 
@@ -339,7 +339,7 @@ class OwnedRows:
         """Read the rows float (K, D) at int64 (K,) positions; backward updates them.
 
         Raises:
-            RuntimeError: if they are behind slots.
+            RuntimeError: if the rows are cached in slots.
         """
         if len(self._parts) == 1:
             return self._parts[0][2].look_up(positions_K)
@@ -380,7 +380,7 @@ class OwnedRows:
     ) -> None:
         """Update the rows at the places once; gradients of the same row are summed in order.
 
-        ``count`` is the number of previous updates, for Adam's bias correction. Where the rows are
+        ``count`` is the number of previous updates, for Adam's bias correction. If the rows are
         known to be distinct, the gradients are overwritten.
         """
         if places_K.numel() == 0:

@@ -16,24 +16,24 @@ from hotrec.runtime.stages import mark
 
 # On CUDA one thread sums a segment for each value of a row, and a hot row's segment has thousands
 # of ids. Pieces of this size bound the longest sum for any batch and skew.
-MOST_IDS = 256
+MAX_IDS = 256
 
 
 def cut_segments(offsets_S: torch.Tensor, num_ids: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut segments at every multiple of ``MOST_IDS`` ids, without waiting for the device.
+    """Cut segments at every multiple of ``MAX_IDS`` ids, without waiting for the device.
 
     Args:
         offsets_S: The start of each segment, int64 (S,), ascending from 0.
         num_ids: The number of ids K.
 
     Returns:
-        The start of each piece among the ids, int64 (S + K / MOST_IDS,), and the start of each
+        The start of each piece among the ids, int64 (S + K / MAX_IDS,), and the start of each
         segment among the pieces, int64 (S,).
     """
-    cuts_C = torch.arange(0, num_ids, MOST_IDS, device=offsets_S.device)
+    cuts_C = torch.arange(0, num_ids, MAX_IDS, device=offsets_S.device)
     num_segments, num_cuts = offsets_S.numel(), cuts_C.numel()
     places_P = torch.arange(num_segments + num_cuts, device=offsets_S.device)
-    # Both merged, a segment's start before a cut at the same id.
+    # Merge both, with a segment's start before a cut at the same id.
     first_S = torch.searchsorted(cuts_C, offsets_S) + places_P[:num_segments]
     place_C = torch.searchsorted(offsets_S, cuts_C, right=True) + places_P[:num_cuts]
     begins_P = torch.empty_like(places_P).index_copy_(0, first_S, offsets_S)
@@ -50,7 +50,7 @@ def sum_segments(
     """out[s] = sum over the positions of segment s of scale * source[position]; float (S, D).
 
     Bitwise reproducible: on CPU the ids of a segment are summed in order, on CUDA those of each
-    piece of ``MOST_IDS``, then the pieces. ``longest`` bounds the number of ids in a segment.
+    piece of ``MAX_IDS``, then the pieces. ``longest`` bounds the number of ids in a segment.
     """
     if positions_K.numel() == 0:
         return source.new_zeros(offsets_S.numel(), source.shape[1])
@@ -65,13 +65,13 @@ def sum_in_pieces(
     scales_K: torch.Tensor | None,
     longest: int,
 ) -> torch.Tensor:
-    """``sum_segments`` without sums of more than ``MOST_IDS`` values."""
-    if longest <= MOST_IDS:
+    """``sum_segments`` without sums of more than ``MAX_IDS`` values."""
+    if longest <= MAX_IDS:
         return _sum(source, positions_K, offsets_S, scales_K)
     begins_P, firsts_S = cut_segments(offsets_S, positions_K.numel())
     sums_PD = _sum(source, positions_K, begins_P, scales_K)
     pieces_P = torch.arange(begins_P.numel(), device=source.device)
-    return sum_in_pieces(sums_PD, pieces_P, firsts_S, None, 1 + -(-longest // MOST_IDS))
+    return sum_in_pieces(sums_PD, pieces_P, firsts_S, None, 1 + -(-longest // MAX_IDS))
 
 
 def _sum(

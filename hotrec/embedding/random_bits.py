@@ -1,4 +1,4 @@
-"""Random numbers of rows as a function of their coordinates alone, and rounding with them.
+"""Random numbers of rows that only depend on their coordinates, and stochastic rounding.
 
 Counter-based: each value hashes its coordinates, with the 32-bit mixing function "lowbias32"
 (C. Wellons, "Prospecting for Hash Functions", 2018).
@@ -34,17 +34,17 @@ def round_randomly(
     """Round float32 (R, D) to one of the two neighbours in fp16 or bf16, on average to the value.
 
     A value x between neighbours a < b becomes b with probability (x - a) / (b - a) (stochastic
-    rounding: Gupta et al., ICML 2015), by the ``random_bits`` of the key and the row. Those above
-    the largest number of the type become that.
+    rounding: Gupta et al., ICML 2015), by the ``random_bits`` of the key and the row. Values above
+        the type's largest number are clamped to it.
     """
     info = torch.finfo(dtype)
     mantissa = -math.frexp(info.eps)[1] + 1  # 10 or 7
     least = math.frexp(info.smallest_normal)[1]
     exponents = torch.frexp(values_RD).exponent.clamp_(min=least) - (mantissa + 1)
-    # As many bits as float32 has beyond the type's, so that the sum below is exact.
+    # The bits of float32 beyond those of the type, so that the sum below is exact.
     num_bits = 23 - mantissa
     bits_RD = random_bits(key, rows_R, values_RD.shape[1])
     uniform_RD = ((bits_RD >> 8) & ((1 << num_bits) - 1)).float().mul_(2.0**-num_bits)
-    # In units of the distance of neighbours.
+    # In units of the distance between neighbours.
     found = torch.ldexp(torch.ldexp(values_RD, -exponents).add_(uniform_RD).floor_(), exponents)
     return found.clamp_(-info.max, info.max).to(dtype)

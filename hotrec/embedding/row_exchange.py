@@ -1,14 +1,14 @@
 """The rows of one embedding dimension, sharded, and their exchange in line.
 
-Look-ahead (``prefetch/exchange.py``) shares who owns a row, what a request is, and how owned rows
-are read and updated (``owned_rows.py``). What differs is who calls. In line it is the module's own
-forward and autograd's backward, so any loop can: that of TorchRec's pipelines, which send the ids
-of the next batch ahead, one that accumulates gradients, one without a loop of hotrec's. Messages go
-over the model's group, in TorchRec's codecs, and backward sends gradients when it reaches the rows.
-Look-ahead has a thread and a group of its own, one message for all dimensions, and an order of
-messages that keeps rows exact which are fetched before they are final. At depth 0 that hides less:
-a request is sent only when its step starts, which TorchRec's sparse_dist does a step earlier, and
-gradients leave when backward has reached the rows of all dimensions.
+Look-ahead (``prefetch/exchange.py``) shares the owners of rows, the requests, and reads and updates
+of owned rows (``owned_rows.py``). The caller differs. In line it is the module's own forward and
+autograd's backward, so any training loop works: TorchRec's pipelines, which send the ids of the
+next batch ahead, a loop that accumulates gradients, or a user's own loop. Messages use the model's
+group and TorchRec's codecs, and backward sends gradients when it reaches the rows. Look-ahead has
+its own thread and group, one message for all dimensions, and an order of messages that keeps rows
+exact although they are fetched before they are final. At depth 0 it hides less: a request is sent
+only when its step starts, one step later than in TorchRec's sparse_dist, and gradients are sent
+only when backward has reached the rows of all dimensions.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from hotrec.types import HotExchange, Placement, Rows, WireType
 class IdsRequest(Awaitable[Awaitable["IdsRequest"]]):
     """The cold rows of a batch on both sides of the exchange.
 
-    Waiting for it waits for the numbers of rows and starts the exchange of their positions; waiting
-    for what that returns completes the request. It takes the place of a batch's ids, and of their
-    context, in TorchRec's pipelines.
+    Waiting for it waits for the numbers of rows, starts the exchange of their positions, and
+    returns an awaitable that completes the request. It replaces a batch's ids and their context in
+    TorchRec's pipelines.
     """
 
     def __init__(self, requested: RequestedRows, group: dist.ProcessGroup) -> None:
@@ -112,7 +112,7 @@ class _PositionsArriving(Awaitable[IdsRequest]):
         return self._request
 
 
-# Lookups in progress: hot rows, and what waits for the cold ones, in the order of their owners.
+# Lookups in progress: hot rows, and an awaitable of the cold ones, in the order of their owners.
 StartedRows = tuple[torch.Tensor | None, Awaitable[torch.Tensor] | None]
 
 
@@ -134,7 +134,7 @@ def _hook_up(
     dim: int,
     settings: ShardSettings,
 ) -> HotReplicas:
-    """Put replicas into the place of the lookup's kernel and of DDP's all-reduce."""
+    """Replace the lookup's kernel and DDP's all-reduce by replicas."""
     replaced = list(kernels(lookup))
     if len(replaced) != 1:
         raise RuntimeError(
@@ -146,7 +146,7 @@ def _hook_up(
     replaced[0].replace(replicas)
     # FBGEMM's buffers are constants; DDP would broadcast them in every forward pass.
     lookup.broadcast_buffers = False
-    # DDP's only bucket here is as large as all hot rows, and would be made twice.
+    # DDP's only bucket here is as large as all hot rows, and would be built twice.
     keep_buckets(lookup)
     lookup.register_comm_hook(None, replicas.reduce_gradient)
     return replicas
@@ -251,7 +251,7 @@ class ShardedRows(RowCollection):
             lookup.purge()
 
     def refresh_cached_rows(self, written: Mapping[str, Rows]) -> None:
-        """Let caches hold what was written to rows in host memory, by table, between steps."""
+        """Refresh caches after rows in host memory were written, by table, between steps."""
         for lookup in self._cold_lookups:
             if not refresh_slots(lookup, written) and self._device.type == "cuda":
                 lookup.purge()
@@ -261,7 +261,8 @@ class ShardedRows(RowCollection):
     ) -> StartedRows:
         """Look up this rank's rows and start to send them to the ranks that requested them.
 
-        Takes a batch's rows, hot tables first, and ``request`` and ``gather_hot_counts`` of them.
+        Takes a batch's rows, hot tables first, and the results of ``request`` and
+        ``gather_hot_counts`` for them.
         """
         hot, cold = None, None
         # Cold rows first: they are sent while hot rows are read. Backward runs in reverse order,

@@ -1,4 +1,4 @@
-"""The sharded hot/cold collection, and the sharder that makes it.
+"""The sharded hot/cold collection, and its sharder.
 
 It routes in ``input_dist``, so TorchRec's pipelines overlap routing and the exchange of ids with
 the previous step, and pools after ``output_dist``.
@@ -88,10 +88,10 @@ class ShardedHotColdEmbeddingBagCollection(
     ShardedEmbeddingModule[KJTList, Started, KeyedTensor, HotColdContext],
     FusedOptimizerModule,
 ):
-    """The sharded ``HotColdEmbeddingBagCollection``; made by ``HotColdSharder``.
+    """The sharded ``HotColdEmbeddingBagCollection``; created by ``HotColdSharder``.
 
-    One ``ShardedRows`` per embedding dimension holds both halves: the hot tables data-parallel, the
-    cold ones row-wise or table-wise. Tables pooled on their owners run in the same stages.
+    One ``ShardedRows`` per embedding dimension contains both halves: the hot tables data-parallel,
+    the cold ones row-wise or table-wise. Tables pooled on their owners run in the same stages.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ShardedHotColdEmbeddingBagCollection(
         # Pickled into loader workers; ``_device_router`` has the maps on the device.
         self.router = module.router
         for group in self.router.groups.values():
-            group.slots  # noqa: B018 (makes the map, which forked workers then share)
+            group.slots  # noqa: B018 (builds the map, which forked workers then share)
         self._device = settings.device
         self._device_router = module.router if self._device.type == "cpu" else None
         self._counters: list[Popularity] = []  # empty unless lookups are counted
@@ -141,7 +141,7 @@ class ShardedHotColdEmbeddingBagCollection(
 
     @property
     def routers(self) -> list[Router]:
-        """Its router, and that with the maps on the device once a batch needed it."""
+        """Its router, and the one with maps on the device once a batch has needed it."""
         both = (self.router, self._device_router)
         return [router for router in both if router is not None]
 
@@ -156,7 +156,7 @@ class ShardedHotColdEmbeddingBagCollection(
             self.pooled.drop_cached_rows()
 
     def refresh_cached_rows(self, written: Mapping[str, Rows]) -> None:
-        """Let caches hold what was written to rows in host memory, by table, between steps."""
+        """Refresh caches after rows in host memory were written, by table, between steps."""
         for rows in self.sharded_rows():
             rows.refresh_cached_rows(written)
 
@@ -167,7 +167,7 @@ class ShardedHotColdEmbeddingBagCollection(
         return self._counters
 
     def follow(self, partition: Partition) -> None:
-        """Route by other hot rows, as many of each table, once the rows have been moved."""
+        """Route by new hot rows, as many per table, after the rows have been moved."""
         self.partition = partition
         self.placement = replace(self.placement, partition=partition)
         self.router.follow(partition)
@@ -190,7 +190,7 @@ class ShardedHotColdEmbeddingBagCollection(
             ctx.requests.append(request)
             if request is not None:
                 awaitables.append(request)
-                # TorchRec pairs what it waits for with contexts.
+                # TorchRec pairs awaitables with contexts.
                 ctx.sharding_contexts.append(request)
         if self.pooled is not None:
             pooled_ctx = self.pooled.create_context()

@@ -28,8 +28,8 @@ from hotrec.types import PopularRows
 # Half-life of a lookup's count, in batches.
 HALF_LIFE = 512
 # New lookups get a larger weight instead of decaying old ones, up to this weight.
-MOST_WEIGHT = 1e20
-# More than the decayed lookups of any row, at most MOST_WEIGHT / (1 - 2^(-1 / HALF_LIFE)). A power
+MAX_WEIGHT = 1e20
+# More than the decayed lookups of any row, at most MAX_WEIGHT / (1 - 2^(-1 / HALF_LIFE)). A power
 # of two, so that a sum of bits times this is never rounded to less than its highest bit.
 FORESEEN_WORTH = 2.0**80
 # More than that of any row that known batches read.
@@ -39,8 +39,8 @@ IN_FLIGHT = 1e37
 EXAMINED = 6
 EXAMINED_OF_READ = 3
 # Maximum number of known batches without slots: each has a bit of a row's int32, except the sign.
-MOST_KNOWN = 31
-_ALL_BITS = (1 << MOST_KNOWN) - 1
+MAX_KNOWN = 31
+_ALL_BITS = (1 << MAX_KNOWN) - 1
 
 
 class TooFewSlotsError(ValueError):
@@ -80,7 +80,7 @@ class Moves:
         bits = -out_worth / FORESEEN_WORTH
         if bits < 1:
             return self.last_known + 1
-        return self.number + MOST_KNOWN - 1 - int(math.log2(bits))
+        return self.number + MAX_KNOWN - 1 - int(math.log2(bits))
 
 
 def fetches(rows: torch.Tensor, slots: torch.Tensor) -> Moves:
@@ -170,7 +170,7 @@ class SlotMap:
 
     def _learn(self) -> None:
         """Mark the rows of as many announced batches as there are bits."""
-        while self._announced and self._announced[0][1] <= self._last_reserved + MOST_KNOWN:
+        while self._announced and self._announced[0][1] <= self._last_reserved + MAX_KNOWN:
             rows, number = self._announced.popleft()
             found = self._find(rows)[1]
             pairs = self._pairs.index_select(0, found)
@@ -243,12 +243,12 @@ class SlotMap:
 
     def _choose(self, num: int, num_read: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots of rows to evict, of no batch in flight, int64 (num,), and their worth."""
-        most_held = self._num_held + num_read - num
+        max_held = self._num_held + num_read - num
         passed = max(EXAMINED * num, EXAMINED_OF_READ * num_read)
-        size = min(self.num_slots, passed + most_held)
+        size = min(self.num_slots, passed + max_held)
         begin = min(self._hand, self.num_slots - size)
         worth = self._minus_worth(begin, begin + size, number)
-        if size < num + most_held:  # these are all slots
+        if size < num + max_held:  # these are all slots
             num_free = int((worth > -IN_FLIGHT).sum())
             if num_free < num:
                 raise TooFewSlotsError(self.num_slots - num_free + num, self.num_slots)
@@ -261,10 +261,10 @@ class SlotMap:
         here = slice(self._num_rows + begin, self._num_rows + end)
         counts, reads = self._counts[here], self._reads[here]
         # The bits as a number, turned so that this batch has the highest and the next one the next.
-        turn = number % MOST_KNOWN
+        turn = number % MAX_KNOWN
         low = reads & (_ALL_BITS >> turn)
         worth = torch.add(counts, low, alpha=-FORESEEN_WORTH * 2.0**turn)
-        worth.add_(reads >> (MOST_KNOWN - turn), alpha=-FORESEEN_WORTH)
+        worth.add_(reads >> (MAX_KNOWN - turn), alpha=-FORESEEN_WORTH)
         is_held = self._last_use[1 + begin : 1 + end] > self._released
         return worth.add_(is_held, alpha=-IN_FLIGHT)
 
@@ -273,7 +273,7 @@ class SlotMap:
         self.num_misses += moves.in_rows.numel()
         self.num_evictions += moves.out_rows.numel()
         self._weight *= 2 ** (1 / HALF_LIFE)
-        if self._weight > MOST_WEIGHT:
+        if self._weight > MAX_WEIGHT:
             scaled = (self._counts / self._weight).view(torch.int32)
             self._places.copy_(torch.where(self._places < 0, scaled, self._places))
             self._weight = 1.0
@@ -300,7 +300,7 @@ class SlotMap:
 
 def _bit(number: int) -> int:
     """The bit of a batch in a pair; that of the next one is lower, but where they begin anew."""
-    return 1 << (32 + MOST_KNOWN - 1 - number % MOST_KNOWN)
+    return 1 << (32 + MAX_KNOWN - 1 - number % MAX_KNOWN)
 
 
 def _halves(pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
-"""What hotrec needs of TorchRec, FBGEMM's modules, DDP and autograd beyond their public interface.
+"""Uses of TorchRec, FBGEMM's modules, DDP and autograd beyond their public interfaces.
 
-The only file that uses their private names, which may change with every release: a new pair of
-libraries is tried here. Where releases differ, the function says how. tests/policy lists the few
+The only file that uses their private names, which may change with every release: check it first
+with a new pair of libraries. Functions document how releases differ. tests/policy lists the few
 private names of torch's runtime and of Python that other files use.
 """
 
@@ -42,7 +42,7 @@ def lookups(collection: Any) -> list[Any]:
 
 
 def table_configs(collection: nn.Module) -> list[BaseEmbeddingConfig]:
-    """The tables of a sharded collection; only unsharded ones have a method for them."""
+    """The tables of a sharded collection; only unsharded collections have a method for them."""
     is_pooled = isinstance(collection, ShardedEmbeddingBagCollection)
     found: Any = collection._embedding_bag_configs if is_pooled else collection._embedding_configs
     return list(found)
@@ -62,7 +62,7 @@ class RowCollection(ShardedEmbeddingCollection):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # TorchRec's pipelines refuse a module that has yet to make it.
+        # TorchRec's pipelines reject a module that has not created it yet.
         self._has_uninitialized_input_dist = False
 
     def reset_parameters(self) -> None:
@@ -94,7 +94,7 @@ def send_rows(
     group: dist.ProcessGroup,
     codecs: QuantizedCommCodecs | None,
 ) -> Awaitable[torch.Tensor]:
-    """Start to send rows, in the order of the ranks, to these; what waits for those of all ranks.
+    """Start to send rows, in rank order, to the ranks; returns an awaitable of all ranks' rows.
 
     Backward sends gradients back, divided by the number of ranks. TorchRec would sort rows by table
     and rank on the way; these are values that belong to no table.
@@ -143,13 +143,13 @@ class Kernel:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer whose learning rate the update follows; of fused kernels alone."""
+        """The optimizer with the learning rate of the update; fused kernels only."""
         optimizer: torch.optim.Optimizer = self._module.fused_optimizer
         return optimizer
 
     @property
     def shards(self) -> list[TableShard]:
-        """The rows of each table, in the order in which FBGEMM keeps them."""
+        """The rows of each table, in FBGEMM's order."""
         found, begin = [], 0
         for table in self._module.config.embedding_tables:
             place = table.local_metadata  # None for a replicated table
@@ -161,14 +161,14 @@ class Kernel:
 
     @property
     def replacement(self) -> Any:
-        """What ``replace`` was given; None where FBGEMM looks rows up."""
+        """The argument of ``replace``; None if FBGEMM looks rows up."""
         return vars(self._module).get("forward")
 
     def replace(self, look_up: Any) -> None:
         """Look rows up by another function or object; FBGEMM's module remains their owner.
 
         The forward of TorchRec's module is replaced, not the module, whose state dict and optimizer
-        TorchRec reads. TorchRec calls it for replicated rows alone.
+        TorchRec reads. TorchRec only calls it for replicated rows.
         """
         self._module.forward = look_up
 
@@ -188,7 +188,7 @@ def kernels(module: nn.Module) -> Iterator[Kernel]:
 def ddp_modules(model: nn.Module) -> list[DistributedDataParallel]:
     """DDP's wrappers of the dense layers and of the tables that a TorchRec plan replicates.
 
-    There may be none, as on one rank. Hot rows have an exchange of their own.
+    There may be none, for example on one rank. Hot rows have their own exchange.
     """
     found: list[Any] = [getattr(model, "_dmp_wrapped_module", None)]
     for module in model.modules():
@@ -198,12 +198,12 @@ def ddp_modules(model: nn.Module) -> list[DistributedDataParallel]:
 
 
 def keep_buckets(ddp: DistributedDataParallel) -> None:
-    """Declare DDP's buckets final, which it would else make a second time in its third step."""
+    """Declare DDP's buckets final; otherwise it would rebuild them in its third step."""
     ddp.reducer._push_all_rebuilt_params()
 
 
 def rebuild_buckets(ddp: DistributedDataParallel) -> None:
-    """Make DDP's final buckets now, in the reverse order of its parameters."""
+    """Build DDP's final buckets now, in the reverse order of its parameters."""
     parameters, is_sparse = ddp._build_params_for_reducer()
     parameters.reverse()
     is_sparse.reverse()
@@ -223,9 +223,9 @@ def is_exhausted(pipeline: Any) -> bool:
 
 
 def wrap_rewriting(pipeline: Any, around: Callable[[Callable[[], None]], None]) -> None:
-    """Let ``around`` call what rewrites the model at a pipeline's first batch, its argument.
+    """Wrap the rewrite of the model at a pipeline's first batch: ``around`` gets and calls it.
 
-    There TorchRec traces the model and replaces the forward of each module that it pipelines.
+    The rewrite traces the model and replaces the forward of each module that TorchRec pipelines.
     """
     rewrite = pipeline._pipeline_model
     pipeline._pipeline_model = lambda *args, **kwargs: around(partial(rewrite, *args, **kwargs))
@@ -257,7 +257,7 @@ Rule = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
 
 
 def apply_in_backward(rule: Rule, parameters: Iterable[nn.Parameter]) -> None:
-    """Note on parameters how TorchRec is to update them; its own function warns of this one."""
+    """Attach update rules to parameters for TorchRec; its own function warns about this one."""
     kind, kwargs = rule
     for parameter in parameters:
         # A dictionary each, since TorchRec writes into it.
@@ -265,13 +265,13 @@ def apply_in_backward(rule: Rule, parameters: Iterable[nn.Parameter]) -> None:
 
 
 def rules_in_backward(parameter: torch.Tensor) -> list[Rule]:
-    """The rules that ``apply_in_backward`` has noted on a parameter, with their arguments."""
+    """The rules that ``apply_in_backward`` attached to a parameter, with their arguments."""
     kinds = getattr(parameter, "_optimizer_classes", ())
     return list(zip(kinds, getattr(parameter, "_optimizer_kwargs", ()), strict=True))
 
 
 def tensor_of_autograd(parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor that autograd accumulates gradients in, where TorchRec's parameter is a view."""
+    """The tensor that autograd accumulates gradients in, if TorchRec's parameter is a view."""
     whole: torch.Tensor = getattr(parameter, "_original_tensor", parameter)
     return whole
 
@@ -280,7 +280,7 @@ def tensor_of_autograd(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
-    """A module's children by name; ``named_children`` leaves out one that has two names."""
+    """A module's children by name; ``named_children`` omits the second name of a child."""
     return {name: child for name, child in module._modules.items() if child is not None}
 
 
@@ -295,7 +295,7 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` has made a module's forward, inside which no hook runs."""
+    """Whether a module's forward is compiled by ``torch.compile``, so that no hook runs inside."""
     return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
 
 
@@ -303,9 +303,10 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function at the end of the backward pass that runs, after what DDP does there.
+    """Call a function at the end of the current backward pass, after DDP's own callback.
 
-    Called from a hook. DDP queues its own function in the pass, so this one is queued at its end.
+    Call this from a hook. DDP queues its callback during the pass, so this one is queued at its
+    end.
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(function))

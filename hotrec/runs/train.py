@@ -575,7 +575,7 @@ def _hot_set(adaptive: Adaptation | None, metrics: Metrics, trainable: Trainable
         trainable.model,
         trainable.optimizer,
         decay=adaptive.decay,
-        most_rows=adaptive.max_rows,
+        max_rows=adaptive.max_rows,
     )
     return HotSet(metrics, of_model, adaptive.every_steps)
 

@@ -70,7 +70,7 @@ def ways() -> list[Way]:
 
 def make_run(way: Way) -> tuple[Run, AdaptiveHotSet]:
     run = Run(way)
-    return run, AdaptiveHotSet(run.setup.model, run.setup.optimizer, decay=0.5, most_rows=9)
+    return run, AdaptiveHotSet(run.setup.model, run.setup.optimizer, decay=0.5, max_rows=9)
 
 
 def train_on(run: Run, hot_set: AdaptiveHotSet, first: int, last: int) -> Found:

@@ -97,7 +97,7 @@ def save_both(folder: Path) -> list[str]:
     for index, (way, is_adaptive) in enumerate(own_ways):
         run = Run(way)
         model, optimizer = run.setup.model, run.setup.optimizer
-        hot_set = AdaptiveHotSet(model, optimizer, most_rows=9) if is_adaptive else None
+        hot_set = AdaptiveHotSet(model, optimizer, max_rows=9) if is_adaptive else None
         train(run, hot_set, 0, SAVED_STEP)
         at = Position(SAVED_STEP, SAVED_STEP * setups.GLOBAL_BATCH)
         given = (at, model, optimizer, TinyLoader(num_batches=1), hot_set)

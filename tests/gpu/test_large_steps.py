@@ -24,10 +24,10 @@ from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import shard
-from hotrec.embedding.flat import MOST_BAG_IDS
+from hotrec.embedding.flat import MAX_BAG_IDS
 from hotrec.embedding.initialize import initial_rows, initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
-from hotrec.embedding.pooling import MOST_IDS
+from hotrec.embedding.pooling import MAX_IDS
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
@@ -170,9 +170,9 @@ def train(
 def test_the_batches_are_large_enough() -> None:
     for name, jagged in make_batch(0).sparse.to_dict().items():
         rows, counts = jagged.values().unique(return_counts=True)
-        assert int(counts.max()) > MOST_IDS, name
+        assert int(counts.max()) > MAX_IDS, name
         if name != "few":
-            assert rows.numel() > 2 * MOST_BAG_IDS
+            assert rows.numel() > 2 * MAX_BAG_IDS
     assert int(make_batch(0).sparse["few"].values().bincount().max()) > RUN_OF_TBE
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hotrec.calibrate.probes import _host_rows, all_probes
 from hotrec.calibrate.workload import CalibrationWorkload, group_alone
 from hotrec.config.groups import SgdConfig
-from hotrec.embedding.flat import MOST_BAG_IDS
+from hotrec.embedding.flat import MAX_BAG_IDS
 from hotrec.embedding.table_memory import fused_modules
 from hotrec.runtime.ranks import Ranks
 from tests.distributed.test_calibrate import tiny_target
@@ -94,6 +94,6 @@ def calibration_cuts_long_bags() -> None:
         with recording() as log:
             work.run(prepared)
         longest[probe.name] = max(figures(log.entries).longest.values(), default=0)
-    assert max(longest.values()) <= MOST_BAG_IDS, longest
+    assert max(longest.values()) <= MAX_BAG_IDS, longest
     unpooled = ("order_row", "read_device", "read_host", "read_hit", "read_miss", "update_device")
-    assert min(longest[name] for name in unpooled) > MOST_BAG_IDS // 4, longest
+    assert min(longest[name] for name in unpooled) > MAX_BAG_IDS // 4, longest

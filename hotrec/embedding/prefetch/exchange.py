@@ -36,7 +36,7 @@ class Selection:
         return values if index is None else values.index_select(0, index)
 
     def rows(self, group: int, order_U: torch.Tensor | None) -> torch.Tensor | None:
-        """The selected ones of rows in this order, None for 0..U - 1."""
+        """The selected rows of ``order_U``; None for 0..U - 1."""
         return self.indices[group] if order_U is None else self.of(group, order_U)
 
 
@@ -44,7 +44,7 @@ class RowsByClass:
     """The rows of each group, sorted by rank and, within a rank, by class; see ``sort_by_class``.
 
     Both sides of an exchange sort the same rows by the same classes, so a range of classes has the
-    same rows in the same order on both. Selecting one does not wait for the device.
+    same rows in the same order on both. Selecting a range does not wait for the device.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RowsByClass:
 
 
 def sort_by_class(parts: Sequence[RowsByClass]) -> None:
-    """Sort the rows of all parts at once, and read where classes end in one copy."""
+    """Sort the rows of all parts at once, and read the ends of classes in one copy."""
     groups = [
         (part, group, class_K) for part in parts for group, class_K in enumerate(part.classes)
     ]
@@ -110,7 +110,7 @@ class RowRequest:
     by_need: Sides | None = None
 
     def select(self, sides: Sides | None, first: int, end: int) -> tuple[Selection, Selection]:
-        """The requested and the served rows of some classes, or all where there are no classes."""
+        """The requested and the served rows of some classes, or all if there are no classes."""
         if sides is not None:
             return sides[0].select(first, end), sides[1].select(first, end)
         indices: list[torch.Tensor | None] = [None] * len(self.requested)
@@ -128,7 +128,7 @@ class PrefetchedBatch:
     will_update: bool
     is_all_hot: bool  # whether no rank's batch reads a cold row
     num_hot: list[int]  # distinct hot rows of each group
-    # Float (U, D), hot rows first; made when it is requested, filled while the batch waits.
+    # Float (U, D), hot rows first; allocated at the request, filled while the batch waits.
     rows: list[torch.Tensor] = field(default_factory=list)
     request: RowRequest | None = None  # None if no cold rows are exchanged
     hot_counts: RowCounts = field(default_factory=list)  # [rank][group with hot rows]
@@ -158,9 +158,9 @@ class ColdExchange:
     the row's value is final once that batch's update is applied. With depth d and window w, every
     rank runs the exchanges of step s in this order:
 
-        send_ids(s + d + w)   name the rows of batch s + d + w to their owners
+        send_ids(s + d + w)   send the ids of the rows of batch s + d + w to their owners
         reserve_slots(s + d + 1)
-                              where rows are behind slots, start to fetch them, for a whole step
+                              if rows are cached, start to fetch them into slots, for a whole step
         request_rows(s + d)   request the rows of batch s + d from their owners, which answer with
                               the lags, and with the rows of batch s + d - 1 that are read again
         fetch_rows(s)         rows of batches after s that became final with the update of s - 1
@@ -168,12 +168,12 @@ class ColdExchange:
         send_late(s)          the other gradients of s
 
     send_late(s - 1) runs before fetch_rows(s), so fetched rows are final. The owner decides whether
-    a row of s is urgent or late, the same for all ranks, so it is updated once. All but the
-    construction and ``late_rows`` runs on the communication thread.
+    a row of s is urgent or late, the same for all ranks, so it is updated once. Everything except
+    the construction and ``late_rows`` runs on the communication thread.
 
-    One rank whose rows are all in its device's memory (``is_alone``) has nothing to fetch ahead: it
-    tells no classes apart, and reads all rows of s + 1 at once in exchange_urgent(s), before which
-    it runs send_late(s).
+    A single rank with all rows in its device's memory (``is_alone``) has nothing to fetch ahead: it
+    does not use classes, and reads all rows of s + 1 at once in exchange_urgent(s), after running
+    send_late(s).
 
     ``groups`` have the same order on all ranks; only the communication thread uses ``wire``.
     """
@@ -200,8 +200,8 @@ class ColdExchange:
             and wire.world_size == 1
             and all(groups[index].owned.is_on_device for index in self._cold)
         )
-        # The last batch that reads the row at each place; at first long ago. A slot is given to
-        # another row when all updates of that batch are made, which is long ago too.
+        # The last batch that reads the row at each place; initially long ago. A slot is only reused
+        # for another row after all updates of that batch, so its value is then valid as well.
         self._last_read = [
             torch.full((groups[index].owned.num_places,), -LONG_AGO - 1, device=device)
             for index in ([] if self.is_alone else self._cold)
@@ -209,7 +209,7 @@ class ColdExchange:
         self._newest: PrefetchedBatch | None = None
 
     def send_ids(self, batch: PrefetchedBatch) -> None:
-        """Name a batch's rows to their owners."""
+        """Send the ids of a batch's rows to their owners."""
         enter(COMMUNICATION, "ids_exchange")
         with named_range("ids_exchange"):
             requested = self._find_owners(batch)
@@ -221,7 +221,7 @@ class ColdExchange:
                 num_to_WG = HostInts(torch.stack(num_to_G, dim=1)).wait()
                 num_requested = row_counts(num_to_WG, len(requested))
             num_hot = [batch.num_hot[index] for index in self._hot]
-            # The number of touched hot rows goes along in the same message, for the hot reducer.
+            # The same message includes the number of touched hot rows, for the hot reducer.
             counts = self._exchange_counts([[*row, *num_hot] for row in num_requested])
             batch.hot_counts = [row[len(requested) :] for row in counts]
             if requested:
@@ -232,7 +232,7 @@ class ColdExchange:
                         self._groups[index].owned.foresee(positions_R, batch.number)
 
     def _exchange_counts(self, sent: RowCounts) -> RowCounts:
-        """Send each rank as many numbers, and return those of each rank."""
+        """Send each rank its counts, and return those received from each rank."""
         width, world_size = len(sent[0]), self._wire.world_size
         if world_size == 1 or width == 0:
             return sent
@@ -242,16 +242,16 @@ class ColdExchange:
         return row_counts(HostInts(received).wait(), width)
 
     def reserve_slots(self, batch: PrefetchedBatch) -> None:
-        """Let the owners of a batch's rows start to fetch them into slots, before the request."""
+        """Start the owners' fetch of a batch's rows into slots, ahead of the request."""
         if batch.request is not None and self._is_cached:
             enter(COMMUNICATION, "ids_exchange")
             with named_range("ids_exchange"):
                 self._reserve(batch.number, batch.request)
 
     def request_rows(self, batch: PrefetchedBatch) -> None:
-        """Let the owners of a batch's rows reserve places, and find conflicts with other batches.
+        """Reserve places at the owners of a batch's rows, and find conflicts with other batches.
 
-        In evaluation, and without look-ahead, nothing is updated between request and answer.
+        In evaluation and without look-ahead, nothing is updated between request and reply.
         """
         if batch.request is not None:
             enter(COMMUNICATION, "ids_exchange")
@@ -262,7 +262,7 @@ class ColdExchange:
         self._newest = batch
 
     def _find_owners(self, batch: PrefetchedBatch) -> list[RequestedRows]:
-        """By cold group; empty where no cold rows are exchanged."""
+        """By cold group; empty if no cold rows are exchanged."""
         found = []
         for index in [] if batch.is_all_hot else self._cold:
             found.append(self._groups[index].find_owners(batch.groups[index].rows))
@@ -280,11 +280,10 @@ class ColdExchange:
         return RowRequest(requested, num_requested, num_served, positions)
 
     def _reserve(self, number: int, request: RowRequest) -> None:
-        """Find the places of a batch's rows, by group, unless that was done.
+        """Find the places of a batch's rows, by group, unless already done.
 
         Raises:
-            ValueError: on every rank, if the batches in flight read more rows on some rank than it
-                has slots for.
+            ValueError: on every rank, if the batches in flight need more slots than some rank has.
         """
         if request.places:
             return
@@ -299,9 +298,9 @@ class ColdExchange:
             if needed:
                 num_held = self._depth + 1 + (self._window > 0)
                 raise ValueError(
-                    f"placement.cache_load_frac batch {number}: expected {needed} slots or more on "
-                    f"a rank for the rows of the {num_held} batches in flight, got {num_slots}. "
-                    f"Set it {needed / num_slots:.2f} times as large or more, or lower "
+                    f"placement.cache_load_frac batch {number}: expected at least {needed} slots "
+                    f"per rank for the rows of the {num_held} batches in flight, got {num_slots}. "
+                    f"Increase it by a factor of {needed / num_slots:.2f} or more, or lower "
                     "pipeline.depth or the batch size (trainer.eval_batch_size in evaluation)."
                 )
 
@@ -312,7 +311,7 @@ class ColdExchange:
         for last_read, places in zip(self._last_read, request.places, strict=True):
             lag_R = number - 1 - last_read.index_select(0, places)
             lags_served.append(lag_R.clamp_(max=self._depth).to(torch.uint8))
-            # After the lags of all ranks, so that readers of the same row get the same answer.
+            # After the lags of all ranks, so that readers of the same row get the same reply.
             last_read[places] = number
         before = self._request_before(batch)
         num_sent, num_received = request.num_served, request.num_requested
@@ -352,7 +351,7 @@ class ColdExchange:
     def fetch_rows(self, step: int, batches: Sequence[tuple[PrefetchedBatch, bool]]) -> None:
         """Send the rows that became final with the update before ``step``.
 
-        ``batches`` are requested and not yet computed; True marks those new to the fetch.
+        ``batches`` are requested and not yet computed; True marks those fetched for the first time.
         """
         enter(COMMUNICATION, "rows_exchange")
         with named_range("rows_exchange"):
@@ -361,7 +360,7 @@ class ColdExchange:
                 nearest = batch.number - step
                 # A new batch also gets the rows that became final earlier.
                 self._send_rows(batch, nearest, self._depth + 1 if is_new else nearest + 1)
-                if is_new and not batch.will_update:  # that was all of it
+                if is_new and not batch.will_update:  # it has all its rows
                     self._release(batch)
 
     def _release(self, batch: PrefetchedBatch) -> None:
@@ -409,7 +408,7 @@ class ColdExchange:
                 rows = last.rows(at, order_U)
                 assert rows is not None
                 late[index][batch.num_hot[index] :].index_fill_(0, rows, True)
-                # Made on the communication thread's stream, used on this one.
+                # Allocated on the communication thread's stream, used on this one.
                 record_use(*(o for o in (by_lag.orders[at], order_U) if o is not None))
         return late
 

@@ -33,7 +33,7 @@ from hotrec.runtime.watchdog import COMMUNICATION, enter, leave
 from hotrec.runtime.wire import Wire
 from hotrec.types import HotExchange, WireType
 
-MOST_DEPTH = 16
+MAX_DEPTH = 16
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,19 @@ class RowsAhead:
     call ``prefetch`` with new batches, ``start_step``, ``wait_for_rows`` before the forward pass of
     each part, ``end_backward``, ``send_late`` and ``wait_for_hot_gradients``.
 
-    NCCL wants the collectives of all groups of a device in one order, the same on every rank. There
-    the dense layers' go in ``line`` with the rows', between the urgent gradients and the late ones,
-    and this thread is done before the main thread calls one of its own.
+    NCCL requires the collectives of all groups of a device in the same order on every rank. With
+    NCCL, the dense layers' collectives share ``line`` with the rows', between the urgent and the
+    late gradients, and this thread is done before the main thread calls one of its own.
 
     Between steps the model may be called with any features in evaluation mode, by all ranks, and
-    its state may be read: both wait for what is in flight.
+    its state may be read: both wait for batches in flight.
 
     Args:
         model: The sharded model.
         device: The model's device.
         depth: The number of batches whose rows are fetched ahead of the step; 0 for none.
-        window: The number of further batches that are prefetched, of which owners of rows behind
-            slots know the rows, to keep them; others need none.
+        window: The number of further batches announced to the owners of cached rows, which keep
+            those rows in slots; ignored without cached rows.
         wire_type: The type in which rows and gradients are sent.
         hot_exchange: How gradients of hot rows are reduced.
 
@@ -90,8 +90,8 @@ class RowsAhead:
                 "pipeline look_ahead: expected a model with a HotColdEmbeddingBagCollection, got "
                 "none. Choose a hot/cold placement, or pipeline=sparse_dist."
             )
-        if not 0 <= depth <= MOST_DEPTH:
-            raise ValueError(f"pipeline.depth: expected 0..{MOST_DEPTH}, got {depth}.")
+        if not 0 <= depth <= MAX_DEPTH:
+            raise ValueError(f"pipeline.depth: expected 0..{MAX_DEPTH}, got {depth}.")
         self.depth = depth
         self._device = device
         # The embedding dimensions of all collections, in order.
@@ -114,7 +114,7 @@ class RowsAhead:
         self._cold = ColdExchange(self._groups, wire, depth, device, self.window)
         self._replicas: list[HotReplicas] = [rows.hot for rows in self._groups if rows.hot]
         shapes = [(replica.rows.shape[0], replica.dim) for replica in self._replicas]
-        # None without hot rows, and for one rank, whose gradients are the mean.
+        # None without hot rows, or with one rank, whose gradients are the mean.
         has_reducer = bool(shapes) and wire.world_size > 1
         self._reducer = (
             HotReducer(shapes, wire, hot_exchange, device=device) if has_reducer else None
@@ -122,7 +122,7 @@ class RowsAhead:
         self._num_updates = max((group.owned.num_updates for group in self._groups), default=0)
         self._known: deque[PrefetchedBatch] = deque()  # after those requested
         self._requested: deque[PrefetchedBatch] = deque()
-        self._num_new = 0  # of these, the last ones, which were never fetched
+        self._num_new = 0  # the last of these, which were never fetched
         self._num_prefetched = 0
         self._current: PrefetchedBatch | None = None
         self._part: Part | None = None
@@ -147,13 +147,13 @@ class RowsAhead:
     def prefetch(
         self, features: Sequence[Any], *, will_update: bool, is_all_hot: bool = False
     ) -> None:
-        """Name a batch's rows to their owners, who send them up to ``depth`` steps ahead.
+        """Request a batch's rows from their owners, which send them up to ``depth`` steps ahead.
 
-        On CUDA another stream than the steps' may be current, which these then wait for.
+        On CUDA the current stream may differ from that of the steps, which then wait for it.
 
         Args:
-            features: By collection, ids, or what the router made of them.
-            will_update: Whether the batch is trained on; the same for all batches held.
+            features: By collection, ids or routed features.
+            will_update: Whether the batch is trained on; the same for all batches in flight.
             is_all_hot: Whether no rank's batch reads a cold row in this step; equal on all ranks.
 
         Raises:
@@ -172,8 +172,8 @@ class RowsAhead:
         num_cold = sum(part.rows.values().numel() for part in groups) - sum(num_hot)
         if is_all_hot and num_cold:
             raise ValueError(
-                f"batch {number}: expected hot rows alone, since it is marked all-hot, "
-                f"got {num_cold} cold rows. Pack the batches with the partition that is used."
+                f"batch {number}: expected only hot rows, since it is marked all-hot, got "
+                f"{num_cold} cold rows. Pack the batches with the current partition."
             )
         batch = PrefetchedBatch(
             number, list(features), routed, groups, will_update, is_all_hot, num_hot
@@ -184,7 +184,7 @@ class RowsAhead:
         mark("route")
         self._num_prefetched += 1
         self._known.append(batch)
-        # Made and freed on this stream, used on the communication thread's.
+        # Allocated and freed on this stream, used on the communication thread's.
         self._thread.will_use(*routed, *batch.hot_slots)
         self._thread.submit(lambda: self._cold.send_ids(batch))
 
@@ -209,7 +209,7 @@ class RowsAhead:
         self._request_known()
         first_new = len(self._requested) - self._num_new
         self._num_new = 0
-        # The oldest batch, unless it is new, has all its rows when the step before it is over.
+        # The oldest batch, unless it is new, has all its rows when the previous step is done.
         held = enumerate(self._requested)
         fetching = [(batch, at >= first_new) for at, batch in held if at or not first_new]
         batch = self._requested.popleft()
@@ -222,9 +222,9 @@ class RowsAhead:
         self._leaves = []
 
     def parts(self, *, split: bool) -> list[Part]:
-        """The parts of the current batch, in the order in which they are to be computed.
+        """The parts of the current batch, in the order of computation.
 
-        With ``split``, samples that need not wait for rows come first, in a part of their own.
+        With ``split``, samples that need not wait for rows come first, as a separate part.
         """
         batch = self._current
         assert batch is not None
@@ -298,8 +298,8 @@ class RowsAhead:
                 if collection.training and torch.is_grad_enabled():
                     raise RuntimeError(
                         f"pipeline look_ahead collection {at}: expected the features of the "
-                        "batch, got others. Call the collection with the batch's features as they "
-                        'are, or use pipeline="base".'
+                        "batch, got others. Call the collection with the batch's unchanged "
+                        'features, or use pipeline="base".'
                     )
                 self.drain()
                 evaluated: KeyedTensor = type(collection).forward(collection, features)
@@ -374,7 +374,7 @@ class RowsAhead:
             self._thread.submit(late)
 
     def _request_in_thread(self, batch: PrefetchedBatch) -> None:
-        """Exchange what else depends on the ids alone, on the communication thread."""
+        """Run the other exchanges that only depend on the ids, on the communication thread."""
         self._cold.request_rows(batch)
         if self._reducer is not None and batch.will_update:
             enter(COMMUNICATION, "hot_exchange")
@@ -415,13 +415,13 @@ class RowsAhead:
             replica.set_reduced(slots_U, grad_UD)
 
     def drain(self) -> None:
-        """Wait for the communication thread and write cached rows back; held batches stay held."""
+        """Wait for the communication thread and write cached rows back; batches stay in flight."""
         self._thread.drain()
         for group in self._groups:
             group.owned.flush()
 
     def close(self) -> None:
-        """Restore the collections' forward, stop the thread and leave its group."""
+        """Restore the collections' forward, stop the thread and close its group."""
         for hook in self._hooks:
             hook.remove()
         for collection in self._collections:

@@ -157,8 +157,8 @@ MUTANTS = [
         "hot.swaps_by_chance",
         "Rows change places only for a gain beyond chance.",
         "hotrec/embedding/adapt.py",
-        "pays = gain > np.maximum(least_gain, _DEVIATIONS * np.sqrt(up + down))",
-        "pays = gain > least_gain",
+        "pays = gain > np.maximum(min_gain, _DEVIATIONS * np.sqrt(up + down))",
+        "pays = gain > min_gain",
         "unit/embedding/test_adapt.py",
     ),
     mutant(

@@ -91,7 +91,7 @@ def test_released_rows_stay_until_their_slots_are_needed_those_looked_up_least_l
 @pytest.mark.parametrize("most", [1, 3, 1 << 16])
 def test_slots_begin_with_the_most_popular_rows(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts of any size; rows without a slot are popular too, but fetched when they are read."""
-    monkeypatch.setattr(cached_rows_module, "MOST_AT_ONCE", most)
+    monkeypatch.setattr(cached_rows_module, "MAX_AT_ONCE", most)
     rows, _ = make_rows(
         num_slots=5, popular=((4, 0.5), (2, 0.1), (7, 0.2), *((11 + n, 0.3) for n in range(3)))
     )
@@ -156,7 +156,7 @@ def test_flush_takes_no_more_memory_than_a_part_of_the_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Slots may fill the device, and each of them was once read at a time."""
-    monkeypatch.setattr(cached_rows_module, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(cached_rows_module, "MAX_AT_ONCE", 2)
     rows, host = make_rows()
     train(rows, 0, 1, 2, 3, 5, 8)
     sizes, read_slots = [], rows._mover.read_slots
@@ -219,7 +219,7 @@ def test_a_failure_of_the_mover_reaches_the_reader(monkeypatch: pytest.MonkeyPat
 def test_old_lookups_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row 1 was read three times long ago, row 2 twice just now; weights start anew on the way."""
     monkeypatch.setattr("hotrec.embedding.slots.HALF_LIFE", 1)
-    monkeypatch.setattr("hotrec.embedding.slots.MOST_WEIGHT", 10.0)
+    monkeypatch.setattr("hotrec.embedding.slots.MAX_WEIGHT", 10.0)
     rows, _ = make_rows(num_slots=2)
     for number, row in enumerate([1, 1, 1, 2, 2]):
         rows.reserve(torch.tensor([row]), number)

@@ -129,5 +129,5 @@ def test_another_memory_layout_is_refused() -> None:
     module = make_module(OptimizerKind.sgd, NUM_ROWS)
     parts = module.split_embedding_weights()
     module.split_embedding_weights = lambda: [parts[0], parts[2], parts[1]]
-    with pytest.raises(RuntimeError, match=r"^fbgemm weights_host: expected tables one after"):
+    with pytest.raises(RuntimeError, match=r"^fbgemm weights_host: expected contiguous tables"):
         rows_of(module, OptimizerKind.sgd)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.embedding.flat import MANY_VALUES, MOST_BAG_IDS, cut_bags, put_rows
+from hotrec.embedding.flat import MANY_VALUES, MAX_BAG_IDS, cut_bags, put_rows
 
 
 @pytest.mark.parametrize(
@@ -14,8 +14,8 @@ from hotrec.embedding.flat import MANY_VALUES, MOST_BAG_IDS, cut_bags, put_rows
     [
         (1, [0, 0]),
         (1, [3, 1]),
-        (1, [5 * MOST_BAG_IDS + 1, 0]),
-        (1, [0, 1, 40 * MOST_BAG_IDS - 1, 2]),
+        (1, [5 * MAX_BAG_IDS + 1, 0]),
+        (1, [0, 1, 40 * MAX_BAG_IDS - 1, 2]),
         (3, [700, 0, 2, 1, 1, 900]),
     ],
 )
@@ -28,7 +28,7 @@ def test_bags_are_short_and_keys_keep_their_ids(stride: int, lengths: list[int])
         stride=stride,
     )
     cut = cut_bags(ids)
-    assert int(cut.lengths().max()) <= MOST_BAG_IDS
+    assert int(cut.lengths().max()) <= MAX_BAG_IDS
     assert int(cut.lengths().min()) >= 0
     assert cut.lengths().dtype == torch.int32
     assert cut.values() is ids.values()

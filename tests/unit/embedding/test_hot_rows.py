@@ -227,7 +227,7 @@ def test_zero_grad_drops_a_reduced_gradient() -> None:
     replicas = make_replicas()
     optimizer, before = make_optimizer(OptimizerKind.sgd, replicas), replicas.rows.clone()
     replicas.set_reduced(torch.tensor([3]), torch.ones(1, DIM))
-    with pytest.raises(RuntimeError, match="dimension 8: expected the previous one to be used"):
+    with pytest.raises(RuntimeError, match="dimension 8: expected an optimizer step before"):
         replicas.set_reduced(torch.tensor([3]), torch.ones(1, DIM))
     optimizer.zero_grad()
     optimizer.step()

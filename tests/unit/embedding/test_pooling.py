@@ -10,7 +10,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding import pooling
-from hotrec.embedding.pooling import MOST_IDS, pool_rows, sum_in_pieces
+from hotrec.embedding.pooling import MAX_IDS, pool_rows, sum_in_pieces
 from hotrec.routing.features import Column
 from hotrec.routing.router import Router
 from hotrec.types import Partition
@@ -45,9 +45,9 @@ def test_a_batch_without_ids(batch_size: int) -> None:
     "lengths",
     [
         [0],
-        [MOST_IDS + 1],
-        [3, 0, 2 * MOST_IDS, 1, 0, MOST_IDS, 700, 0],
-        [0, 0, MOST_IDS**2 + 3 * MOST_IDS + 5, 2, 1000],
+        [MAX_IDS + 1],
+        [3, 0, 2 * MAX_IDS, 1, 0, MAX_IDS, 700, 0],
+        [0, 0, MAX_IDS**2 + 3 * MAX_IDS + 5, 2, 1000],
     ],
 )
 @pytest.mark.parametrize("is_weighted", [False, True])
@@ -74,5 +74,5 @@ def test_no_sum_is_longer_than_a_piece(
 
     monkeypatch.setattr(pooling.F, "embedding_bag", noted)
     found = sum_in_pieces(source, positions, offsets, scales, max(lengths))
-    assert max(summed) <= MOST_IDS
+    assert max(summed) <= MAX_IDS
     torch.testing.assert_close(found, expected)
