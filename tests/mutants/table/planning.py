@@ -41,8 +41,8 @@ MUTANTS = [
         "demand.both_steps",
         "Rows that two steps read are estimated without bias for those seen once.",
         "hotrec/cost_model/demand.py",
-        "if both_draws > num_lookups:",
-        "if both_draws > 0:",
+        "    if num_draws > num_lookups:\n        return np.asarray(first * other)",
+        "    if num_draws > 0:\n        return np.asarray(first * other)",
         "unit/cost_model/test_demand.py",
     ),
     mutant(
