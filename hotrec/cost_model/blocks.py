@@ -1,7 +1,7 @@
-"""Blocks: what profiling reads from a dataset, a run of consecutive samples at a time.
+"""Blocks: consecutive samples that profiling reads from a dataset.
 
-Samples are told apart by their position in the stream, never by block, hence the same stream gives
-the same sample and the same held-out part however it is cut into blocks.
+Samples are identified by their position in the stream, not by block, so a stream gives the same
+sample and the same held-out part for any division into blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Block:
     Args:
         num_samples: Samples in the block.
         rows: Int32 or int64 (K,) per feature: the rows that the samples look up, in sample order,
-            bags laid end to end.
+            with concatenated bags.
         lengths: integer (num_samples,) per multi-hot feature: the ids in each bag, 0 for an empty
             one. A feature that is not in the mapping has exactly one id per sample.
     """
@@ -37,7 +37,7 @@ class Block:
     lengths: Mapping[str, npt.NDArray[np.integer[Any]]] = field(default_factory=dict)
 
     def take(self, keep: Mask) -> Block:
-        """The block of those samples only that ``keep``, bool (num_samples,), marks."""
+        """The block of the samples marked by ``keep``, bool (num_samples,)."""
         rows: dict[str, IntArray] = {}
         for name, values in self.rows.items():
             lengths = self.lengths.get(name)
@@ -65,15 +65,15 @@ def check_block(block: Block, schema: Schema, *, position: int) -> None:
     if set(block.rows) != known:
         raise ValueError(
             f"block at sample {position}: expected the features {sorted(known)}, got "
-            f"{sorted(set(block.rows) - known)} too many and {sorted(known - set(block.rows))} "
-            f"missing. Read the dataset with its own schema."
+            f"{sorted(set(block.rows) - known)} in addition and {sorted(known - set(block.rows))} "
+            "missing. Read the dataset with its own schema."
         )
     for feature in schema.features:
         where = f"feature {feature.name} at sample {position}"
         values = block.rows[feature.name]
         lengths = block.lengths.get(feature.name)
         _check_lengths(values, lengths, block.num_samples, where)
-        # Seen as unsigned, a negative row is a huge one: one pass finds both kinds of stranger.
+        # As unsigned numbers, negative rows are huge, so one pass finds rows outside either bound.
         num_rows = schema.table(feature.table).num_rows
         unsigned: npt.NDArray[np.unsignedinteger[Any]]
         unsigned = values.view(np.uint32 if values.dtype == np.int32 else np.uint64)
@@ -108,10 +108,10 @@ def _check_lengths(
 
 
 def sample_mask(position: int, num_samples: int, *, frac: float | Floats, seed: int) -> Mask:
-    """Which samples of a stretch of the stream belong to a seeded sample without replacement.
+    """Which samples of a range of the stream belong to a seeded sample without replacement.
 
-    A sample is drawn when the 64-bit mix of (seed, its position) falls under ``frac`` of the range,
-    so that the draw depends neither on block sizes nor on who reads which part.
+    A sample is drawn if the 64-bit mix of (seed, its position) is below ``frac`` of the range, so
+    that the draw depends neither on block sizes nor on the reader of each part.
 
     Args:
         position: Stream position of the first sample.
@@ -123,8 +123,8 @@ def sample_mask(position: int, num_samples: int, *, frac: float | Floats, seed: 
     frac = np.asarray(frac)
     offset = np.uint64((seed * 0x9E3779B97F4A7C15) % 2**64)
     positions = np.arange(position, position + num_samples, dtype=np.uint64)
-    # The seed is mixed before the position comes in: seeds that differ by one do not give
-    # shifted copies of one draw.
+    # The seed is mixed before the position is added, so that seeds that differ by one do not give
+    # shifted copies of the same draw.
     mixed = _mix_bits(positions + _mix_bits(np.array([offset], np.uint64)))
     drawn: Mask = mixed < np.where(frac < 1.0, np.ldexp(frac, 64), 0.0).astype(np.uint64)
     return drawn | (frac >= 1.0)

@@ -1,4 +1,4 @@
-"""Costs of machines that are not at hand, for planning on paper; each number with its source."""
+"""Costs of machines that are not available, for planning; each number with its source."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from hotrec.cost_model.costs import Costs, Line, Link
 
 GIB = 1 << 30
-# One kernel launch, and how many a step makes of each kind.
+# One kernel launch, and the launches of each kind in a step.
 LAUNCH_S = 5e-6
-# Of the bus, where the device reads single rows of mapped memory: 25 to 28 of 64 GB/s.
+# Fraction of the bus's rate if the device reads single rows of mapped memory: 25 to 28 of 64 GB/s.
 MAPPED_FRAC = 0.4
 LAUNCH_SOURCE = "assumed: 5 us a launch"
 ID_BYTES = 8
@@ -19,7 +19,7 @@ _LATENCY = "latency assumed: {} of a small NCCL collective"
 def _gpu_kernels(peak: float, bus: float, flops: float, source: str) -> dict[str, Line]:
     """Kernels of a GPU: bytes moved / (bandwidth x efficiency).
 
-    Moved for each byte of a row (4 D):
+    Bytes moved per byte of a row (4 D):
 
     read                2: the row in, the row out
     update              5: gradient in, out and in again (sum by row), weight in and out; with a
@@ -29,7 +29,7 @@ def _gpu_kernels(peak: float, bus: float, flops: float, source: str) -> dict[str
     replicated_read     6: rows in, vectors out; gradient zeroed, read, written
     replicated_update   6: gradient, state and weight, each in and out
 
-    Costs of an item are its ids and indices, 8 bytes each time they are touched.
+    Costs of an item are its ids and indices, 8 bytes for each access.
 
     Args:
         peak: bytes/s of the device's memory.
@@ -37,7 +37,7 @@ def _gpu_kernels(peak: float, bus: float, flops: float, source: str) -> dict[str
         flops: Float32 operations/s without tensor cores, torch's default for float32.
         source: Where these numbers come from.
     """
-    # TorchRec's planner constants take 0.5 of HBM for data-parallel tables and 1.0 for fused ones
+    # TorchRec's planner constants assume 0.5 of HBM for data-parallel tables and 1.0 for fused ones
     # (torchrec/distributed/planner/constants.py, kernel_bw_lookup); rows of 256 bytes at random
     # reach about half of a memory's peak.
     hbm, pcie = peak / 2, bus / 2
@@ -59,9 +59,10 @@ def _gpu_kernels(peak: float, bus: float, flops: float, source: str) -> dict[str
 
     # DynamicEmb's benchmark of TorchRec (NVIDIA recsys-examples, corelib/dynamicemb README): 1.05 M
     # ids of 512 bytes on an H100, forward and backward with SGD, take 13.56 ms in unified memory
-    # and 4.15 ms from a full cache: 40 GB/s, near what half of PCIe 5 for 1.3 bytes a byte gives.
+    # and 4.15 ms from a full cache: 40 GB/s, close to the result of half of PCIe 5 for 1.3 bytes
+    # per byte.
     read, update = on_device(2, 2), on_device(5, 20, 20)
-    hit = on_device(3, 12, 10)  # the cache's own index is looked up, and its tags are updated
+    hit = on_device(3, 12, 10)  # with lookups of the cache's index, and updates of its tags
 
     def in_slots(gather: float) -> Line:
         # A host thread gathers or scatters rows in pinned memory while others cross the bus.
@@ -87,7 +88,7 @@ def _gpu_kernels(peak: float, bus: float, flops: float, source: str) -> dict[str
         "read_device": read,
         "read_host": on_host(1, 2),
         "read_hit": hit,
-        "read_miss": on_host(1.5, 12),  # half of the rows put out were changed and go back
+        "read_miss": on_host(1.5, 12),  # half of the evicted rows were changed and are written back
         "update_device": update,
         "update_host": on_host(1, 20),
         "update_hit": on_device(5, 24, 30),
@@ -151,7 +152,7 @@ def _gpu_costs(
 
 
 def _cpu_kernels() -> dict[str, Line]:
-    """Nanoseconds of an item, picoseconds of a byte, microseconds of a call."""
+    """Lines in nanoseconds per item, picoseconds per byte, and microseconds per call."""
     source = (
         "measured with hotrec calibrate: 2 ranks on 2 cores of an Intel Xeon virtual machine, "
         "D = 64, row-wise Adagrad, corrected by whole steps; rounded"
@@ -173,7 +174,7 @@ def _cpu_kernels() -> dict[str, Line]:
         "replicated_update": (8, 180, 590),
         "copy": (0, 90, 30),
         "dense_update": (1.1, 0, 400),
-        # 70 Gflop/s a core: small layers, and the interactions between them.
+        # 70 Gflop/s per core: small layers, and the interactions between them.
         "dense": (0.0142, 0, 0),
     }
     lines = {
@@ -287,5 +288,5 @@ BUILTIN: Mapping[str, Costs] = {
         _CPU,
     )
 }
-# Sets for what was not measured, by device; each has a link between hosts.
+# Sets used instead of unmeasured costs, by device; each has a link between hosts.
 NEAREST_BUILTIN: Mapping[str, str] = {"cpu": "cpu_1gbit", "cuda": "dgx_h100_infiniband"}

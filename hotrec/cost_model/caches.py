@@ -1,8 +1,8 @@
 """Hits of a device cache in front of host rows, without the hot ones, which have replicas.
 
 Lookups are independent, row i with probability p_i. Hits are counted per distinct row of a rank's
-batch (weights q_i), which is what a step pays for, or per lookup (weights p_i). Rows that the
-profile never saw are left out.
+batch (weights q_i), which determine the time of a step, or per lookup (weights p_i). Rows that the
+profile never saw are ignored.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from scipy.special import gammainc, gammaincinv
 
 from hotrec.cost_model.demand import Floats, TableDemand, take_rows
 
-# Halvings of the logarithm of T, whose bounds lie some 1e30 apart at most: to rounding.
+# Bisections of the logarithm of T, whose bounds differ by at most about 1e30: down to rounding.
 NUM_HALVINGS = 64
-# Ways of a set of FBGEMM's cache (DEFAULT_ASSOC), and its sizes in the mean over G: quantiles of
-# G / A of equal weight.
+# Ways of a set of FBGEMM's cache (DEFAULT_ASSOC), and relative cache sizes for the mean over G:
+# quantiles of G / A with equal weights.
 CACHE_WAYS = 32
 NUM_QUANTILES = 64
 SIZE_QUANTILES = (
@@ -39,9 +39,9 @@ def _weigh(
 def lfu_hit_frac(
     demand: TableDemand, num_cached: float, num_skipped: int = 0, *, is_per_lookup: bool = False
 ) -> float:
-    """Hit ratio of a cache that keeps the most looked-up rows after the hot ones.
+    """Hit ratio of a cache that keeps the most-read rows after the hot ones.
 
-    No policy without foresight does better, and a warm frequency cache comes to it.
+    No online policy does better, and a warm frequency cache reaches it.
 
     Args:
         num_cached: Cached rows C; a part of a group counts in proportion.
@@ -64,8 +64,8 @@ def lru_miss_ratios(
 ) -> Floats:
     """Miss ratio, float64 (S,), of a fully associative LRU cache of several sizes C, (S,).
 
-    Within 0.01 of a simulated cache from some ten rows up; too low where the cache holds fewer rows
-    than one step reads, since FBGEMM fetches the rows of a step together. Other arguments as in
+    Within 0.01 of a simulated cache of about ten rows or more; too low if the cache has fewer slots
+    than a step reads rows, since FBGEMM fetches the rows of a step together. Other arguments as in
     ``lfu_hit_frac``; 0 if only hot rows are looked up.
     """
     rows_G, weights_G = _weigh(demand, num_skipped, is_per_lookup=is_per_lookup)
@@ -77,15 +77,15 @@ def lru_miss_ratios(
 
 
 def _held_by_lru(rows_G: Floats, probs_G: Floats, sizes_S: Floats) -> Floats:
-    """How likely a row of each group is cached at each size C, float64 (S, G).
+    """The probability that a row of each group is cached at each size C, float64 (S, G).
 
     Che's approximation (Che, Tung, Wang, IEEE JSAC 20(7), 2002): a row is in the cache if it was
-    looked up within the last T lookups, T being such that the cache is full:
+    looked up within the last T lookups, with T such that the cache is full:
 
         h_i = 1 - (1 - p_i)^T      sum over i of h_i = C
     """
     is_read_G = (probs_G > 0) & (rows_G > 0)
-    # 1 - (1 - p)^T = 1 - e^(-rate T); a row that takes every lookup has no finite rate.
+    # 1 - (1 - p)^T = 1 - e^(-rate T); a row with all lookups has no finite rate.
     rates_G = -np.log1p(-np.minimum(probs_G[is_read_G], 1 - 2.0**-53))
     rows_G = rows_G[is_read_G]
     num_rows = rows_G.sum()
@@ -96,7 +96,7 @@ def _held_by_lru(rows_G: Floats, probs_G: Floats, sizes_S: Floats) -> Floats:
     if not is_part_S.any():
         return held_SG
     size_S1 = sizes_S[is_part_S, None]
-    # 1 - e^-x <= x gives the least T; rows all as rare as the rarest would need the most.
+    # 1 - e^-x <= x gives a lower bound on T; rows all as rare as the rarest give an upper bound.
     low_S1 = np.log(size_S1 / (rows_G @ rates_G))
     high_S1 = np.log(-np.log1p(-size_S1 / num_rows) / rates_G.min())
     for _ in range(NUM_HALVINGS):
@@ -109,10 +109,10 @@ def _held_by_lru(rows_G: Floats, probs_G: Floats, sizes_S: Floats) -> Floats:
 
 
 def conflict_frac(load: float) -> float:
-    """Fraction of the rows of a step that find no way in their set, at rows / slots = ``load``.
+    """Fraction of a step's rows without a free way in their set, at rows / slots = ``load``.
 
-    FBGEMM does not evict the rows of a step in it. X of them are in a set, Poisson with mean
-    A load, and those above A are read and written in the host: E max(X - A, 0) / E X.
+    FBGEMM does not evict rows of the current step. X of them are in a set, Poisson with mean A
+    load, and those beyond A are read and written on the host: E max(X - A, 0) / E X.
     """
     if load <= 0:
         return 0.0
@@ -126,7 +126,7 @@ def conflict_frac(load: float) -> float:
 class CachedTable:
     """A table, or a part of its rows, behind a device cache.
 
-    ``share`` is the fraction of its cold rows, with as large a share of the lookups; else as in
+    ``share`` is the fraction of its cold rows, with the same share of the lookups; the others as in
     ``lfu_hit_frac``.
     """
 
@@ -140,7 +140,7 @@ class CachedTable:
 class CacheShares:
     """Hits and misses of a table's cold rows, or of their lookups, as fractions.
 
-    Rows of a ``conflict`` find no way in their set, and are read and updated on the host.
+    Rows with a ``conflict`` have no free way in their set, and are read and updated on the host.
     """
 
     hit: float
@@ -153,22 +153,22 @@ class CacheShares:
 
 
 def num_slots(num_cached: float) -> int:
-    """Slots that FBGEMM gives a cache of this number of rows: whole sets, at least one."""
+    """Slots of FBGEMM's cache for this number of rows: whole sets, at least one."""
     return CACHE_WAYS * max(1, math.ceil(num_cached / CACHE_WAYS))
 
 
 def shared_cache_shares(
     tables: Sequence[CachedTable], slots: float, *, is_prefetched: bool = False
 ) -> list[CacheShares]:
-    """Returns the hits of each of the tables that share an LRU cache of FBGEMM's.
+    """Returns the hits of each of the tables that share one LRU cache of FBGEMM.
 
-    A set has A = 32 ways, and a row's set is a hash of its number. A row is gone once A others of
-    its set were looked up; while n rows were, X of them were in its set, Poisson with mean A n / C
+    A set has A = 32 ways, and a row's set is a hash of its number. A row is evicted once A others
+    of its set were looked up; of n rows looked up, X are in its set, Poisson with mean A n / C
     (Smith, IEEE TSE 4(2), 1978). X >= A where n / C exceeds G / A, G being Gamma(A) distributed, so
     a row's hits are Che's at a cache of C G / A rows, in the mean over G.
 
     Args:
-        slots: Slots C of all ranks that the rows are spread over.
+        slots: Slots C over all ranks with these rows.
         is_prefetched: Whether the rows of the next step are fetched while those of this step are
             in use, so that the cache must hold both.
     """

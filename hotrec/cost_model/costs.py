@@ -1,4 +1,4 @@
-"""Costs: seconds for each thing that a training step does on a kind of machine."""
+"""Costs: seconds of each operation of a training step on a kind of machine."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hotrec.types import STAGES
 Floats = npt.NDArray[np.float64]
 
 
-# Measured over predicted step where no whole step was measured. Assumed: built-in costs are of
+# Ratio of measured to predicted step if no whole step was measured. Assumed: built-in costs are of
 # similar machines, whose parts differ by less than a factor of two and not all in one direction.
 UNKNOWN_INTERVAL = (0.6, 1.7)
-# The interval is never narrower, since the steps of two runs of the same plan differ by as much.
+# The interval is never narrower, since steps of two runs of the same plan differ this much.
 NARROWEST_INTERVAL = (0.95, 1.05)
-# A standard deviation of two cases says nothing.
+# A standard deviation of two cases is meaningless.
 MIN_CASES = 3
 QUANTILE = 0.95
 
@@ -37,7 +37,7 @@ class World:
     """Ranks and hosts.
 
     Raises:
-        CostsError: If the ranks do not divide into hosts of equal size.
+        CostsError: If the ranks cannot be divided into hosts of equal size.
     """
 
     num_ranks: int
@@ -58,7 +58,7 @@ class World:
 
 @dataclass(frozen=True)
 class Line:
-    """``fixed_s + per_item_s * items + per_byte_s * bytes``; KERNELS says what an item is.
+    """``fixed_s + per_item_s * items + per_byte_s * bytes``; KERNELS defines the items.
 
     Args:
         spread: Relative spread of the measurements (interquartile range / median).
@@ -81,8 +81,8 @@ class Link:
 
     Args:
         latency_s: Seconds of a small collective.
-        bytes_per_s: Inside a host: what a rank can send; between hosts: what a whole host can send
-            while all its ranks do.
+        bytes_per_s: Inside a host: the sending rate of a rank; between hosts: that of a whole host
+            while all its ranks send.
         source: "measured", or where the numbers come from.
     """
 
@@ -92,7 +92,7 @@ class Link:
 
 
 def fit_nonnegative(matrix: Floats, wanted: Floats) -> Floats:
-    """Coefficients >= 0, (K,), with least squares of ``matrix @ found - wanted``, (S, K), (S,)."""
+    """The least-squares solution >= 0, (K,), of ``matrix @ x = wanted``, (S, K) and (S,)."""
     # Calls, items and bytes differ by many orders of magnitude.
     scales = np.abs(matrix).max(axis=0)
     scales[scales == 0] = 1.0
@@ -102,12 +102,12 @@ def fit_nonnegative(matrix: Floats, wanted: Floats) -> Floats:
 def fit_bounded(
     matrix: Floats, wanted: Floats, low: Sequence[float], high: Sequence[float]
 ) -> Floats:
-    """The same with each coefficient within its own bounds, (K,), ``low < high``."""
+    """As ``fit_nonnegative``, with bounds for each coefficient, (K,), ``low < high``."""
     scales = np.abs(matrix).max(axis=0)
     scales[scales == 0] = 1.0
     bounds = np.asarray(low) * scales, np.asarray(high) * scales
     found = lsq_linear(matrix / scales, wanted, bounds, method="bvls").x / scales
-    return np.clip(found, low, high)  # rounding may leave them
+    return np.clip(found, low, high)  # rounding may violate them
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class CollectiveCurve:
     """A collective measured over sizes, in one world.
 
     Args:
-        sent_bytes: Bytes that a rank sends (``hotrec.runtime.traffic``), rising.
+        sent_bytes: Bytes that a rank sends (``hotrec.runtime.traffic``), increasing.
         seconds: Median of the slowest rank for each size.
         spreads: Interquartile range / median.
     """
@@ -127,7 +127,7 @@ class CollectiveCurve:
     spreads: tuple[float, ...]
 
     def line(self) -> Line:
-        """The straight line with the least relative errors, neither part negative."""
+        """The line with minimal relative errors and non-negative coefficients."""
         seconds = np.asarray(self.seconds, np.float64)
         matrix = np.stack([1 / seconds, np.asarray(self.sent_bytes) / seconds], axis=1)
         fixed, rate = fit_nonnegative(matrix, np.ones(seconds.size))
@@ -136,12 +136,12 @@ class CollectiveCurve:
     def line_at(self, num_bytes: float) -> Line:
         """The line through the smallest message's time and the time of ``num_bytes``.
 
-        Measured curves are not linear: traffic shaping lets short bursts pass, and gloo changes its
-        algorithm with the size. This line is exact at ``num_bytes``, whose time is interpolated
-        between the sizes and extrapolated from the last two.
+        Measured curves are not linear: traffic shaping does not limit short bursts, and gloo
+        changes its algorithm with the size. This line is exact at ``num_bytes``, whose time is
+        interpolated between the sizes and extrapolated from the last two.
         """
         sizes = np.asarray(self.sent_bytes, np.float64)
-        # A message that took longer than a larger one was disturbed.
+        # The time of a message that took longer than a larger one is noise.
         seconds = np.minimum.accumulate(np.asarray(self.seconds, np.float64)[::-1])[::-1]
         found = np.interp(num_bytes, sizes, seconds)
         if num_bytes > sizes[-1]:
@@ -152,7 +152,7 @@ class CollectiveCurve:
         return Line(fixed, 0.0, per_byte_s, float(np.median(self.spreads)))
 
 
-# Item and bytes of each kernel; D floats of 4 bytes a row.
+# Item and bytes of each kernel; a row has D floats of 4 bytes.
 KERNELS: Mapping[str, str] = {
     "route": "an id: hot or cold, de-duplication, inverse",
     "read_device": "a distinct row read for a requesting rank, from device memory; its 4 D bytes",
@@ -185,12 +185,12 @@ KERNELS: Mapping[str, str] = {
     "dense": "a floating-point operation of the dense layers, forward, backward, loss",
     "dense_update": "a parameter of the dense layers, optimizer",
 }
-# Corrections of TorchRec's messages of pooled vectors, beside those of rows.
+# Corrections of TorchRec's messages of pooled vectors, in addition to those of rows.
 TORCHREC_STAGE = "torchrec_{}"
-# Those without which no step can be predicted, on any device.
+# The kernels without which no step can be predicted, on any device.
 OPTIONAL = ("_host", "_hit", "_miss", "_slot", "_mapped", "order_row", "order_id")
 REQUIRED = tuple(name for name in KERNELS if not name.endswith(OPTIONAL))
-# By the samples of a batch of the measured dataset, but for "route" by lookups.
+# Per sample of a batch of the measured dataset, except "route": per lookup.
 LOADER_PARTS: Mapping[str, str] = {
     "read": "the main thread makes the batch, without workers",
     "work": "a worker makes the batch and hands it over",
@@ -208,30 +208,30 @@ class Costs:
         name: Name of the set.
         origin: "measured" by calibrate, "fitted" to a run, or "built-in".
         device: "cpu" or "cuda".
-        kernels: Line of each kernel in KERNELS, measured with all ranks of a host at work.
+        kernels: Line of each kernel in KERNELS, measured with all ranks of a host busy.
         intra: Link between the ranks of a host.
         inter: Link between hosts; None if measured on one host.
         curves: Measured collectives, which replace the links in the world of the measurement.
         device_bytes: Memory of a device; 0 on CPU.
         host_bytes: Memory of a host.
-        overlap: Share, 0..1, of a computation that hides communication going on meanwhile; less
-            than 1 where communication itself takes processor time.
+        overlap: Share, 0..1, of a computation that hides concurrent communication; less than 1 if
+            communication itself uses processor time.
         overhead_s: Seconds of a step outside the modelled stages.
         stage_overhead_s: Fixed seconds of each stage: Python, many small calls.
         waiting_frac: Time that ranks wait for stragglers in each exchange, as a fraction of the
             dense layers' time.
         corrections: Measured over predicted seconds of each stage, and of TorchRec's messages in it
-            (TORCHREC_STAGE) where they have a factor of their own; 1 where absent.
-        look_ahead: What a step with look-ahead takes beside its stages, by the bytes of a rank's
-            cold rows: its thread of communication takes it from the cores that compute. Measured
-            in whole steps; nothing where it was not.
-        look_ahead_overlap: ``overlap`` of steps with look-ahead; None where none were measured.
+            (TORCHREC_STAGE) if they have their own factor; 1 if absent.
+        look_ahead: Time of a step with look-ahead in addition to its stages, by the bytes of a
+            rank's cold rows: the communication thread competes with computation for cores. Measured
+            in whole steps; zero if not measured.
+        look_ahead_overlap: ``overlap`` of steps with look-ahead; None if none were measured.
         look_ahead_factor: Measured over predicted step of a run with look-ahead; 1 without one.
         ratio_interval: 5% and 95% quantiles of measured over predicted step, at most 1 and at
             least 1.
-        loader: Processor time of the loader, LOADER_PARTS. Empty where no dataset was there.
-        doubts: Why the costs are not to be trusted, each after the words "the costs"; none if they
-            are.
+        loader: Processor time of the loader, LOADER_PARTS. Empty if measured without a dataset.
+        doubts: Reasons not to trust the costs, each following the words "the costs"; empty if they
+            are trusted.
         host: Fingerprint of the machine that was measured, empty for built-in sets.
         facts: Free-form facts for the reader.
     """
@@ -271,12 +271,12 @@ class Costs:
         if name not in self.kernels:
             raise CostsError(
                 f"costs {self.name} kernel {name}: expected a measured line ({KERNELS[name]}), got "
-                f"none. Calibrate on a machine that has this memory, or take another tier."
+                "none. Calibrate on a machine that has this memory, or use another tier."
             )
         return self.kernels[name]
 
     def correction(self, stage: str, *, of_torchrec: bool = False) -> float:
-        """The factor of a stage, of TorchRec's messages if those have one of their own."""
+        """The factor of a stage, or of TorchRec's messages in it if they have their own."""
         factor = self.corrections.get(stage, 1.0)
         return float(
             self.corrections.get(TORCHREC_STAGE.format(stage), factor) if of_torchrec else factor
@@ -288,7 +288,7 @@ class Costs:
 
     @property
     def caveat(self) -> str | None:
-        """What to tell the user of costs that are not to be trusted, else None."""
+        """Warning about costs that are not trusted, else None."""
         if self.is_trusted:
             return None
         return f"the costs {' and '.join(self.doubts)}: calibrate again on a quiet machine"
@@ -319,8 +319,8 @@ class Costs:
     def collective(self, kind: str, world: World, num_bytes: float | None = None) -> Line:
         """Seconds of a collective by the bytes that a rank sends (``hotrec.runtime.traffic``).
 
-        A curve measured in this very world (its line for messages of ``num_bytes``, or the one that
-        fits all sizes best), else the slower link, inside the hosts and between them, for the
+        A curve measured in exactly this world (its line for messages of ``num_bytes``, or the one
+        that fits all sizes best), else the slower of the links inside and between hosts, for the
         hierarchical form of each collective (n bytes, W ranks, m per host, N hosts):
 
             all_to_all      (m-1)/(W-1) of the sent bytes inside, (W-m)/(W-1) between, all ranks
@@ -357,7 +357,7 @@ class Costs:
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> Costs:
-        """Read what ``to_json`` wrote.
+        """Read the result of ``to_json``.
 
         Raises:
             CostsError: If a part is missing or invalid.
@@ -380,8 +380,8 @@ class Costs:
             return Costs(**parts)
         except (AttributeError, KeyError, TypeError) as error:
             raise CostsError(
-                f"costs: expected the document that `hotrec calibrate` writes, got {error!r}. "
-                "Calibrate again."
+                f"costs: expected the document of `hotrec calibrate`, got {error!r}. Calibrate "
+                "again."
             ) from error
 
 
@@ -445,7 +445,7 @@ def _check_curve(where: str, curve: CollectiveCurve) -> None:
     sizes = curve.sent_bytes
     is_one_each = len(sizes) == len(curve.seconds) == len(curve.spreads) >= 2
     is_rising = all(a < b for a, b in pairwise((-1e-300, *sizes)))
-    expected = "two or more rising sizes with a time for each"
+    expected = "at least two increasing sizes, each with a time"
     _expect(is_one_each and is_rising, where, expected, list(sizes))
     is_positive = all(math.isfinite(s) and s > 0 for s in curve.seconds)
     _expect(is_positive, where, "times above 0", list(curve.seconds))
@@ -458,25 +458,25 @@ def _expect(is_right: bool, where: str, expected: str, got: object) -> None:
 
 
 def ratio_interval(ratios: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """5% and 95% quantiles of measured over predicted step in a case that was not measured.
+    """5% and 95% quantiles of the ratio of measured to predicted step in an unmeasured case.
 
     Student's t prediction interval of one more observation, on the logarithms of the ratios: mean
     +- t(0.95, n - 1) s sqrt(1 + 1/n), where n counts cases, not repeats, since all repeats of a
-    case have its error of prediction in common (Hahn and Meeker, Statistical Intervals, 1991,
-    prediction intervals of a normal distribution). It is widened to hold NARROWEST_INTERVAL.
+    case share its prediction error (Hahn and Meeker, Statistical Intervals, 1991, prediction
+    intervals of a normal distribution). It is widened to include NARROWEST_INTERVAL.
 
     Args:
-        ratios: Measured over predicted step of each repeat of each case. A case should be
-            predicted without having been fitted to.
+        ratios: Measured over predicted step of each repeat of each case. Predict a case with costs
+            that were not fitted to it.
 
     Returns:
-        Low and high, or UNKNOWN_INTERVAL of fewer than MIN_CASES cases.
+        Low and high, or UNKNOWN_INTERVAL for fewer than MIN_CASES cases.
     """
     if len(ratios) < MIN_CASES:
         return UNKNOWN_INTERVAL
     logs = [np.log(np.asarray(of_case, np.float64)) for of_case in ratios]
     means = np.array([of_case.mean() for of_case in logs])
-    # Noise within cases does not shrink with more repeats: the next run has it too.
+    # More repeats do not reduce the noise within cases: the next run has it too.
     within = np.mean([of_case.var() for of_case in logs])
     deviation = np.sqrt(means.var(ddof=1) + within)
     num_cases = len(logs)

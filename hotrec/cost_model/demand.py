@@ -1,8 +1,8 @@
-"""The demand of a step on a table: how likely each row is read, by one rank and by any rank.
+"""The demand of a step on a table: the probability that a rank, or any rank, reads each row.
 
-Rows of equal access count are one group, so a table of 1e8 rows is a few hundred numbers. Lookups
-are independent: of n lookups of a rank, W ranks, K lookups in the profile and c of them of a row,
-p = c / K, q is the probability that a rank reads the row and Q that any rank does.
+Rows with equal access counts form a group, so a table of 1e8 rows takes a few hundred numbers.
+Lookups are independent: of n lookups of a rank, W ranks, K lookups in the profile and c of them of
+a row, p = c / K, q is the probability that a rank reads the row and Q that any rank does.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MAX_GROUPS = 512
 def prob_drawn(counts: Floats, num_lookups: float, num_draws: float) -> Floats:
     """q, as the probability to draw a row's lookups: 1 - C(K - c, n) / C(K, n).
 
-    p is not known, only c. With c / K for p, rows that the profile missed would lend their share to
-    those that it saw once: 9% too few of these where a batch is a fifth of the profile. Drawing
-    without replacement is the unbiased estimate of the distinct rows ("rarefaction", Hurlbert,
-    Ecology 52, 1971), which counts unseen rows with those seen seldom. Where n exceeds K, each seen
-    row is taken as read. The quotient is a product of m = min(c, n) factors 1 - M / (K - j), M the
-    larger of the two; all are taken at the middle j, which is off by less than 0.1 / K of q.
+    p is unknown, only c is known. With p = c / K, rows seen once would also get the share of rows
+    that the profile missed: 9% too few rows seen once if a batch is a fifth of the profile. Drawing
+    without replacement gives an unbiased estimate of the distinct rows ("rarefaction", Hurlbert,
+    Ecology 52, 1971), in which rarely seen rows also stand for unseen rows. If n exceeds K, each
+    seen row counts as read. The quotient is a product of m = min(c, n) factors 1 - M / (K - j),
+    with M = max(c, n); all are evaluated at the middle j, with an error below 0.1 / K of q.
 
     Args:
         counts: Count c of each row, above 0; float64 of any shape.
@@ -43,7 +43,7 @@ def prob_drawn(counts: Floats, num_lookups: float, num_draws: float) -> Floats:
     """
     smaller, larger = np.minimum(counts, num_draws), np.maximum(counts, num_draws)
     rate = np.minimum(larger / (num_lookups - (smaller - 1) / 2), 1.0)
-    with np.errstate(divide="ignore"):  # log 0 where no lookup is left to miss the row
+    with np.errstate(divide="ignore"):  # log 0 if no draw can miss the row
         log_missed = smaller * np.log1p(-np.where(counts + num_draws > num_lookups, 1.0, rate))
     return np.asarray(-np.expm1(np.where(smaller > 0, log_missed, 0.0)))
 
@@ -58,12 +58,12 @@ def prob_met(probs: Floats, num_draws: float) -> Floats:
 def prob_both(
     counts: Floats, num_lookups: float, num_draws: float, first: Floats, other: Floats
 ) -> Floats:
-    """Probability that a row is hit by some draws and by further draws, ``num_draws`` together.
+    """Probability that a row occurs in each of two sets of draws, ``num_draws`` in total.
 
-    ``first`` and ``other`` are the probabilities of either (``prob_drawn``).
+    ``first`` and ``other`` are the probabilities of each set (``prob_drawn``).
 
-    P(A) + P(B) - P(A or B) is unbiased, where P(A) P(B) is too high for rows with few counts: one
-    that the profile saw once cannot be drawn twice. The product is used where the draws together
+    P(A) + P(B) - P(A or B) is unbiased, whereas P(A) P(B) is too high for rows with low counts: a
+    row that the profile saw once cannot be drawn twice. The product is used if the draws in total
     exceed the lookups.
     """
     if num_draws > num_lookups:
@@ -78,17 +78,17 @@ class TableDemand:
 
     Args:
         name: Name of the table.
-        num_rows: Rows R, also those never seen.
+        num_rows: Rows R, including those never seen.
         dim: Embedding dim D.
         row_bytes: Bytes of a row with its optimizer state, at least 4 D.
         lookups_per_sample: Mean number of ids L of a sample, over all features of the table.
         num_columns: The number of features that read the table.
-        rows_G: Rows of each group, most looked-up first, int64 (G,). Rows never seen are in none.
+        rows_G: Rows of each group, most-read first, int64 (G,). Rows never seen are in no group.
         probs_G: Mean p of a row of each group, float64 (G,).
         by_rank_G: Mean q of a row of each group, float64 (G,).
         by_any_G: Mean Q of a row of each group, float64 (G,).
         by_both_G: Mean probability that a rank reads a row in a step and any rank reads it in the
-            next, float64 (G,). None stands for q Q.
+            next, float64 (G,). None means q Q.
     """
 
     name: str
@@ -120,18 +120,18 @@ def build_demand(
     """Builds a table's demand from the counts of its rows; other arguments as in ``TableDemand``.
 
     Groups are the distinct counts. If there are more than ``max_groups``, the highest counts stay
-    separate and neighbours among the others are merged, which keeps the sums of rows, lookups and
+    separate and adjacent lower ones are merged, which preserves the sums of rows, lookups and
     expected distinct rows.
 
     Args:
         batch_size: Batch B of a rank.
         world_size: World size W.
-        max_groups: The largest number of groups.
-        num_draws: Independent lookups that those of a rank and of all ranks are worth
-            (``hotrec.cost_model.locality``). None takes them as independent: n = B L, and n W.
+        max_groups: Maximum number of groups.
+        num_draws: Numbers of independent lookups equivalent to those of a rank and of all ranks
+            (``hotrec.cost_model.locality``). None assumes independent lookups: n = B L, and n W.
 
     Raises:
-        ValueError: If a number is too small, or all ranks draw less than one rank.
+        ValueError: If a number is too small, or all ranks draw fewer lookups than one rank.
     """
     num_lookups = lookups_per_sample * batch_size
     of_rank, of_all = num_draws or (num_lookups, num_lookups * world_size)
@@ -171,9 +171,9 @@ def build_demand(
 
 
 def expected_distinct(demand: TableDemand, num_hot: int = 0) -> tuple[float, float, float]:
-    """Expected distinct rows of a step where the ``num_hot`` most looked-up rows are hot.
+    """Expected distinct rows of a step if the ``num_hot`` most-read rows are hot.
 
-    A group that is partly hot counts in proportion. All other rows are cold, also those that the
+    A partly hot group counts in proportion. All other rows are cold, including those that the
     profile never saw, whose reads the estimate includes.
 
     Returns:
@@ -193,8 +193,8 @@ def expected_cold_of_any(demand: TableDemand, num_hot: int = 0) -> float:
 def expected_urgent(demand: TableDemand, num_hot: int = 0) -> float:
     """Expected distinct cold rows that a rank reads in a step and some rank in the next step.
 
-    With exact look-ahead only their updates must arrive before the next step. Steps are taken as
-    independent; batches of one chunk have more rows in common.
+    With exact look-ahead only their updates must arrive before the next step. Steps are assumed
+    independent; batches of one chunk share more rows.
     """
     cold_G = demand.rows_G - take_rows(demand, num_hot)
     both_G = demand.by_rank_G * demand.by_any_G if demand.by_both_G is None else demand.by_both_G
@@ -202,9 +202,9 @@ def expected_urgent(demand: TableDemand, num_hot: int = 0) -> float:
 
 
 def take_rows(demand: TableDemand, num_taken: float, num_skipped: float = 0) -> Floats:
-    """Rows of each group, (G,), among the most looked-up ``num_taken`` after ``num_skipped``.
+    """Rows of each group, (G,), among the ``num_taken`` most-read after the first ``num_skipped``.
 
-    Numbers beyond the seen rows take nothing more.
+    Numbers beyond the seen rows add nothing.
     """
     starts = np.cumsum(demand.rows_G).astype(np.float64) - demand.rows_G
     skipped, reached = (
@@ -215,18 +215,18 @@ def take_rows(demand: TableDemand, num_taken: float, num_skipped: float = 0) -> 
 
 
 def coverage(demand: TableDemand, num_hot: int) -> float:
-    """H: share of the table's lookups that the ``num_hot`` most looked-up rows take.
+    """H: share of the table's lookups that the ``num_hot`` most-read rows serve.
 
-    It leans high: p = c / K leaves nothing to rows that the profile never saw, which take about
+    It is biased high: p = c / K assigns nothing to rows that the profile never saw, which get about
     (rows seen once) / K of the lookups (Good, Biometrika 1953).
     """
     return min(float(take_rows(demand, num_hot) @ demand.probs_G), 1.0)
 
 
 def all_hot_share(demands: Sequence[TableDemand], num_hot: Mapping[str, int]) -> float:
-    """Share of the samples all of whose lookups are hot: the product of H_t^L_t (SCARS).
+    """Share of the samples with only hot lookups: the product of H_t^L_t (SCARS).
 
-    Lookups of a sample are taken as independent. Real ones are not, so more samples are all hot.
+    Lookups of a sample are assumed independent. Real ones are not, so more samples are all-hot.
     """
     share = 1.0
     for demand in demands:
@@ -236,10 +236,10 @@ def all_hot_share(demands: Sequence[TableDemand], num_hot: Mapping[str, int]) ->
 
 
 def _group_starts(counts: Floats, max_groups: int) -> Rows:
-    """Where each group of falling counts starts, int64 (G,), G at most ``max_groups``.
+    """The start of each group of descending counts, int64 (G,), G at most ``max_groups``.
 
-    The highest half stay apart; below them a group spans a fixed ratio of counts, so that low
-    counts, which hold most rows, stay apart as well.
+    The highest half stay separate; below them a group spans a fixed ratio of counts, so that low
+    counts, which have most of the rows, stay separate as well.
     """
     if counts.size <= max_groups:
         return np.arange(counts.size)
@@ -253,5 +253,5 @@ def _group_starts(counts: Floats, max_groups: int) -> Rows:
 
 
 def _sum_groups(values: npt.NDArray[Number], starts: Rows) -> npt.NDArray[Number]:
-    # reduceat refuses an empty list of starts
+    # reduceat rejects an empty list of starts
     return np.add.reduceat(values, starts) if starts.size else values[:0]

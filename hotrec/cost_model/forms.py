@@ -1,4 +1,4 @@
-"""Linear forms: seconds by stage of a step, from the quantities of work that a rank does."""
+"""Linear forms: seconds by stage of a step, as functions of a rank's quantities of work."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ BYTES_PER_FLOAT = 4
 SPARSE_DIST = PipelineSpec()
 LOOK_AHEAD = PipelineSpec(PipelineKind.look_ahead)
 
-# Where sharded rows are read: of quantities and kernels.
+# Tiers from which sharded rows are read, in the names of quantities and kernels.
 TIERS = ("device", "host", "hit", "miss")
-# What a rank does in a step: items, and the quantity that holds their bytes, 4 D each.
+# A rank's work in a step: items, and the quantity of their bytes, 4 D each.
 BYTES_OF = {
     "lookups": "lookup_bytes",  # ids that are routed and pooled from rows
     **{f"rows_{tier}": f"bytes_{tier}" for tier in TIERS},  # distinct cold rows read
-    "urgent_rows": "urgent_bytes",  # those of them that some rank reads in the next step too
+    "urgent_rows": "urgent_bytes",  # those that some rank also reads in the next step
     "hot_rows": "hot_bytes",  # distinct hot rows of this rank
     "union_rows": "union_bytes",  # distinct hot rows of any rank
     "replica_rows": "replica_bytes",  # hot rows, touched or not
@@ -31,7 +31,7 @@ BYTES_OF = {
     "replicated_rows": "replicated_bytes",
     "fetched_rows": "fetched_bytes",  # with their state, from host memory into slots
     "mapped_rows": "mapped_bytes",  # the same, read by the device
-    "returned_rows": "returned_bytes",  # the same back, changed
+    "returned_rows": "returned_bytes",  # changed rows written back
 }
 QUANTITIES = (
     *BYTES_OF,
@@ -79,7 +79,7 @@ class Form:
         return self
 
     def add_line(self, line: Line, items: str, factor: float = 1.0) -> Form:
-        """Seconds of a kernel, without its fixed part, which is the caller's to place."""
+        """Add the variable time of a kernel; the caller adds the fixed part."""
         self.add(items, line.per_item_s * factor)
         return self.add(BYTES_OF[items], line.per_byte_s * factor)
 
@@ -90,7 +90,7 @@ class Form:
         return self
 
     def scale(self, factor: float, of: Mapping[str, float] | None = None) -> None:
-        """Scale all terms, those of the quantities ``of`` by another factor."""
+        """Scale all terms; those of the quantities in ``of`` by their own factors."""
         self.constant *= factor
         own = of or {}
         self.terms.update({q: c * own.get(q, factor) for q, c in self.terms.items()})
@@ -103,7 +103,7 @@ class Form:
 class StageForm:
     """One stage: ``compute + max(0, wire - overlap * cover)`` seconds, and bytes sent.
 
-    Of what travels, ``compute`` holds the share that nothing can hide, ``wire`` the rest.
+    ``compute`` includes the share of communication that cannot be hidden, ``wire`` the rest.
     """
 
     compute: Form = field(default_factory=Form)
@@ -114,7 +114,7 @@ class StageForm:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """What a step is predicted to take on the mean rank.
+    """The predicted step of the mean rank.
 
     Args:
         step_s: The whole step.
@@ -133,10 +133,10 @@ class StepPrediction:
         return sum(self.sent_bytes.values())
 
 
-# Optimizers with a state as long as a row, which FBGEMM keeps in host memory where the row is and
-# never caches. Costs that were measured with one of them have it in the updates of host rows.
+# Optimizers with a state as long as a row, which FBGEMM keeps in host memory with the row and never
+# caches. Costs measured with one of them include it in the updates of host rows.
 ELEMENT_WISE = ("adagrad", "adam")
-# Kernels of a stage: what they are called on, and the groups of which each takes a call.
+# Kernels of a stage: their items, and the groups with one call each.
 KERNELS_OF_STAGE: tuple[tuple[str, str, str, str | None], ...] = (
     *(("row_lookup", f"read_{tier}", f"rows_{tier}", None) for tier in TIERS),
     *(("row_lookup", f"pooled_{tier}", f"pooled_ids_{tier}", None) for tier in TIERS),
@@ -150,7 +150,7 @@ KERNELS_OF_STAGE: tuple[tuple[str, str, str, str | None], ...] = (
 
 
 def add_overhead(compute: Form, stage: str, seconds: float) -> None:
-    """What a stage takes whatever it does, where it is there at all."""
+    """Add the fixed time of a stage, if the stage exists."""
     if stage in ("route", "pool"):
         _add_once(compute, seconds)
     elif stage == "ids_exchange":
@@ -171,13 +171,13 @@ def _add_once(compute: Form, seconds: float) -> None:
 
 
 def add_compute(stages: Mapping[str, StageForm], costs: Costs, workload: Workload) -> None:
-    """Add the seconds of the kernels to the compute forms, but for those of the hot exchange."""
+    """Add the seconds of the kernels to the compute forms, except those of the hot exchange."""
     kernel = costs.kernels
     if not workload.is_routed_by_loader:
         stages["route"].compute.add("lookups", kernel["route"].per_item_s)
         _add_once(stages["route"].compute, kernel["route"].fixed_s)
     for stage, name, items, group in KERNELS_OF_STAGE:
-        # A row that missed the cache is in it when it is updated.
+        # A row that missed the cache is in the cache when it is updated.
         line = kernel.get(name.replace("update_miss", "update_hit"))
         if line is not None:
             form = stages[stage].compute.add_line(line, items)

@@ -1,4 +1,4 @@
-"""Rows grouped by access count, which every policy and prediction works on.
+"""Rows grouped by access count, the input of every policy and prediction.
 
 L lookups allow about sqrt(2 L) distinct counts, so one pass over the rows replaces sorting them.
 """
@@ -13,19 +13,19 @@ import numpy as np
 from hotrec.types import Rows
 
 SLICE_ROWS = 1 << 20
-# Counts below this are tallied in an array that stays in the cache. L lookups leave at most
-# L / 65536 rows above it, which are sorted one by one.
+# Counts below this are tallied in an array that fits the cache. With L lookups, at most L / 65536
+# rows are above it, which are sorted individually.
 TALLIED_COUNTS = 1 << 16
 
 
 @dataclass(frozen=True)
 class CountHistogram:
-    """The number of rows with each count, highest count first, and of rows never seen.
+    """The number of rows with each count, highest count first, and the number never seen.
 
     Args:
-        values: int64 (V,), the distinct counts, falling, all above 0.
+        values: int64 (V,), the distinct counts, descending, all above 0.
         num_rows: int64 (V,), rows with that count.
-        heldout: int64 (V,), held-out lookups of those rows together; 0 without held-out data.
+        heldout: int64 (V,), total held-out lookups of those rows; 0 without held-out data.
         num_unseen: Rows with count 0.
         heldout_unseen: Held-out lookups of the rows with count 0.
     """
@@ -54,7 +54,7 @@ class CountHistogram:
 
 
 def slices(size: int) -> Iterator[slice]:
-    """Cuts 0..size into slices of which temporaries are cheap."""
+    """Splits 0..size into slices with small temporaries."""
     for start in range(0, size, SLICE_ROWS):
         yield slice(start, min(start + SLICE_ROWS, size))
 
@@ -117,7 +117,7 @@ def merge_histograms(histograms: Iterable[CountHistogram]) -> CountHistogram:
     starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]])[: values.size])
 
     def together(columns: list[Rows]) -> Rows:
-        # reduceat refuses an empty list of starts
+        # reduceat rejects an empty list of starts
         column = np.concatenate(columns)[order]
         return np.add.reduceat(column, starts) if starts.size else column
 
@@ -131,7 +131,7 @@ def merge_histograms(histograms: Iterable[CountHistogram]) -> CountHistogram:
 
 
 def top_rows(counts: Rows, num_hot: int, histogram: CountHistogram) -> Rows:
-    """The ``num_hot`` most accessed rows, in falling order of count, ties by row number.
+    """The ``num_hot`` most accessed rows, in descending order of count, ties by row number.
 
     Two passes over the rows by slices, then a sort of the chosen ones: O(R + H log H).
 
@@ -156,7 +156,7 @@ def top_rows(counts: Rows, num_hot: int, histogram: CountHistogram) -> Rows:
         values = counts[part]
         candidates = np.flatnonzero(values >= threshold)
         is_tie = values[candidates] == threshold
-        # The ties with the smallest row numbers win, and rows come here in rising order.
+        # The ties with the smallest row numbers win, and rows are in ascending order here.
         keep = ~is_tie | (np.cumsum(is_tie) <= num_ties)
         num_ties -= min(num_ties, int(np.count_nonzero(is_tie)))
         chosen.append(candidates[keep] + part.start)
@@ -165,7 +165,7 @@ def top_rows(counts: Rows, num_hot: int, histogram: CountHistogram) -> Rows:
 
 
 def order_all_rows(counts: Rows) -> Rows:
-    """Every row of a table, also those never seen, in falling order of count, ties by number."""
+    """All rows of a table, including those never seen, by descending count, ties by number."""
     seen = np.concatenate([np.flatnonzero(counts[s]) + s.start for s in slices(counts.size)])
     unseen = np.concatenate([np.flatnonzero(counts[s] == 0) + s.start for s in slices(counts.size)])
     return np.concatenate([seen[np.argsort(-counts[seen], kind="stable")], unseen])

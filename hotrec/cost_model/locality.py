@@ -1,8 +1,8 @@
-"""Locality: how many distinct rows batches read, and how many independent lookups that equals.
+"""Locality: distinct rows that batches read, and the equivalent number of independent lookups.
 
 The lookups of a batch are not independent: a sample may read a row more than once, and a batch is a
-random sample of one chunk, whose samples are close in time. With histories of some ninety ids per
-sample, n is four fifths of the lookups; one number per table serves hot and cold rows to 2 or 3%.
+random sample of one chunk, whose samples are close in time. With histories of about ninety ids per
+sample, n is four fifths of the lookups; one number per table fits hot and cold rows to 2 or 3%.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from hotrec.cost_model.histogram import CountHistogram
 from hotrec.types import Rows, Schema
 
 MIN_BATCH_SIZE, MAX_BATCH_SIZE = 64, 1 << 16
-# A draw takes this fraction of a stream's samples, plus FREE_LOOKUPS (less than 0.1 s) for short
+# A draw has this fraction of a stream's samples, plus FREE_LOOKUPS (less than 0.1 s) for short
 # streams, but at most ENOUGH_BATCHES of the largest batches.
 DRAWN_FRAC = 1 / 32
 FREE_LOOKUPS = 1 << 21
 ENOUGH_BATCHES = 32
-# Batches come from at least LEAST_DRAWS places of the stream, and one draw gives at most
-# BATCHES_PER_DRAW of each size. A stream of unknown length is assumed to have LEAST_DRAWS blocks.
-LEAST_DRAWS = 4
+# Batches come from at least MIN_DRAWS places of the stream, and one draw gives at most
+# BATCHES_PER_DRAW of each size. A stream of unknown length is assumed to have MIN_DRAWS blocks.
+MIN_DRAWS = 4
 BATCHES_PER_DRAW = 4
-# Smaller differences from independence are ignored: the curve is flat there, so noise would change
+# Smaller deviations from independence are ignored: the curve is flat there, so noise would change
 # the number of draws a lot.
 NEGLIGIBLE_FRAC = 0.002
 
 
 @dataclass(frozen=True)
 class TableLocality:
-    """Distinct rows of one table that batches were seen to read; entry i is of one batch size.
+    """Measured distinct rows of one table per batch; entry i belongs to one batch size.
 
     Args:
-        batch_sizes: Batch sizes, rising.
+        batch_sizes: Batch sizes, increasing.
         num_batches: The number of batches drawn, at least 1.
         lookups: Mean lookups of a batch.
         mean: Mean distinct rows of a batch.
@@ -57,10 +57,10 @@ class TableLocality:
 class LocalityMeter:
     """Draws batches from the blocks of a stream and counts their distinct rows.
 
-    A draw is some samples of one block in random order: one large batch, and its parts the smaller
-    ones, down by powers of two. All draws are of one size, as far as the blocks allow, and evenly
-    spread over the stream. Memory holds the ids of one draw.
-    ``num_samples`` of the stream are None if unknown.
+    A draw is some samples of one block in random order: one large batch, split into smaller ones by
+    powers of two. All draws have the same size, as far as the blocks allow, and are evenly spread
+    over the stream. Memory for the ids of one draw is needed. ``num_samples`` of the stream are
+    None if unknown.
     """
 
     def __init__(self, schema: Schema, *, seed: int, num_samples: int | None = None) -> None:
@@ -89,13 +89,13 @@ class LocalityMeter:
             self._draw(block, size)
 
     def _plan(self, num_counted: int, lookups_per_sample: float) -> None:
-        expected = self._num_samples or LEAST_DRAWS * num_counted
+        expected = self._num_samples or MIN_DRAWS * num_counted
         num_drawn = min(
             DRAWN_FRAC * expected + FREE_LOOKUPS / lookups_per_sample,
             ENOUGH_BATCHES * MAX_BATCH_SIZE,
         )
         self._drawn_frac = num_drawn / expected
-        size = _power_of_two(num_drawn / LEAST_DRAWS)
+        size = _power_of_two(num_drawn / MIN_DRAWS)
         self._draw_size = min(max(size, MIN_BATCH_SIZE), MAX_BATCH_SIZE)
 
     def _draw(self, block: Block, num_drawn: int) -> None:
@@ -111,7 +111,7 @@ class LocalityMeter:
     def _count(
         self, drawn: Mapping[str, tuple[IntArray, Rows]], first: int, last: int
     ) -> list[tuple[int, int]]:
-        """Lookups and distinct rows of each table, of samples ``first`` to ``last`` of a draw."""
+        """Lookups and distinct rows of each table in samples ``first`` to ``last`` of a draw."""
         counts = []
         for table in self._schema.tables:
             columns = [drawn[feature.name] for feature in self._schema.features_of(table.name)]
@@ -121,7 +121,7 @@ class LocalityMeter:
         return counts
 
     def localities(self) -> dict[str, TableLocality]:
-        """What was measured, by table; empty if no block was large enough."""
+        """Measured locality by table; empty if no block was large enough."""
         if not self._found:
             return {}
         sizes = sorted(self._found)
@@ -142,7 +142,7 @@ class LocalityMeter:
 
 
 def _take(block: Block, feature: str, samples: Rows) -> tuple[IntArray, Rows]:
-    """The bags of some samples laid end to end, and where each starts, int64 (S + 1,)."""
+    """The concatenated bags of some samples, and the start of each, int64 (S + 1,)."""
     rows, lengths = block.rows[feature], block.lengths.get(feature)
     if lengths is None:
         return rows[samples], np.arange(samples.size + 1)
@@ -154,7 +154,7 @@ def _take(block: Block, feature: str, samples: Rows) -> tuple[IntArray, Rows]:
 
 
 def _power_of_two(number: float) -> int:
-    """The largest one that is not above a number; 0 for numbers below 1."""
+    """The largest power of two that is not above a number; 0 for numbers below 1."""
     return 1 << int(math.log2(number)) if number >= 1 else 0
 
 
@@ -164,12 +164,12 @@ def count_distinct(parts: Sequence[IntArray], num_rows: int) -> int:
     if num_ids == 0:
         return 0
     if num_rows <= 4 * num_ids:
-        # Marking beats sorting where the table is not much larger than the batch.
+        # Marking is faster than sorting if the table is not much larger than the batch.
         seen = np.zeros(num_rows, np.bool_)
         for part in parts:
             seen[part] = True
         return int(np.count_nonzero(seen))
-    # np.unique, which also finds where they are, takes ten times as long.
+    # np.unique takes ten times as long.
     rows = np.sort(np.concatenate(parts))
     return int(np.count_nonzero(rows[1:] != rows[:-1])) + 1
 
@@ -182,12 +182,12 @@ def effective_draws(
 ) -> float:
     """The number of independent lookups that read as many distinct rows as a batch does.
 
-    The ratio to the batch's lookups is that of the measured batch sizes around it, interpolated in
-    its logarithm over that of the batch size, and that of the nearest one beyond them (a batch is
-    drawn inside one block, so none larger than a block is measured).
+    The ratio to the batch's lookups is interpolated between the neighbouring measured batch sizes,
+    log-log, and is that of the nearest one beyond them (a batch is drawn inside one block, so none
+    larger than a block is measured).
 
-    The histogram is of the part of the data that the locality was measured in. Without a locality
-    lookups are taken as independent.
+    The histogram must be that of the part of the data in which the locality was measured. Without a
+    locality, lookups are assumed independent.
     """
     num_lookups = batch_size * lookups_per_sample
     if locality is None or num_lookups <= 0 or histogram.num_lookups == 0:
@@ -208,15 +208,15 @@ def step_draws(
     world_size: int,
     lookups_per_sample: float,
 ) -> tuple[float, float]:
-    """``effective_draws`` of a rank's batch and of the global batch, the latter no fewer."""
+    """``effective_draws`` of a rank's batch and of the global batch, the latter no smaller."""
     of_rank = effective_draws(histogram, locality, batch_size, lookups_per_sample)
     of_all = effective_draws(histogram, locality, batch_size * world_size, lookups_per_sample)
     return of_rank, max(of_rank, of_all)
 
 
 def _draw_ratio(histogram: CountHistogram, locality: TableLocality, index: int) -> float:
-    """Effective draws per lookup of the measured batches of one size; 1 where none met a row."""
-    # Of the very batches: bags differ, and so would these batches from others of as many samples.
+    """Effective draws per lookup of the measured batches of one size; 1 if none read a row."""
+    # Lookups of these batches: bags differ, so other batches of the same size would differ too.
     num_lookups = locality.lookups[index]
     target = locality.mean[index]
     error = locality.spread[index] / math.sqrt(locality.num_batches[index])
@@ -232,7 +232,7 @@ def _expected_distinct(histogram: CountHistogram, num_draws: float) -> float:
 
 
 def _solve_draws(histogram: CountHistogram, num_distinct: float) -> float:
-    """The draws that read ``num_distinct`` rows in the mean, at most all lookups."""
+    """The draws that read ``num_distinct`` rows on average, at most all lookups."""
     most = float(histogram.num_lookups)
     if histogram.num_distinct <= num_distinct:
         return most
@@ -243,7 +243,7 @@ def _solve_draws(histogram: CountHistogram, num_distinct: float) -> float:
 
 
 def localities_to_json(localities: Mapping[str, TableLocality]) -> dict[str, Any] | None:
-    """Returns the manifest's form: the batches once, then the lookups and rows of each table."""
+    """Returns the form in the manifest: the batches once, then lookups and rows of each table."""
     if not localities:
         return None
     tables = {name: asdict(table) for name, table in localities.items()}
@@ -255,7 +255,7 @@ def localities_to_json(localities: Mapping[str, TableLocality]) -> dict[str, Any
 
 
 def localities_from_json(found: Mapping[str, Any] | None) -> dict[str, TableLocality]:
-    """Reads ``localities_to_json``; older profiles have None."""
+    """Reads the result of ``localities_to_json``; older profiles have None."""
     if found is None:
         return {}
     batches = {key: found[key] for key in ("batch_sizes", "num_batches")}

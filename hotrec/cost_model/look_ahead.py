@@ -26,15 +26,15 @@ from hotrec.cost_model.forms import (
 )
 from hotrec.types import STAGES, PipelineSpec, RowFetch
 
-# Share of the dense layers' time, forward and backward, that is left when the gradients of rows are
-# there: the bottom layers' backward pass, and the weight gradients of the others, which can wait.
-# Weight gradients are a third of a layer's work (beside the forward pass and the gradients of its
-# inputs), and interactions, which have none, take about a fourth of the time.
+# Share of the dense layers' time, forward and backward, that remains once the gradients of rows are
+# ready: the bottom layers' backward pass, and the weight gradients of the others, which can be
+# deferred. Weight gradients are a third of a layer's work (the others are the forward pass and the
+# gradients of its inputs), and interactions, which have none, take about a quarter of the time.
 OVERLAPPABLE_DENSE_FRAC = 0.25
 POSITION_BYTES, FLAGS_BYTES, SLOT_BYTES = 4, 2, 4
-# Messages of a step, whatever their size: counts, positions, flags.
+# Number of messages of a step: counts, positions, flags.
 NUM_ID_MESSAGES = 3
-# What moves rows into slots and back, and the rows that each moves.
+# Kernels that move rows into slots and back, and the rows that each moves.
 FETCHES = {RowFetch.staged: "fetch_slot", RowFetch.mapped: "fetch_mapped"}
 MOVEMENTS = {
     FETCHES[RowFetch.staged]: "fetched_rows",
@@ -46,12 +46,12 @@ EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 
 @dataclass(frozen=True)
 class _Traffic:
-    """What one exchange sends, and its seconds on the link."""
+    """The bytes of one exchange, and its seconds on the link."""
 
     sent_bytes: float = 0.0
     background_s: float = 0.0
     critical_s: float = 0.0
-    in_line_s: float = 0.0  # critical, and nothing hides it
+    in_line_s: float = 0.0  # critical and not hidden
     compute_s: float = 0.0
 
     @property
@@ -69,15 +69,15 @@ class LookAheadModel:
         ids_exchange    (W-1)/W U (4 + 1 + 1)     positions, and two flags in reply
         rows_exchange   (W-1)/W U v D             u of them urgent
         grads_exchange  (W-1)/W U v D             and 2 (W-1)/W v of each dense parameter
-        hot_exchange    what sends least of       (W-1) H (v D + 4), gathered;
+        hot_exchange    the fewest bytes of       (W-1) H (v D + 4), gathered;
                                                   (W-1)/W (H + union) (v D + 4), added up by owners;
                                                   2 (W-1)/W replica (v D + 1), all of them reduced
 
-    Messages hold the rows of all dimensions, and travel one by one between pairs of ranks; gloo's
-    all_to_all is slower than that on a slow link. So they take what all_to_all or all_gather was
-    measured to take in this world, whichever is less. Corrections and overheads that were fitted to
-    TorchRec's exchanges do not apply to these; those of stages that compute do.
-    With ``is_hot_dense`` all hot rows are reduced, always.
+    Messages contain the rows of all dimensions, and are sent one by one between pairs of ranks;
+    gloo's all_to_all is slower than that on a slow link. So their time is the smaller of those
+    measured for all_to_all and all_gather in this world. Corrections and overheads that were fitted
+    to TorchRec's exchanges do not apply; those of computing stages do. With ``is_hot_dense`` all
+    hot rows are always reduced.
     """
 
     costs: Costs
@@ -103,24 +103,24 @@ class LookAheadModel:
         return compute
 
     def predict(self, quantities: Mapping[str, float]) -> StepPrediction:
-        """Seconds and bytes of a step that does ``quantities``.
+        """Seconds and bytes of a step with these quantities.
 
             line    compute + waiting + travels - overlap hidden
-            link    all that travels, one after the other
+            link    all communication, serialized
             step    max(line, link)
 
-        Computing counts in full on whichever thread, with what the communication thread was
-        measured to take of the cores. All that travels in the background is hidden, and of what is
-        critical (but the pooled exchange) OVERLAPPABLE_DENSE_FRAC of the dense layers' time.
-        Stragglers are waited for once a step. Where the link is slower than the computation, the
-        difference is distributed over the exchanges in proportion to their hidden time. All of it
-        is scaled by what a run with look-ahead took, if the costs were fitted to one.
+        Computation on any thread counts in full, plus the measured use of cores by the
+        communication thread. Background communication is hidden; of critical communication (except
+        the pooled exchange), OVERLAPPABLE_DENSE_FRAC of the dense layers' time is hidden. Ranks
+        wait for stragglers once per step. If the link is slower than the computation, the
+        difference is distributed over the exchanges in proportion to their hidden time. The result
+        is scaled by the measured factor of a run with look-ahead, if the costs were fitted to one.
 
-        Rows move between host memory and slots both ways at once, while the step computes; what is
-        left is waited for in the exchange of rows.
+        Rows move between host memory and slots in both directions at once during the step's
+        computation; the exchange of rows waits for the rest.
 
         Raises:
-            CostsError: If the costs lack the link between hosts, or the movement into slots.
+            CostsError: If the costs lack the link between hosts, or moves into slots.
         """
         step = self._predict_in_slots(quantities)
         moving_s = max(
@@ -141,7 +141,7 @@ class LookAheadModel:
         )
 
     def _predict_in_slots(self, quantities: Mapping[str, float]) -> StepPrediction:
-        """The same with all rows in device memory."""
+        """As ``predict``, with all rows in device memory."""
         stage_s = {name: form.value(quantities) for name, form in self.compute.items()}
         hidden_s = dict.fromkeys(STAGES, 0.0)
         sent = dict.fromkeys(STAGES, 0.0)
@@ -184,7 +184,7 @@ class LookAheadModel:
         return (self.world.num_ranks - 1) / self.world.num_ranks
 
     def _traffic(self, quantities: Mapping[str, float]) -> dict[str, _Traffic]:
-        """The exchanges, in the order in which they travel when backward has the gradients."""
+        """The exchanges, in the order in which they are sent once backward has the gradients."""
         narrow = self.pipeline.narrow_frac
         is_ahead = self.pipeline.depth > 0
         row_bytes = _row_bytes(quantities) * self._others

@@ -17,8 +17,8 @@ from hotrec.cost_model.forms import BYTES_PER_FLOAT
 from hotrec.cost_model.quantities import TableSharding, cached_rows, check_tables, host_state_bytes
 from hotrec.types import Exchange, Sharding, TablePlacement, Tier, WireType
 
-# For every row of the tables whose rows travel: on the host, where loader workers share it, and on
-# the device if ids are routed there.
+# For every row of the tables that exchange rows: on the host, shared by loader workers, and on the
+# device if ids are routed there.
 ROUTER_BYTES = 4
 # FBGEMM's device cache with LRU (split_table_batched_embeddings_ops_training.py,
 # _apply_cache_state): lxu_cache_state and lxu_state of a slot, lxu_cache_locking_counter of a slot
@@ -27,8 +27,8 @@ CACHE_TAG_BYTES = 8
 CACHE_CLOCK_BYTES = 8
 CACHE_LOCK_BYTES = 4
 CACHE_MAP_BYTES = 4
-# The map of our slots (embedding/slots.py), on the device: the place or the decayed lookups, and
-# the known batches, of a row and of a slot, and the row of a slot and the last batch that reads it.
+# The map of hotrec's slots (embedding/slots.py), on the device: the place or decayed lookups and
+# the known batches, of each row and slot, and the row and last reading batch of each slot.
 SLOT_MAP_BYTES = 4 + 4
 SLOT_BYTES = 4 + 4 + 8 + 4
 # Copies of a replica's gradient in the first step, the peak: autograd's, which DDP copies into its
@@ -46,8 +46,8 @@ def replica_row_bytes(demand: TableDemand, num_gradients: int = NUM_REPLICA_GRAD
 def shard_row_bytes(demand: TableDemand, tier: Tier) -> tuple[int, int]:
     """Device and host memory of a row of a shard, on a machine with devices.
 
-    Where the row is on the host, an optimizer state of one float a row stays on the device
-    (FBGEMM's row-wise optimizers).
+    If the row is on the host, an optimizer state of one float per row stays on the device (FBGEMM's
+    row-wise optimizers).
     """
     if tier is Tier.DEVICE:
         return demand.row_bytes, 0
@@ -62,7 +62,7 @@ def cached_row_bytes(
     """Device memory of a row that a cache can hold, besides that of its shard.
 
     Args:
-        widest: Largest D of the tables that share the cache. None takes this table's.
+        widest: Largest D of the tables that share the cache; None for this table's.
         is_prefetched: Whether TorchRec's prefetch pipeline fills the cache.
     """
     num_bytes = BYTES_PER_FLOAT * (demand.dim if widest is None else widest)
@@ -81,18 +81,18 @@ def mean_bytes(
     is_one_memory: bool,
     is_routed_on_device: bool,
 ) -> Floats:
-    """Memory of a table on the mean rank, which adds up over tables; linear in its rows.
+    """Memory of a table on the mean rank, additive over tables and linear in its rows.
 
-    It agrees with ``memory_by_rank``, except that wholly hot tables keep their shards.
+    It agrees with ``memory_by_rank``, except that entirely hot tables keep their shards.
 
     Args:
         demand: The table.
         exchange: How it is exchanged.
         tier: Tier of its shards.
         num_hot: Hot rows, a number or float64 (P,).
-        num_cached: Rows that a device cache holds, over all ranks.
+        num_cached: Capacity of a device cache in rows, over all ranks.
         num_ranks: World size W.
-        is_one_memory: Whether all of it is the host's, as on CPU.
+        is_one_memory: Whether all memory is the host's, as on CPU.
         is_routed_on_device: Whether ranks route the ids, not loader workers.
 
     Returns:
@@ -125,8 +125,8 @@ def memory_by_rank(
 ) -> list[dict[str, float]]:
     """Memory of every rank.
 
-    A placement does not name the owners of its table-wise tables; here each goes to the rank with
-    least so far, largest table first, as TorchRec's planner does in essence.
+    A placement does not assign table-wise tables to owners; here each goes to the least loaded
+    rank, largest table first, essentially as in TorchRec's planner.
 
     Args:
         num_hot: Hot rows of each table, 0 where absent.
@@ -144,7 +144,7 @@ def memory_by_rank(
     check_tables(demands, num_hot, tables)
     bytes_W2 = np.zeros((world.num_ranks, 2))
     owned = []
-    # Largest D of the tables that share each device cache, which is the width of its slots.
+    # Largest D of the tables that share each device cache: the width of its slots.
     widest: dict[tuple[str, int], int] = {}
     for demand in demands:
         if tables[demand.name].tier is Tier.HOST_CACHED:
@@ -161,7 +161,7 @@ def memory_by_rank(
             bytes_W2 += ROUTER_BYTES * demand.num_rows * np.array([is_on_device, 1])
         bytes_W2[:, 0] += hot * replica_row_bytes(demand, num_gradients)
         if hot == demand.num_rows:
-            continue  # a table that is wholly hot has no shards
+            continue  # an entirely hot table has no shards
         if getattr(placed, "sharding", None) is Sharding.TABLE_WISE:
             owned.append(_shard_bytes(demand, placed, demand.num_rows, widest))
             continue
@@ -178,7 +178,7 @@ def memory_by_rank(
 
 
 def row_wise_rows(num_rows: int, num_shards: int) -> list[int]:
-    """Rows of each shard as TorchRec cuts them: ceil(R / W), as long as there are any."""
+    """Rows of each shard in TorchRec: ceil(R / W) until no rows remain."""
     size = -(-num_rows // num_shards)
     return [max(0, min(size, num_rows - size * shard)) for shard in range(num_shards)]
 

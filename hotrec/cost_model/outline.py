@@ -1,4 +1,4 @@
-"""A profile drawn from an outline of the data, to plan before the data is there."""
+"""A profile drawn from an outline of the data, for planning before the data is available."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _GOLDEN = 0.618034
 
 
 def write_outline(spec: OutlineSpec, dataset: Path, profile: Path, sampling: Sampling) -> None:
-    """Write a dataset without samples, and a profile of as many lookups as are to be counted.
+    """Write a dataset without samples, and a profile of the lookups that profiling would count.
 
-    The row of rank k is drawn with a probability ~ k^-exponent; counts are Poisson draws, as those
-    of independent lookups are. It takes 8 bytes per row of all tables, on disk.
+    The row of rank k is drawn with a probability ~ k^-exponent; counts are Poisson draws, like
+    those of independent lookups. It needs 8 bytes per row of all tables, on disk.
 
     Args:
         dataset: Directory of the dataset.
         profile: Directory of the profile, written last.
-        sampling: What `hotrec profile` would count of the ``spec.num_train`` samples.
+        sampling: The samples that `hotrec profile` would count of ``spec.num_train``.
     """
     schema = outline_schema(spec)
     with scratch_directory(dataset, kind=DATASET) as scratch:
@@ -77,7 +77,7 @@ def _write_profile(
 
 
 def zipf_rows(num_rows: int, exponent: float) -> Iterator[tuple[Rows, Floats]]:
-    """Row numbers and probabilities, most popular rows first, in slices of which arrays are cheap.
+    """Row numbers and probabilities, most popular rows first, in small slices.
 
     Popular rows are spread evenly over the table, since row-wise shards are ranges of rows.
     """

@@ -1,7 +1,7 @@
-"""Profile: how often each row of each table is looked up, in the data and in its last part.
+"""Profile: the lookups of each row of each table, in the data and in its held-out last part.
 
 One streaming pass over blocks, exact or on a seeded sample of the samples. The arrays of counts may
-live in memory or in the files of the artifact, so that tables of any size fit.
+be in memory or in the files of the artifact, so that tables of any size fit.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from hotrec.types import Rows, Schema
 
 KIND = "profile"
 TRAIN_DIRECTORY, HELDOUT_DIRECTORY = "counts", "heldout"
-# The fact of a table in the manifest that the counts of a part add up to.
+# The fact of a table in the manifest that is the sum of the counts of a part.
 LOOKUPS = {TRAIN_DIRECTORY: "num_lookups", HELDOUT_DIRECTORY: "num_heldout_lookups"}
 NUM_CURVE_POINTS = 65
-# Read off the coverage curve for tables and messages.
+# Points of the coverage curve in tables and messages.
 LANDMARK_FRACS = (0.0001, 0.001, 0.01, 0.05, 0.1, 0.2, 0.5)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which samples are counted, and what is made of small counts.
+    """Which samples are counted, and how small counts are treated.
 
     Args:
         frac: Share of the samples, drawn without replacement; 1 counts all of them.
         seed: Seed of the draw.
-        min_count: Sampled accesses below which a row is not to be made hot, since its place in the
-            ranking is noise. Counts are kept as they are; the policies take this number.
+        min_count: Minimum sampled accesses of a hot row; below it, a row's rank is noise. The
+            counts are unchanged; policies use this number.
         confidence: Confidence of the intervals that a sampled profile reports.
         half_life: Training samples after which a sample is drawn half as often as the last one;
-            None for all alike.
+            None to draw all alike.
     """
 
     frac: float = 1.0
@@ -61,11 +61,11 @@ class Sampling:
         return self.frac == 1.0 and self.half_life is None
 
     def fracs(self, ages: Rows) -> Floats:
-        """The probability float64 (n,) of samples that are so many from the end, int64 (n,)."""
+        """The probability float64 (n,) of samples at these distances from the end, int64 (n,)."""
         return self.frac * np.exp2(-ages / (self.half_life or math.inf))
 
     def num_drawn(self, num_samples: int) -> int:
-        """How many of the last samples are drawn, about."""
+        """About how many of the last ``num_samples`` samples are drawn."""
         if self.half_life is None:
             return math.ceil(num_samples * self.frac)
         of_all = (
@@ -115,7 +115,7 @@ class Profile:
         """Write the profile for ``read_profile``, on one rank; an earlier profile is replaced.
 
         Raises:
-            ArtifactError: If something else is there.
+            ArtifactError: If the path is something else.
         """
         with scratch_directory(path, kind=KIND) as scratch:
             for part, arrays in ((TRAIN_DIRECTORY, self.counts), (HELDOUT_DIRECTORY, self.heldout)):
@@ -127,15 +127,15 @@ class Profile:
 
 
 class CountOptions(TypedDict, total=False):
-    """What ``count_rows`` counts apart, and which samples.
+    """Which samples ``count_rows`` counts, and which of them separately.
 
     Args:
-        num_samples: How many samples the blocks hold; needed to hold out their last part.
-        heldout_frac: Share of the samples, the last ones, that is counted apart.
-        heldout_blocks: A stream of its own to count as held-out data instead, such as a
-            validation split.
-        num_heldout_samples: How many samples those hold, if known: the batches that are drawn for
-            the locality are then spread over all of them.
+        num_samples: Number of samples in the blocks; needed to hold out their last part.
+        heldout_frac: Share of the samples, at the end, that is counted separately.
+        heldout_blocks: A separate stream to count as held-out data instead, such as a validation
+            split.
+        num_heldout_samples: Number of samples in that stream, if known: the batches drawn for the
+            locality are then spread over all of it.
         sampling: Which samples are counted; by default all.
     """
 
@@ -153,12 +153,12 @@ def count_rows(
     directory: Path | None = None,
     **options: Unpack[CountOptions],
 ) -> Profile:
-    """Count the accesses of every row in one pass; 8 bytes per row and part, however long the data.
+    """Count the accesses of every row in one pass; 8 bytes per row and part for data of any length.
 
     Args:
         blocks: The samples, oldest first.
-        directory: Count in ``.npy`` files made there, so that the system may page them out; None
-            counts in memory.
+        directory: Count in ``.npy`` files created there, which the system can page out; None counts
+            in memory.
 
     Raises:
         ValueError: If a block does not fit the schema, the stream is not ``num_samples`` long, or
@@ -170,8 +170,8 @@ def count_rows(
     heldout_frac = options.get("heldout_frac", 0.0)
     if heldout_frac and not 0.0 < heldout_frac < (1.0 if heldout_blocks is None else 0.0):
         raise ValueError(
-            "heldout_frac: expected at least 0 and below 1, and 0 with a held-out stream of its "
-            f"own, got {heldout_frac}."
+            "heldout_frac: expected at least 0 and below 1, and 0 with a separate held-out "
+            f"stream, got {heldout_frac}."
         )
     if sampling.half_life is not None and num_samples is None:
         raise ValueError(
@@ -215,7 +215,7 @@ def count_rows(
         for feature in schema.features:
             # In place: 70 to 800 M ids/s; np.bincount would add an array of the table's size.
             np.add.at(counts[feature.table], drawn.rows[feature.name], 1)
-        # Batches are drawn from all samples: a sample of them would look less clustered.
+        # Batches are drawn from all samples: batches of sampled samples would look less clustered.
         meter.observe(block, num_counted=drawn.num_samples)
         position += block.num_samples
         num_counted[is_heldout] += drawn.num_samples
@@ -248,8 +248,8 @@ def allocate_counts(schema: Schema, directory: Path | None, part: str) -> dict[s
 def _counts_name(part: str, table: str) -> str:
     if "/" in table or "\0" in table:
         raise ValueError(
-            f"table {table!r}: expected a name that can be a file's, got one with '/' or NUL. "
-            f"Rename the table in the dataset's schema."
+            f"table {table!r}: expected a valid file name, got one with '/' or NUL. Rename the "
+            "table in the dataset's schema."
         )
     return f"{part}/{table}.npy"
 
@@ -260,7 +260,7 @@ def _label_parts(
     boundary: int | None,
     num_samples: int | None,
 ) -> Iterator[tuple[Block, bool]]:
-    """The blocks, cut where the held-out part starts, each with whether it is held out."""
+    """The blocks, split at the start of the held-out part, each with whether it is held out."""
     position = 0
     for block in blocks:
         num_train = block.num_samples if boundary is None else boundary - position
@@ -291,7 +291,7 @@ def write_profile(
     """Count into the files of a new profile artifact and commit it; see ``count_rows``.
 
     Raises:
-        ValueError: As ``count_rows``; nothing is left behind.
+        ValueError: As ``count_rows``; no files are left on failure.
     """
     with scratch_directory(output, kind=KIND) as scratch:
         content = summarize_profile(count_rows(blocks, schema, directory=scratch, **options))
@@ -326,7 +326,7 @@ def summarize_profile(profile: Profile) -> dict[str, Any]:
 
 
 def landmarks(histogram: CountHistogram, sampling: Sampling) -> list[dict[str, Any]]:
-    """The shares of lookups that the most accessed rows take, at round fractions of the rows."""
+    """The shares of lookups that the most accessed rows serve, at round fractions of the rows."""
     confidence = None if sampling.is_exact else sampling.confidence
     return [_landmark(histogram, frac, confidence) for frac in LANDMARK_FRACS]
 
@@ -338,24 +338,25 @@ def _summarize_table(histogram: CountHistogram) -> dict[str, Any]:
         "num_lookups": histogram.num_lookups,
         "num_distinct": histogram.num_distinct,
         "num_heldout_lookups": num_heldout,
-        # Held-out lookups of rows that the train part never saw: what no profile could make hot.
+        # Held-out lookups of rows that the train part never saw, which no profile could make hot.
         "heldout_unseen_frac": histogram.heldout_unseen / num_heldout if num_heldout else None,
         "coverage": coverage_curve(histogram),
     }
 
 
 def cover_lookups(histogram: CountHistogram, fracs: Floats) -> tuple[Floats, Floats | None]:
-    """The share of lookups that the most accessed rows take.
+    """The share of lookups that the most accessed rows serve.
 
     Rows are ranked by their train counts for both shares, so the held-out one shows drift. Inside a
-    group of equal counts the held-out share is interpolated: the mean over the orders of the ties.
+    group of equal counts the held-out share is interpolated, which is the mean over all orders of
+    the ties.
 
     Args:
         fracs: float64 (P,), fractions of all rows.
 
     Returns:
-        float64 (P,) for train, and for the held-out data, or None where there is none. Zeros where
-        there is no lookup.
+        float64 (P,) for train, and for the held-out data or None without any. Zeros if there are no
+        lookups.
     """
     ends = np.concatenate([[0], np.cumsum(histogram.num_rows), [histogram.total_rows]])
     position = fracs * histogram.total_rows
@@ -389,7 +390,7 @@ def coverage_curve(histogram: CountHistogram) -> dict[str, Any]:
 def _landmark(histogram: CountHistogram, frac: float, confidence: float | None) -> dict[str, Any]:
     """Coverage at a fraction of the rows, with Wilson intervals for a sampled profile.
 
-    The train share of a sample leans high, since the same sample ranked the rows.
+    The train share of a sample is biased high, since the same sample ranked the rows.
     """
     train, heldout = cover_lookups(histogram, np.array([frac]))
     shares = {"train": (float(train[0]), histogram.num_lookups)}
@@ -404,10 +405,10 @@ def _landmark(histogram: CountHistogram, frac: float, confidence: float | None) 
 
 
 def wilson_interval(share: float, num_trials: int, *, confidence: float) -> list[float]:
-    """Wilson's score interval of a proportion (Wilson, JASA 1927); 0..1 where there is no trial.
+    """Wilson's score interval of a proportion (Wilson, JASA 1927); 0..1 without trials.
 
-    The trials are taken as independent. Lookups of one multi-hot bag are not quite, so for them the
-    interval is somewhat too narrow.
+    The trials are assumed independent. Lookups of a multi-hot bag are not quite independent, so
+    their interval is somewhat too narrow.
     """
     if num_trials == 0:
         return [0.0, 1.0]
@@ -415,7 +416,7 @@ def wilson_interval(share: float, num_trials: int, *, confidence: float) -> list
     spread = z * z / num_trials
     centre = (share + spread / 2) / (1 + spread)
     half = math.sqrt(spread * share * (1 - share) + spread * spread / 4) / (1 + spread)
-    # An interval must hold its own estimate, up to rounding.
+    # An interval must contain its own estimate, up to rounding.
     return [min(max(centre - half, 0.0), share), max(min(centre + half, 1.0), share)]
 
 

@@ -36,10 +36,10 @@ from hotrec.cost_model.step import StepModel
 from hotrec.types import DEFAULT_LOAD_FRAC, Exchange, Rows, Sharding, TablePlacement, Tier
 
 BYTES_PER_LENGTH = 4
-# Of tables without a cache, whose shares are not read.
+# For tables without a cache; these shares are not read.
 ALL_HIT = CacheShares(1.0, 0.0)
 REPLICATED = "data_parallel"
-# Kinds of TorchRec's sharding (ShardingType), and whether a shard has some of the rows, columns.
+# Kinds of TorchRec's sharding (ShardingType), and whether they split rows, and columns.
 KINDS: Mapping[str, tuple[bool, bool]] = {
     REPLICATED: (False, False),
     "table_wise": (False, False),
@@ -53,13 +53,13 @@ KINDS: Mapping[str, tuple[bool, bool]] = {
 
 @dataclass(frozen=True)
 class TableSharding:
-    """How a plan of TorchRec shards a whole table.
+    """How a TorchRec plan shards an unsplit table.
 
     Args:
         kind: One of KINDS.
         ranks: Owner of each shard, by columns, then by rows; not read if data-parallel.
         tier: Tier of the shards.
-        cache_load_frac: Cached fraction of the rows in HOST_CACHED. None takes FBGEMM's 0.2.
+        cache_load_frac: Cached fraction of the rows in HOST_CACHED; None for FBGEMM's 0.2.
         is_prefetched: Whether TorchRec's prefetch pipeline fills the cache of HOST_CACHED.
 
     Raises:
@@ -83,7 +83,7 @@ class TableSharding:
         return self.kind == REPLICATED
 
     def blocks(self, world: World) -> list[tuple[int, ...]]:
-        """Returns the owners of each equal part of the columns, which share its rows."""
+        """Returns the owners of each equal part of the columns, which split its rows."""
         has_rows, has_columns = KINDS[self.kind]
         if not has_columns:
             return [self.ranks]
@@ -92,10 +92,10 @@ class TableSharding:
 
 
 def cached_rows(demand: TableDemand, placed: TablePlacement | TableSharding) -> float:
-    """Rows of the table that device caches hold, over all ranks; 0 if its tier has no cache.
+    """Capacity of the table's device caches in rows, over all ranks; 0 if its tier has no cache.
 
     Raises:
-        ValueError: If a placement with a cache does not say how large it is.
+        ValueError: If a placement with a cache lacks the cache's size.
     """
     if placed.tier not in (Tier.HOST_CACHED, Tier.CACHED):
         return 0.0
@@ -123,7 +123,7 @@ def check_tables(
     if missing or unknown:
         raise ValueError(
             f"placement: expected the tables {sorted(names)}, got none of {missing} and hot rows "
-            f"of {unknown}. Make it from the same dataset's profile."
+            f"of {unknown}. Create it from the same dataset's profile."
         )
     for demand in demands:
         if not 0 <= num_hot.get(demand.name, 0) <= demand.num_rows:
@@ -143,17 +143,17 @@ def hot_cold_quantities(
 ) -> dict[str, float]:
     """Returns the quantities of the mean rank in a step with hot and cold rows.
 
-    The hot rows of a table are its most looked-up ones. Tables of one dimension share messages: a
-    group for those whose rows travel, hot and cold, and one for those whose pooled vectors do.
-    Hits and misses of a cache are of the distinct rows of a rank where rows travel, of the ids
-    where pooled vectors do; a row that two ranks miss counts twice.
+    The hot rows of a table are its most-read rows. Tables of one dimension share messages: one
+    group for tables that exchange rows, hot and cold, and one for tables that exchange pooled
+    vectors. Hits and misses of a cache count the distinct rows of a rank if rows are exchanged, and
+    ids if pooled vectors are; a row that two ranks miss counts twice.
 
     Args:
         num_hot: Hot rows of each table, 0 where absent.
         tables: The placement of every table.
         batch_size: Batch B of a rank, the one that the demands were built for.
         caches: Hits of every cached table (``hot_cold_caches``). None assumes a cache that always
-            holds the most looked-up rows, which is linear in its size and a lower bound.
+            has the most-read rows, which is linear in its size and a lower bound on misses.
 
     Returns:
         Every key of QUANTITIES.
@@ -220,7 +220,7 @@ class ReadRows(Generic[Number]):
 
 
 def read_rows(demand: TableDemand, num_hot: int) -> ReadRows[float]:
-    """The rows that a step reads where the ``num_hot`` most looked-up rows are hot."""
+    """The rows that a step reads if the ``num_hot`` most-read rows are hot."""
     of_rank, cold, of_any = expected_distinct(demand, num_hot)
     cold_of_any = expected_cold_of_any(demand, num_hot)
     urgent = expected_urgent(demand, num_hot)
@@ -237,14 +237,14 @@ def table_quantities(
 ) -> dict[str, Number]:
     """Returns the quantities of one table on the mean rank, without the groups that it shares.
 
-    The formulas of prediction and search.
+    Prediction and search both use these formulas.
 
     Args:
         demand: The table.
-        placed: Where its cold rows are; how many of them a cache holds is not read.
+        placed: The placement of its cold rows; the size of a cache is ignored.
         rows: The rows that a step reads.
-        served: What a rank reads on each of TIERS: distinct cold rows where rows travel, ids where
-            pooled vectors do.
+        served: Reads of a rank from each of TIERS: distinct cold rows if rows are exchanged, ids if
+            pooled vectors are.
         world: Ranks and hosts.
         batch_size: Batch B of a rank.
     """
@@ -258,7 +258,7 @@ def table_quantities(
     is_pooled = placed.exchange is Exchange.POOLED
     for kernel, number in served.items():
         add(f"{'pooled_ids' if is_pooled else 'rows'}_{kernel}", number)
-    if is_pooled:  # of which the mean rank owns a fraction 1 / W
+    if is_pooled:  # the mean rank owns a fraction 1 / W of them
         others = (world.num_ranks - 1) / world.num_ranks
         num_bags = batch_size * demand.num_columns
         num_bags *= world.num_ranks if placed.sharding is Sharding.ROW_WISE else 1
@@ -284,8 +284,8 @@ def hot_cold_caches(
 ) -> dict[str, CacheShares]:
     """Returns the cache hits of a placement by table.
 
-    FBGEMM's module of all pooled tables has one cache; so has each module of the other tables of
-    one dimension.
+    FBGEMM's module of all pooled tables has one cache, and so does each module of the other tables
+    of one dimension.
     """
     shared: dict[int, dict[str, CachedTable]] = {}
     for demand in demands:
@@ -310,7 +310,7 @@ def host_state_bytes(demand: TableDemand) -> int:
 
 
 def _shares(tier: Tier, shares: CacheShares) -> dict[str, float]:
-    """The share of what is read on each of TIERS."""
+    """The share of reads from each of TIERS."""
     if tier is Tier.HOST_CACHED:
         return {"hit": shares.hit, "miss": shares.miss, "host": shares.conflict}
     # Look-ahead fills the slots of CACHED before they are read.
@@ -335,25 +335,25 @@ def torchrec_quantities(
 ) -> list[dict[str, float]]:
     """Returns the quantities of each rank with TorchRec's collection on unsplit tables.
 
-    Ids travel undeduplicated, 8 bytes each, with the lengths of their bags, 4 bytes each, counted
-    as half an id. A shard, of some columns or some rows, sends W - 1 times its pooled vectors of a
-    batch, B F D 4 bytes, in forward, and receives as much in backward:
+    Ids are sent without deduplication, 8 bytes each, with the lengths of their bags, 4 bytes each,
+    counted as half an id. A shard, of some columns or some rows, sends W - 1 times its pooled
+    vectors of a batch, B F D 4 bytes, in forward, and receives the same in backward:
 
         table-wise      all_to_all: one batch of vectors to each of the other ranks
-        row-wise        reduce_scatter of W batches of vectors, of which (W-1)/W travel; all_gather
+        row-wise        reduce_scatter of W batches of vectors, (W-1)/W of them sent; all_gather
         table-row-wise  on m ranks of a host: reduce_scatter, (m-1)/m W, then all_to_all between
                         hosts, W/m - 1: together W - 1 again
         column-wise     as table-wise, with a part of D; the ids go to every part
         data-parallel   nothing but the gradient of the whole table, all-reduced
 
-    Row-wise shards are taken to serve equal shares of the lookups. Tables of one kind of sharding
-    share messages, whatever their dimension.
+    Row-wise shards are assumed to serve equal shares of the lookups. Tables of one kind of sharding
+    share messages across dimensions.
 
     Returns:
         By rank, every key of QUANTITIES.
 
     Raises:
-        ValueError: If a table has no sharding, or a shard no rank of this world.
+        ValueError: If a table has no sharding, or a shard's rank is not in this world.
     """
     check_tables(demands, {}, shardings)
     per_rank = [dict.fromkeys(QUANTITIES, 0.0) for _ in range(world.num_ranks)]
@@ -376,7 +376,7 @@ def torchrec_quantities(
                 f"got {outside[0]}. Plan for this world."
             )
         blocks = sharding.blocks(world)
-        for owners in blocks:  # each of some columns, whose rows are split over them
+        for owners in blocks:  # owners of some columns, with the rows split over them
             of_shard = num_ids / len(owners)
             for owner in owners:
                 done, shares = per_rank[owner], caches.get((owner, demand.name), ALL_HIT)
@@ -402,8 +402,8 @@ def torchrec_caches(
 ) -> dict[tuple[int, str], CacheShares]:
     """Returns the cache hits of a plan of TorchRec by rank and table.
 
-    The tables, or parts of them, that a rank holds by one kind of sharding share a cache; with
-    prefetch, those of one dimension.
+    A rank's tables, or parts of them, with one kind of sharding share a cache; with prefetch, only
+    those of one dimension.
     """
     shared: dict[tuple[int, str, int, bool], list[tuple[CachedTable, float]]] = {}
     for demand in demands:
@@ -430,8 +430,9 @@ def torchrec_caches(
 def predict_torchrec(model: StepModel, per_rank: Sequence[Mapping[str, float]]) -> StepPrediction:
     """Predicts the step of ranks with different quantities.
 
-    Stages are joined by collectives, so each lasts as long as on its slowest rank. What an owner of
-    tables sends in forward it is sent in backward, so the busiest rank is the same for both.
+    Stages are separated by collectives, so each takes as long as on its slowest rank. An owner of
+    tables receives in backward as much as it sends in forward, so the busiest rank is the same for
+    both.
 
     Bytes are those of the mean rank.
     """
@@ -450,8 +451,8 @@ def served_by_shard(
 ) -> Floats:
     """Cold rows that each row-wise shard of a table is expected to serve in a step.
 
-    TorchRec's shards are contiguous, ceil(R / W) rows each, so they are even only if rows are
-    numbered without regard to popularity. One pass over the rows, a slice at a time.
+    TorchRec's shards are contiguous, ceil(R / W) rows each, so they are balanced only if row
+    numbers are independent of popularity. One pass over the rows, a slice at a time.
 
     Args:
         counts: Accesses of each row in the profile, int64 (R,).

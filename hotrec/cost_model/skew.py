@@ -7,26 +7,26 @@ from scipy.optimize import brentq
 
 from hotrec.types import Rows
 
-# Skew of ids of which nothing is known, the steepest that is fitted, and groups of ranks alike.
+# Default skew, the maximum that is fitted, and the number of groups of similar ranks.
 DEFAULT_EXPONENT, MAX_EXPONENT, NUM_RANK_GROUPS = 1.05, 3.0, 400
-MOST_READ_FRAC = 0.9
+MAX_READ_FRAC = 0.9
 
 
 def fit_zipf_exponent(ids: Rows, num_rows: int) -> float:
-    """The exponent at which as many lookups read as many distinct rows in expectation.
+    """The exponent for which the same number of lookups reads as many distinct rows on average.
 
-    Of n lookups with probabilities p_k ~ k^-exponent, 1 - e^(-n p_k) is that of reading row k.
-    Lookups that read nearly all rows say little, so of those fewer are taken.
+    With n lookups of probabilities p_k ~ k^-exponent, row k is read with probability 1 - e^(-n
+    p_k). Lookups that read nearly all rows carry little information, so fewer of them are used.
 
     Args:
         ids: Rows looked up, as they come.
         num_rows: Rows of the table.
 
     Returns:
-        0 to MAX_EXPONENT; DEFAULT_EXPONENT where there is nothing to tell it from.
+        0 to MAX_EXPONENT; DEFAULT_EXPONENT if it cannot be estimated.
     """
     num_distinct = np.unique(ids).size
-    while num_distinct > MOST_READ_FRAC * num_rows and ids.size >= 2 * num_rows:
+    while num_distinct > MAX_READ_FRAC * num_rows and ids.size >= 2 * num_rows:
         ids = ids[: ids.size // 2]
         num_distinct = np.unique(ids).size
     if num_rows <= 2 or num_distinct <= 1:

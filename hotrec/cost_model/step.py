@@ -1,6 +1,6 @@
 """The step of TorchRec's pipelines: seconds by stage, linear in the quantities of the mean rank.
 
-The same forms serve prediction and search, so the search minimises what is predicted. Measured
+Prediction and search use the same forms, so the search minimises the predicted step. Measured
 collectives are not linear in the message size and are linearised at the sizes of a given step.
 Bytes on the wire are counted as ``hotrec.runtime.traffic`` counts them.
 """
@@ -32,8 +32,8 @@ from hotrec.cost_model.look_ahead import SLOT_BYTES, LookAheadModel
 from hotrec.types import STAGES, PipelineKind, PipelineSpec
 
 COVERED = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
-LEAST_LOOKUPS = 1e-12
-# TorchRec's messages of pooled vectors and of replicas; their corrections are their own.
+MIN_LOOKUPS = 1e-12
+# TorchRec's messages of pooled vectors and of replicas, which have separate corrections.
 THEIR_MESSAGES = ("pooled_sent_bytes", "pooled_groups", "replicated_bytes", "replicated_groups")
 
 
@@ -47,21 +47,21 @@ def with_loader(
     overlap: float,
     slowdown: float = 1.0,
 ) -> StepPrediction:
-    """Returns the step beside a loader, on the cores that the host has.
+    """Returns the step with a loader that shares the host's cores.
 
-    The longest of
+    The maximum of
 
         step + main + delay                                the main thread gets or makes the batch
         worker / workers                                   each worker makes every n-th batch
         ranks (busy / slowdown + main + worker) / cores    a host's work, on all of its cores
 
     where a rank is busy while its main thread computes, and for the share of communication that
-    takes processor time, 1 - ``overlap``. Workers that find no core of their own, beside the ranks'
-    own, do not wait until a rank does: they delay it for the share of the step that it is busy,
+    uses processor time, 1 - ``overlap``. Workers without a core besides the ranks' cores do not
+    wait until a rank is idle: they delay it for the share of the step for which it is busy,
 
         delay = busy / step max(0, worker - step max(0, cores - ranks) / ranks)
 
-    The difference is put into the stage "other".
+    The difference is added to the stage "other".
 
     Args:
         step: Step without a loader.
@@ -70,8 +70,8 @@ def with_loader(
         ranks_per_host: Ranks of a host.
         cores_per_host: Cores of a host that they share.
         overlap: ``Costs.overlap``.
-        slowdown: How many times longer the step's computation takes than on a core of its own,
-            because ranks shared cores where it was measured.
+        slowdown: Factor by which the step's computation is longer than on a dedicated core, because
+            ranks shared cores in the measurement.
     """
     computing_s = sum(s for name, s in step.stage_s.items() if name not in COVERED)
     sending_s = sum(step.stage_s.get(name, 0.0) for name in COVERED) + sum(step.hidden_s.values())
@@ -91,7 +91,7 @@ def with_loader(
 
 @dataclass(frozen=True)
 class StepModel:
-    """The forms of all stages, in their order; ``overlap`` of covering computation hides wires."""
+    """The forms of all stages, in order; ``overlap`` of computation hides communication."""
 
     stages: Mapping[str, StageForm]
     overlap: float
@@ -116,7 +116,7 @@ def make_model(
     is_hot_dense: bool = False,
     at: Mapping[str, float] | None = None,
 ) -> StepModel | LookAheadModel:
-    """Makes the model of a pipeline's step with hot and cold rows, see ``make_step_model``.
+    """Creates the model of a pipeline's step with hot and cold rows, see ``make_step_model``.
 
     Look-ahead ignores ``at``: it reads measured collectives at the predicted message sizes.
     """
@@ -147,15 +147,15 @@ def make_step_model(
     is_hot_dense: bool = False,
     at: Mapping[str, float] | None = None,
 ) -> StepModel:
-    """Makes the linear model of a step of TorchRec's pipeline.
+    """Creates the linear model of a step of TorchRec's pipeline.
 
     Args:
         pipeline: ``base`` is sparse_dist without overlap of the ids. ``prefetch`` is sparse_dist
             whose device caches fetch the next batch's rows under the dense layers; FBGEMM's
             backward waits for them. Any other counts as sparse_dist.
         is_hot_dense: Whether hot gradients are exchanged by a dense all-reduce.
-        at: Quantities of a step at whose message sizes measured collectives are linearised. None
-            takes the line that fits all sizes best.
+        at: Quantities of a step at whose message sizes measured collectives are linearised; None
+            for the line that fits all sizes best.
 
     Raises:
         CostsError: If the costs lack the link between hosts.
@@ -176,7 +176,7 @@ def make_step_model(
     rows = sum((at or {}).get(f"rows_{tier}", 0.0) for tier in TIERS)
     is_pooled = rows == 0 and (at or {}).get("pooled_groups", 0.0) > 0
     for name, stage in stages.items():
-        # Factors are fitted to what a stage takes after some of it was hidden, so they scale that.
+        # Factors are fitted to the exposed time of a stage, so they scale that.
         own, theirs = costs.correction(name), costs.correction(name, of_torchrec=True)
         for form in (stage.compute, stage.wire):
             form.scale(own, dict.fromkeys(THEIR_MESSAGES, theirs))
@@ -199,9 +199,9 @@ def _add_messages(
     at: Mapping[str, float] | None,
     narrow_frac: float,
 ) -> None:
-    """Adds what travels, and the kernels of the hot exchange.
+    """Adds the messages, and the kernels of the hot exchange.
 
-    ids       all_to_all, 8 bytes for each id requested from another rank; every id is put in order
+    ids       all_to_all, 8 bytes for each id requested from another rank; every id is sorted
               before and after
     rows      all_to_all of the distinct rows, 4 D (W-1)/W each, and their gradients
     pooled    all_to_all of one vector a bag, and as much for its gradient
@@ -225,7 +225,7 @@ def _add_messages(
         for tier in TIERS:
             ids.compute.add(f"{items}_{tier}", order.per_item_s)
     for group in ("cold_groups", "pooled_groups"):
-        # Split sizes, then lengths and ids; the main thread waits for the first.
+        # Split sizes, then lengths and ids; the main thread waits for the split sizes.
         ids.compute.add(group, line.fixed_s)
         ids.wire.add(group, 2 * line.fixed_s)
     for name in ("rows_exchange", "grads_exchange"):
@@ -256,7 +256,7 @@ def _add_messages(
     hot.sent_bytes.add_form(reduced).add_form(gathered)
     reduce = costs.collective("all_reduce", world, _message_bytes(reduced, at))
     gather = costs.collective("all_gather", world, _message_bytes(gathered, at))
-    # How many rows each rank has touched is known when the ids are.
+    # The number of rows that each rank touches is known once the ids are.
     ids.compute.add("hot_groups", gather.fixed_s)
     hot.wire.add_form(gathered, gather.per_byte_s).add_form(reduced, reduce.per_byte_s)
     hot.wire.add("hot_groups", 2 * gather.fixed_s + (reduce.fixed_s if is_hot_dense else 0.0))
@@ -277,10 +277,10 @@ def _message_bytes(sent_bytes: Form, at: Mapping[str, float] | None) -> float | 
 def _add_covers(stages: Mapping[str, StageForm], workload: Workload) -> None:
     """Adds the computation that covers the messages of each stage.
 
-    The next batch's ids travel during the whole step (TorchRec's pipeline); rows during the bottom
-    layers' forward pass, a third of their work; gradients of rows during its backward pass;
-    gradients of hot rows, and those of the dense layers, during the update of the cold ones. One
-    message does not cover another, since they share the link.
+    The next batch's ids are sent during the whole step (TorchRec's pipeline); rows during the
+    bottom layers' forward pass, a third of their work; gradients of rows during its backward pass;
+    gradients of hot rows and of the dense layers during the update of cold rows. Messages do not
+    hide each other, since they share the link.
     """
     dense = stages["dense"].compute
     stages["ids_exchange"].cover.add_form(dense).add_form(stages["pool"].compute)
@@ -299,9 +299,10 @@ def break_even(
 ) -> float | None:
     """Expected lookups of a row per step, over all ranks, above which a replica is faster.
 
-    Of m lookups over W ranks, Poisson, a rank makes one with q = 1 - e^(-m/W), any with
-    Q = 1 - e^(-m). With the marginal seconds of a distinct cold row of a rank c, a hot one h, a hot
-    row of any rank u and a replica r, read or not, a replica is faster where
+    With m lookups over W ranks, Poisson distributed, a rank reads the row with probability
+    q = 1 - e^(-m/W), and any rank with Q = 1 - e^(-m). With marginal seconds c of a
+    distinct cold row of a rank, h of a hot one, u of a hot row of any rank and r of a replica, read
+    or not, a replica is faster if
 
         (c - h) q - u Q - r > 0
 
@@ -310,11 +311,11 @@ def break_even(
 
     Args:
         dim: Embedding dim D of the row.
-        quantities: What a rank does in the step that the row joins; its stages' messages count only
-            where they are not hidden. None: as if nothing were hidden.
+        quantities: A rank's quantities in the step without this row; messages count only if their
+            stage is not hidden. None assumes that nothing is hidden.
 
     Returns:
-        Lookups per step; 0.0 if a replica is faster however rare the row; None if it never is.
+        Lookups per step; 0.0 if a replica is faster at any rate; None if it never is.
 
     Raises:
         CostsError: If the costs lack the link between hosts.
@@ -331,10 +332,10 @@ def break_even(
 
     if cold - hot - union - replica <= 0:
         return None
-    if gain(LEAST_LOOKUPS) > 0:
+    if gain(MIN_LOOKUPS) > 0:
         return 0.0
-    # At this number of lookups a rank is certain to read the row, and gain is at its limit.
-    low, high = math.log(LEAST_LOOKUPS), math.log(50.0 * world.num_ranks)
+    # With this many lookups every rank reads the row almost surely, and gain is at its limit.
+    low, high = math.log(MIN_LOOKUPS), math.log(50.0 * world.num_ranks)
     if gain(math.exp(high)) <= 0:
         return None
     return float(math.exp(brentq(lambda log: gain(math.exp(log)), low, high)))
@@ -345,8 +346,8 @@ def marginal_s(
 ) -> float:
     """Marginal seconds of added quantities in a step of ``quantities``.
 
-    Computation counts in all stages; what travels, less what hides it, where it is not hidden. None
-    assumes that no communication is hidden.
+    Computation counts in all stages; communication, less its cover, counts in stages where it is
+    not hidden. None assumes that no communication is hidden.
     """
     total = 0.0
     for form in model.stages.values():

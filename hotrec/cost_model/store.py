@@ -1,4 +1,4 @@
-"""Costs on disk: an artifact of kind "costs" that holds ``costs.json``."""
+"""Costs on disk: an artifact of kind "costs" with ``costs.json``."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def write_costs(costs: Costs, path: Path) -> Artifact:
     """Writes an artifact, replacing an existing one.
 
     Raises:
-        CostsError: If the path is the name of a built-in set, which it would hide.
-        ArtifactError: If something else is there.
+        CostsError: If the path is the name of a built-in set, which it would shadow.
+        ArtifactError: If the path is something else.
     """
     if str(path) in BUILTIN:
         raise CostsError(
@@ -43,7 +43,7 @@ def write_costs(costs: Costs, path: Path) -> Artifact:
 
 
 def read_costs(path: Path) -> Costs:
-    """Reads what ``write_costs`` wrote.
+    """Reads the costs written by ``write_costs``.
 
     Raises:
         ArtifactError: If it is missing, of another kind, incomplete or altered.
@@ -55,8 +55,8 @@ def read_costs(path: Path) -> Costs:
         document = json.loads(read_record(file))
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CostsError(
-            f"{path / COSTS_JSON}: expected costs as `hotrec calibrate` writes them, got "
-            f"{error!r}. Calibrate again."
+            f"{path / COSTS_JSON}: expected costs from `hotrec calibrate`, got {error!r}. "
+            "Calibrate again."
         ) from error
     costs = Costs.from_json(document)
     with artifact.parsing():
@@ -83,7 +83,7 @@ def find_costs(where: str) -> Costs:
 
 
 def fit_to_world(costs: Costs, world: World, batch_size: int) -> tuple[Costs, list[str]]:
-    """Costs for ranks, hosts and a batch that may not be those that were measured.
+    """Costs for ranks, hosts and a batch that may differ from the measured ones.
 
     Args:
         costs: Measured or built-in costs.
@@ -91,8 +91,8 @@ def fit_to_world(costs: Costs, world: World, batch_size: int) -> tuple[Costs, li
         batch_size: Batch of a rank.
 
     Returns:
-        The costs, with a built-in link between hosts where they lack one for several hosts and the
-        interval of unmeasured costs, and what to tell the user of that and of extrapolation.
+        The costs, with a built-in link between hosts if they lack one for several hosts and the
+        interval of unmeasured costs, and warnings about that and about extrapolation.
     """
     notes = []
     if world.num_hosts > 1 and costs.inter is None:

@@ -45,8 +45,8 @@ def changed(tag_lengths=None, **columns):
             changed(user=np.zeros(9, np.int32)),
             r"user at sample 100: .*got int32 of shape \(9,\) and the lengths None",
         ),
-        (changed(other=np.zeros(10, np.int32)), r"got \['other'\] too many and \[\] missing"),
-        (Block(0, {}), r"got \[\] too many and \['item', 'query', 'tags', 'user'\] missing"),
+        (changed(other=np.zeros(10, np.int32)), r"got \['other'\] in addition and \[\] missing"),
+        (Block(0, {}), r"got \[\] in addition and \['item', 'query', 'tags', 'user'\] missing"),
         (
             Block(10, make_samples(10).rows, {"tags": np.full(10, 7)}),
             r"tags at sample 100: .* lengths \[7 7 7",

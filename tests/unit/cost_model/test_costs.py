@@ -104,9 +104,9 @@ def test_an_edited_file_is_refused(tmp_path: Path) -> None:
         ("host_bytes", 0, "host_bytes: expected above 0, got 0"),
         ("corrections.coffee", 1.0, r"corrections: expected stages of .*, got \['coffee'\]"),
         ("curves.0.kind", "gather", "curve gather: expected one of .*, got gather"),
-        ("curves.0.sent_bytes", [2.0, 1.0], "expected two or more rising sizes"),
+        ("curves.0.sent_bytes", [2.0, 1.0], "expected at least two increasing sizes"),
         ("curves.0.seconds", [1.0, 0.0], "expected times above 0, got"),
-        ("curves", None, "expected the document that `hotrec calibrate` writes"),
+        ("curves", None, "expected the document of `hotrec calibrate`"),
     ],
 )
 def test_impossible_costs_are_refused(key: str, value: Any, message: str) -> None:
