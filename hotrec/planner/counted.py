@@ -1,4 +1,4 @@
-"""What policies choose from: the tables of a profile, and their rows by falling density."""
+"""The input of policies: the tables of a profile, and their rows by descending density."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hotrec.cost_model.histogram import CountHistogram, build_histogram, order_a
 from hotrec.types import Partition, Rows
 
 Counts = Mapping[str, Rows]
-# A table's override: wholly hot, wholly cold, a number of rows, or a fraction of the table's rows.
+# A table's override: entirely hot, entirely cold, a number of rows, or a fraction of its rows.
 Override = str | int | float
 # 0.29 * 100 is just below 29 in floating point, and must still floor to 29.
 ROUNDING = 1e-6
@@ -58,7 +58,7 @@ def _at_least(histogram: CountHistogram, min_count: int) -> CountHistogram:
 
 @dataclass(frozen=True)
 class CountedTables:
-    """The tables of a profile: the hot rows of those decided before, the counts of the others."""
+    """The tables of a profile: hot rows of the fixed tables, counts of the others."""
 
     counts: Counts
     fixed: Mapping[str, Rows]
@@ -75,10 +75,11 @@ class CountedTables:
         """Chooses the hot rows of overridden and small tables.
 
         Args:
-            overrides: For a table "hot" (every row, also unseen ones), "cold" (none), or how many
-                of its most accessed rows, as a number (int) or as a fraction of all its rows
-                (float). Numbers and fractions take seen rows only, so there may be fewer.
-            small_table_rows: Tables with at most this many rows are wholly hot, unless overridden.
+            overrides: For a table "hot" (all rows, including unseen ones), "cold" (none), or how
+                many of its most accessed rows, as a number (int) or as a fraction of all its rows
+                (float). Numbers and fractions only select seen rows, so there may be fewer.
+            small_table_rows: Tables with at most this many rows are entirely hot, unless
+                overridden.
             min_count: Rows with fewer accesses count as unseen.
 
         Raises:
@@ -101,7 +102,7 @@ class CountedTables:
 
     @property
     def ones(self) -> dict[str, int]:
-        """The size of a row where rows are counted."""
+        """Unit row sizes by table, for budgets in rows."""
         return dict.fromkeys(self.histograms, 1)
 
     def taken(self, row_bytes: Mapping[str, int], budget_bytes: int) -> int:
@@ -116,7 +117,7 @@ class CountedTables:
         return taken
 
     def num_where(self, is_hot: Callable[[Rows], npt.NDArray[np.bool_]]) -> dict[str, int]:
-        """Returns the number of rows with such a count by table."""
+        """Returns the number of rows, by table, whose count satisfies a condition."""
         return {t: int(h.num_rows[is_hot(h.values)].sum()) for t, h in self.histograms.items()}
 
     def partition(self, num_hot: Mapping[str, int], policy: str) -> Partition:
@@ -132,7 +133,7 @@ class CountedTables:
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of rows of one table and count, by falling density: int64 (G,) each."""
+    """Groups of rows of one table and count, by descending density: int64 (G,) each."""
 
     table: Rows  # the table's place among the names
     value: Rows  # a row's count
@@ -145,7 +146,7 @@ class Groups:
         sizes: Mapping[str, int],
         weights: Mapping[str, int] | None = None,
     ) -> Groups:
-        """Sorts by count per weight, by default the size; ties by table."""
+        """Sorts by count per weight (by default the size), ties by table."""
         tables, empty = list(histograms.values()), np.empty(0, np.int64)
         table = np.repeat(np.arange(len(tables)), [h.values.size for h in tables])
         size, weight = (
@@ -162,13 +163,13 @@ class Groups:
         return Groups(self.table[keep], self.value[keep], self.num_rows[keep], self.size[keep])
 
     def fill(self, budget: float) -> Rows:
-        """The rows of each group that fit, in this order until one does not; int64 (G,)."""
+        """The rows of each group that fit, in order until the first that does not; int64 (G,)."""
         spent = np.cumsum(self.size * self.num_rows) - self.size * self.num_rows
         fitting = np.floor((budget - spent) / self.size + 1e-9).astype(np.int64)
         return np.clip(fitting, 0, self.num_rows)
 
     def by_table(self, num_rows: Rows, names: Mapping[str, object]) -> dict[str, int]:
-        """Sums a number of rows of each group by table."""
+        """Sums the numbers of rows of groups by table."""
         total = np.zeros(len(names), np.int64)
         np.add.at(total, self.table, num_rows)
         return dict(zip(names, total.tolist(), strict=True))

@@ -37,15 +37,15 @@ def prediction_document(
     sensitivity: Sequence[Mapping[str, Any]],
     trial: Trial | None = None,
 ) -> dict[str, Any]:
-    """Returns the document, which the plan's page shows and a run is compared with.
+    """Returns the document, which is shown on the plan's page and compared with a run.
 
     Args:
-        situation: What was predicted for.
+        situation: The situation of the predictions.
         decision: The predictions and the choice.
         partition: Partition of the chosen split, or None for TorchRec's plans.
         counts: The profile's int64 (R,) counts by table.
         sensitivity: Predictions with other budgets, batches and ranks.
-        trial: What was measured of the candidates, by digest, if a trial chose among them.
+        trial: The measurements of the candidates, by digest, if a trial chose among them.
     """
     costs, predictions = situation.costs, decision.predictions
     chosen = decision.chosen
@@ -137,7 +137,7 @@ def _table_entry(
     num_hot = 0 if split is None else split.num_hot.get(demand.name, 0)
     placed = None if split is None else split.tables.get(demand.name)
     rest = demand.num_rows - num_hot
-    # On CPU the kernels of a device read the host's memory.
+    # On CPU the device kernels read host memory.
     is_device = situation.machine.device != "cpu"
     in_device = rest if is_device and placed is not None and placed.tier is Tier.DEVICE else 0
     return {
@@ -164,9 +164,9 @@ def _sent_bytes(
     plan: Plan,
     sharding: TableSharding | None,
 ) -> dict[str, float | None]:
-    """Bytes of one table that the mean rank sends, those of the dense layers left out.
+    """Bytes of one table that the mean rank sends, without those of the dense layers.
 
-    The trainer chooses the hot exchange for all tables together; here it is this table's.
+    The trainer chooses the hot exchange for all tables together; here it is chosen for this table.
     """
     name, alone = demand.name, dataclasses.replace(situation, demands=(demand,))
     empty = dataclasses.replace(situation, demands=())

@@ -9,7 +9,7 @@ from hotrec.cost_model.costs import Costs, World
 # Fraction of a device's free memory for everything but tables: NCCL and CUDA buffers, activations,
 # messages, ids, fragmentation. Of 80 GB it is 12 GB.
 DEVICE_RESERVED_FRAC = 0.15
-# The same of a host's memory.
+# The same fraction of a host's memory.
 HOST_RESERVED_FRAC = 0.05
 
 
@@ -24,7 +24,7 @@ class Machine:
         device_bytes: Free memory of each rank's device; ignored on CPU.
         host_bytes: Memory of a host, shared by its ranks.
         batch_size: Batch of a rank.
-        costs: Costs whose bandwidths TorchRec's planner gets. None keeps its datasheet figures.
+        costs: Costs with the bandwidths for TorchRec's planner; None for its datasheet figures.
     """
 
     world_size: int
@@ -45,7 +45,7 @@ class Machine:
 
     @property
     def replica_bytes(self) -> int:
-        """Memory that a rank's hot rows must fit into."""
+        """Memory limit of a rank's hot rows."""
         if self.device == "cuda":
             return int((1 - DEVICE_RESERVED_FRAC) * self.device_bytes)
         return self.host_bytes // self.local_world_size

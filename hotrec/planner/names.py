@@ -1,13 +1,13 @@
-"""Plans as a user knows them, from the names that runs and predictions record."""
+"""Display names of plans, from the names in the records of runs and predictions."""
 
 from __future__ import annotations
 
 TORCHREC, PLANNER = "torchrec", "planner"
-# Placements that are another system's, by which they are named.
+# Placements of other systems, which are named after the system.
 _SYSTEMS = {
     "fae": "FAE",
     "freq_cache": "frequency-aware cache",
-    "hugectr": "HugeCTR's hybrid",  # of runs made while hotrec had it
+    "hugectr": "HugeCTR's hybrid",  # in runs of versions that had it
     "scars": "SCARS",
 }
 
@@ -17,7 +17,7 @@ def plan_name(plan: str, hot_rows: float | None) -> str:
 
     Args:
         plan: Such as ``hot_cold`` or ``torchrec table_wise``.
-        hot_rows: Their number; None where it is not known.
+        hot_rows: Their number; None if unknown.
     """
     kind, _, which = plan.partition(" ")
     if kind == TORCHREC:
@@ -34,7 +34,7 @@ def candidate_name(name: str, hot_rows: float) -> str:
 
     Args:
         name: Of a prediction: ``hot_cold look_ahead``, or ``torchrec planner base``, with the tier
-            before the pipeline if it is not the default. Another name stays what it is.
+            before the pipeline if it is not the default. Other names are returned unchanged.
         hot_rows: Their number.
     """
     kind, *more = name.split(" ")

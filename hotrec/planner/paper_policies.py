@@ -1,4 +1,4 @@
-"""Policies of papers, to compare with: FAE, the frequency-aware cache and SCARS."""
+"""Policies of papers, for comparison: FAE, the frequency-aware cache and SCARS."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def choose_fae(
 ) -> Partition:
     """FAE's hot set: one access threshold for all tables, lowered until the budget is full.
 
-    Tables smaller than ``small_table_bytes`` are wholly hot, rows never seen too. Of the others all
-    rows with at least t accesses are, t being the lowest that fits; rows of equal count stay
-    together. Adnan et al., PVLDB 15(1) 2022, sections 3 and 4. Unlike the code published with it,
-    rows that the sample never saw do not fill the budget.
+    Tables smaller than ``small_table_bytes`` are entirely hot, including unseen rows. Of the
+    others, all rows with at least t accesses are hot, with the lowest t that fits; rows of equal
+    count stay together. Adnan et al., PVLDB 15(1) 2022, sections 3 and 4. Unlike in the published
+    code, rows that the sample never saw do not use the budget.
 
     Raises:
-        ValueError: If the budget does not hold the small and fixed tables.
+        ValueError: If the small and fixed tables exceed the budget.
     """
     tables = CountedTables.of(counts)
     free = {
@@ -40,7 +40,7 @@ def choose_fae(
     tables = CountedTables(tables.counts, {**tables.fixed, **small}, free)
     groups = Groups.sort(tables.histograms, row_bytes, tables.ones)
     spent = tables.taken(row_bytes, budget_bytes) + np.cumsum(groups.size * groups.num_rows)
-    # A threshold takes the rows of its count in every table, so only the sum after the last of
+    # A threshold selects the rows with its count in every table, so only the sum after the last of
     # them counts.
     is_last = np.append(groups.value[1:] != groups.value[:-1], True)[: groups.value.size]
     threshold = groups.value[is_last & (spent <= budget_bytes)].min(initial=np.iinfo(np.int64).max)
@@ -56,8 +56,9 @@ def choose_freq_cache(
 ) -> Partition:
     """The most accessed rows of all tables, as a frequency-aware cache keeps them on the device.
 
-    Rows go by access count alone, whatever their size, until the next one exceeds ``cached_frac``
-    of all embedding parameters. Fang et al., arXiv 2208.05321: 1.5% of the parameters.
+    Rows are selected by access count, regardless of size, until the next one exceeds
+    ``cached_frac`` of all embedding parameters. Fang et al., arXiv 2208.05321: 1.5% of the
+    parameters.
 
     The hot rows of fixed tables count too.
     """
@@ -79,18 +80,18 @@ def choose_scars(
     cold_row_s: float,
     hot_row_s: float,
 ) -> Partition:
-    """The hot set that makes the mean step of hot and mixed batches shortest, without tiers.
+    """The hot set with the shortest mean step of hot and mixed batches, without tiers.
 
     After SCARS (arXiv 2411.01611): coalesced cold rows, batches of all-hot samples, throughput
-    under a memory bound. The objective is our reading of it, not its text. c a row's count, K_t the
+    under a memory bound. The objective is our reading of the paper. With c a row's count, K_t the
     lookups of table t in the profile, L_t its lookups per sample, B the global batch, k hot rows:
 
         U(k) = sum over cold rows of 1 - (1 - c / K_t)^(B L_t)     coalesced cold rows of a batch
         f(k) = product over tables of H_t^L_t                       share of all-hot samples
         minimise (1 - f(k)) cold_row_s U(k) + hot_row_s k           over the k densest rows
 
-    Rows are taken by count per byte, rows of one table and count together, except those that the
-    memory cuts off.
+    Rows are selected by count per byte, rows of one table and count together, except where memory
+    ends.
 
     Args:
         memory_bytes: Bytes for all hot rows with their optimizer state, also of fixed tables.
@@ -116,7 +117,7 @@ def _scars_curve(
     tables: CountedTables, groups: Groups, num_samples: int, global_batch_size: int
 ) -> tuple[Floats, Floats]:
     """Returns f and U of ``choose_scars`` with the first 0..G groups hot, float64 (G + 1,)."""
-    # What each group adds to the start: to log f, to the tables without a hot lookup, to U.
+    # The change by each group: of log f, of the tables without a hot lookup, and of U.
     log_hot, num_none, cold_rows = np.zeros((3, groups.table.size + 1))
     place = {table: i for i, table in enumerate(tables.histograms)}
     for table, counts in tables.counts.items():

@@ -1,4 +1,4 @@
-"""The partition artifact: hot rows on disk, tied to the dataset and the profile they came from."""
+"""The partition artifact: hot rows on disk, with references to their dataset and profile."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def summarize_partition(
 ) -> dict[str, Any]:
     """Returns ``tables`` {table: summary} and their ``total`` for the manifest.
 
-    ``coverage_train`` and ``coverage_heldout`` are the share of the lookups that hot rows take,
+    ``coverage_train`` and ``coverage_heldout`` are the share of the lookups that hot rows serve,
     None without lookups.
     """
     parts = {"train": profile.counts, "heldout": profile.heldout}
@@ -83,7 +83,7 @@ def write_partition(
     profile_hash: str,
     planned_for: Mapping[str, int] | None = None,
 ) -> Artifact:
-    """Writes a partition; reports read ``parameters``, those of the policy, and ``summary``.
+    """Writes a partition; reports read the policy's ``parameters`` and ``summary``.
 
     ``planned_for`` is num_ranks, ranks_per_host and batch_size of the plan.
     """
@@ -116,7 +116,7 @@ def _write_rows(path: Path, rows: Mapping[str, Rows] | Mapping[str, PopularRows]
     # ``np.savez`` takes names as keywords and so fails for a table named "file".
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for table, of_table in rows.items():
-            # A fixed time stamp: the same partition is the same bytes, hence the same hash.
+            # A fixed time stamp: equal partitions have equal bytes, hence equal hashes.
             member = zipfile.ZipInfo(f"{table}.npy")
             with archive.open(member, "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, of_table, allow_pickle=False)
@@ -165,15 +165,15 @@ def most_accessed(
     histograms: Mapping[str, CountHistogram],
     policy: str,
 ) -> Placement:
-    """Returns the placement of a split whose hot rows are the most accessed ones of each table.
+    """Returns the placement of a split whose hot rows are the most accessed rows of each table.
 
-    Where there are not enough, they are rows that were never seen too.
+    If there are too few seen rows, unseen rows are added.
 
     Args:
-        split: The number of hot rows, and the place of the others.
+        split: The number of hot rows, and the placement of the others.
         counts: The profile's int64 (R,) counts by table.
         histograms: Their histograms.
-        policy: Name of what chose them, for reports.
+        policy: Name of the policy that chose them, for reports.
     """
     hot_rows = {
         table: top_rows(rows, num_hot, histograms[table])

@@ -1,4 +1,4 @@
-"""A plan: what the planner decides, as a value. Labels and titles are for people, never parsed."""
+"""A plan: the planner's decision, as a value. Labels and titles are for people, never parsed."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class SplitTables:
 
     Args:
         num_hot: The number of hot rows of each table.
-        tables: Where the other rows of each table are.
+        tables: The placement of the other rows of each table.
         hot_exchange: How gradients of hot rows are reduced.
-        is_routed_by_loader: Whether loader workers split the ids, else the ranks do.
-        rows: Digest of the hot rows; empty where they are the profile's most accessed ones.
+        is_routed_by_loader: Whether loader workers split the ids; otherwise the ranks do.
+        rows: Digest of the hot rows; empty if they are the profile's most accessed rows.
     """
 
     num_hot: Mapping[str, int]
@@ -55,7 +55,7 @@ class SplitTables:
 
     @property
     def has_slots(self) -> bool:
-        """Whether look-ahead fills slots on the device with rows of the host."""
+        """Whether look-ahead fills slots on the device with rows in host memory."""
         return any(table.tier is Tier.CACHED for table in self.tables.values())
 
 
@@ -64,7 +64,7 @@ class TorchrecTables:
     """One of TorchRec's own plans of unsplit tables.
 
     Args:
-        plan: Which one.
+        plan: Which of TorchRec's plans.
         tier: Memory of the rows; auto is the device's.
         cache_load_frac: Cached fraction of the rows in tier fused_uvm_caching.
     """
@@ -81,7 +81,7 @@ class Plan:
     Args:
         tables: hotrec's split, or one of TorchRec's plans.
         pipeline: The pipeline; its kind is not auto.
-        num_workers: Loader workers of a rank; None where batches are made beforehand.
+        num_workers: Loader workers of a rank; None if batches are made beforehand.
     """
 
     tables: SplitTables | TorchrecTables
@@ -93,12 +93,12 @@ class Plan:
 
     @property
     def is_hotrec(self) -> bool:
-        """Whether hotrec splits the tables; else TorchRec's own plan shards them whole."""
+        """Whether hotrec splits the tables; otherwise TorchRec's own plan shards them unsplit."""
         return isinstance(self.tables, SplitTables)
 
     @property
     def torchrec_plan(self) -> TorchrecPlan | None:
-        """Which of TorchRec's own plans; None with split tables."""
+        """TorchRec's own plan; None with split tables."""
         return self.tables.plan if isinstance(self.tables, TorchrecTables) else None
 
     @property
@@ -110,7 +110,7 @@ class Plan:
     def label(self) -> str:
         """The key in documents, such as ``hot_cold look_ahead`` or ``torchrec planner base``.
 
-        TorchRec's default tier and pipeline are left out.
+        TorchRec's default tier and pipeline are omitted.
         """
         kind = self.pipeline.kind
         if isinstance(self.tables, SplitTables):

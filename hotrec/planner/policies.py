@@ -1,4 +1,4 @@
-"""Policies: which rows are hot, from the int64 (R,) access counts of each table.
+"""Policies: choose the hot rows from the int64 (R,) access counts of each table.
 
 A policy chooses how many of each table's most accessed rows are hot. Rows with fewer than
 ``min_count`` accesses, or none, are never hot, except in the ``fixed`` tables, whose hot rows
@@ -24,7 +24,7 @@ from hotrec.types import POPULAR_ROW, Partition, PopularRows
 
 
 def choose_all_hot(counts: Counts) -> Partition:
-    """Every row of every table, also rows never seen."""
+    """Every row of every table, including rows never seen."""
     hot_rows = {table: order_all_rows(c) for table, c in counts.items()}
     return CountedTables(counts, hot_rows, {}).partition({}, "all hot")
 
@@ -44,7 +44,7 @@ def choose_fraction(
     """The most accessed ``hot_frac`` of the rows, rounded down.
 
     Args:
-        per_table: Take the fraction of each table, not of all tables together. The rows of fixed
+        per_table: Apply the fraction to each table, not to all tables together. The rows of fixed
             tables count towards the fraction of all tables.
     """
     tables = CountedTables.of(counts)
@@ -67,7 +67,7 @@ def choose_coverage(
     coverage: float,
     per_table: bool = False,
 ) -> Partition:
-    """The fewest rows that take at least ``coverage`` of the lookups.
+    """The fewest rows that serve at least ``coverage`` of the lookups.
 
     Args:
         per_table: Cover the lookups of each table, not of all tables together. The lookups of
@@ -103,7 +103,7 @@ def _rows_to_cover(
     if reachable < needed:
         raise ValueError(
             f"coverage of {where}: expected at most {(reachable + num_taken) / num_lookups:.6f}, "
-            f"the most that overrides and min_count allow, got {coverage}. Lower it."
+            f"the maximum that overrides and min_count allow, got {coverage}. Lower it."
         )
     group = int(np.searchsorted(covered, needed))
     before = int(covered[group] - histogram.values[group] * histogram.num_rows[group])
@@ -117,11 +117,11 @@ def choose_budget(
     budget_bytes: int,
     row_bytes: Mapping[str, int],
 ) -> Partition:
-    """Fill a byte budget per device with the rows that have most accesses per byte.
+    """Fill a byte budget per device with the rows with the most accesses per byte.
 
-    One budget for all tables. When the next row no longer fits, smaller rows of other tables may.
+    All tables share the budget. If the next row does not fit, smaller rows of other tables may.
 
-    Rows count with their optimizer state, those of fixed tables too.
+    Rows count with their optimizer state, including those of fixed tables.
 
     Raises:
         ValueError: If the fixed tables exceed the budget.
@@ -154,7 +154,7 @@ def choose_min_accesses(
 def _take_densest(
     histograms: Mapping[str, CountHistogram], row_bytes: Mapping[str, int], budget: int
 ) -> dict[str, int]:
-    """Takes rows in falling order of count per byte while they fit, passing over larger ones."""
+    """Takes rows in descending order of count per byte while they fit, skipping larger ones."""
     left = Groups.sort(histograms, row_bytes)
     bought = dict.fromkeys(histograms, 0)
     while left.size.size:  # once for each distinct row size
@@ -174,10 +174,10 @@ def choose_popular_rows(
     global_batch_size: int,
     world_size: int,
 ) -> dict[str, PopularRows]:
-    """Chooses the cold rows with which slots begin.
+    """Chooses the initial rows of the slots.
 
-    Each rank, of TorchRec's row-wise shards, begins with those of its rows that were looked up
-    most, of all tables together, as many as it has slots; never one that was not looked up.
+    Each rank, by TorchRec's row-wise shards, starts with the most-read of its cold rows over all
+    tables, as many as it has slots, but without rows that were never looked up.
 
     Args:
         partition: The hot rows, which have replicas.

@@ -23,7 +23,7 @@ from hotrec.planner.request import Replayed
 from hotrec.planner.situation import Situation
 from hotrec.types import Exchange, PipelineSpec, Placement, RowFetch, TablePlacement, WireType
 
-# Quantities that are larger on the rank that owns most pooled tables.
+# Quantities that are larger on the rank with the most pooled tables.
 POOLED_LOADS = (
     *(f"pooled_ids_{tier}" for tier in TIERS),
     *(f"pooled_bytes_{tier}" for tier in TIERS),
@@ -35,14 +35,14 @@ Shardings = Mapping[str, TableSharding]
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan is predicted to take.
+    """The predicted time and memory of a plan.
 
     Args:
         step: Seconds and bytes of a step on the mean rank.
         memory: Bytes of each rank, by MEMORIES.
-        quantities: What the mean rank does in a step with split tables.
+        quantities: The mean rank's quantities of a step with split tables.
         shardings: How TorchRec's plan shards each table; empty with split tables.
-        slots: What look-ahead moves in a step, over the slots of all ranks; None without slots.
+        slots: Rows that look-ahead moves per step, over the slots of all ranks; None without slots.
     """
 
     step: StepPrediction
@@ -61,7 +61,7 @@ class Prediction:
         return tuple(max(rank[of] for rank in self.memory) for of in MEMORIES)
 
     def fits(self, situation: Situation) -> bool:
-        """Whether every rank has this memory."""
+        """Whether every rank has enough memory."""
         limits = zip(self.max_bytes, situation.memory_bytes, strict=True)
         return all(found <= limit for found, limit in limits)
 
@@ -76,9 +76,9 @@ def predict(
 
     Args:
         plan: The plan.
-        situation: What it is predicted for.
+        situation: The situation of the prediction.
         shardings: How TorchRec's plan shards each table; None with split tables.
-        slots: What look-ahead moves if rows are in slots.
+        slots: Rows that look-ahead moves if rows are in slots.
 
     Raises:
         CostsError: If the costs lack what the plan needs.
@@ -92,7 +92,7 @@ def predict(
 def predict_shardings(
     shardings: Shardings, pipeline: PipelineSpec, situation: Situation
 ) -> Prediction:
-    """Predicts unsplit tables as TorchRec shards them."""
+    """Predicts unsplit tables, sharded by TorchRec."""
     pipeline, costs = pipeline.of_torchrec, situation.costs
     world, workload = situation.world, situation.workload
     per_rank = torchrec_quantities(list(situation.demands), shardings, world, workload.batch_size)
@@ -112,7 +112,7 @@ def predict_split(
     situation: Situation,
     slots: Replayed | None = None,
 ) -> Prediction:
-    """Predicts split tables, with what moves if some rows are in slots."""
+    """Predicts split tables, including the traffic of slots, if there are any."""
     world, demands = situation.world, list(situation.demands)
     num_hot, tables = split.num_hot, split.tables
     quantities = hot_cold_quantities(
@@ -162,9 +162,9 @@ def _memory(
 
 
 def with_faster_fetch(situation: Situation, placement: Placement, slots: Replayed) -> Placement:
-    """Returns the placement with the way of fetching rows that takes least by the costs.
+    """Returns the placement with the fastest way of fetching rows by the costs.
 
-    Costs of a CPU have only one, since slots are host memory there.
+    CPU costs have only one way, since slots are host memory there.
     """
     costs: Costs = situation.costs
 
@@ -180,7 +180,7 @@ def with_faster_fetch(situation: Situation, placement: Placement, slots: Replaye
 def _moved(
     situation: Situation, tables: Mapping[str, TablePlacement], slots: Replayed
 ) -> dict[str, float]:
-    """Returns the rows, and their bytes, that the mean rank moves into slots and back in a step."""
+    """Returns the rows, and their bytes, that the mean rank moves into slots and back per step."""
     # Slots are of tables of one dimension and one type (see ``SlotReplay``).
     demand = situation.demands[0]
     host_bytes = demand.row_bytes

@@ -1,6 +1,6 @@
-"""Chooses by predicted step between split tables and TorchRec's own plans.
+"""Chooses between split tables and TorchRec's own plans by the predicted step.
 
-A choice states what it can claim, and which candidates a trial should measure.
+A choice includes its claim, and the candidates that a trial should measure.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from hotrec.types import (
 logger = logging.getLogger(__name__)
 
 NUM_LINEARISATIONS = 3
-# Shares of the hot rows that are tried as smaller hot sets where the step is not linear.
+# Shares of the hot rows tried as smaller hot sets if the step is not linear.
 HOT_SHARES = (0.0, *(2.0**-k for k in range(10, 0, -1)), 0.75, 1.0)
-# Of more candidates each would get too few steps of a trial.
+# With more candidates, each would get too few steps of a trial.
 MAX_TRIED = 6
 
 # TorchRec's own plans that may be chosen; those of host tiers need CUDA.
@@ -54,7 +54,7 @@ ON_HOST = tuple(
     for tier in (ColdTier.fused_uvm, ColdTier.fused_uvm_caching)
 )
 
-# How TorchRec shards unsplit tables by one of its plans in a pipeline; or why they do not fit.
+# TorchRec's shardings of unsplit tables by one of its plans in a pipeline; or why they do not fit.
 ShardingsOf = Callable[[TorchrecTables, PipelineSpec], Shardings | str]
 
 
@@ -63,13 +63,13 @@ class Decision:
     """The choice between predictions.
 
     Args:
-        chosen: The chosen plan, one of the predicted ones.
+        chosen: The chosen plan, one of the predicted plans.
         why: The reason for the user.
         predictions: The prediction of each plan.
-        all_cold: That of no hot row in the fastest split's pipeline, to compare with; None where
-            the split is given.
-        placement: The given placement, with its slots; None where hot rows are the profile's most
-            accessed ones, and for TorchRec's plans.
+        all_cold: Prediction without hot rows in the fastest split's pipeline, for comparison; None
+            if the split is given.
+        placement: The given placement, with its slots; None if the hot rows are the profile's most
+            accessed rows, and for TorchRec's plans.
     """
 
     chosen: Plan
@@ -80,7 +80,7 @@ class Decision:
 
     @property
     def prediction(self) -> Prediction:
-        """That of the chosen plan."""
+        """The prediction of the chosen plan."""
         return self.predictions[self.chosen]
 
 
@@ -94,15 +94,15 @@ def propose(
     """Predicts the candidates of a request and chooses.
 
     Args:
-        request: What is asked.
-        situation: What it is planned for.
+        request: The request.
+        situation: The situation to plan for.
         shardings_of: Runs TorchRec's planner on the unsplit tables.
-        with_baselines: Whether to predict TorchRec's own plans even where none may be chosen.
+        with_baselines: Whether to predict TorchRec's own plans even if none may be chosen.
 
     Raises:
         InfeasibleError: If no split fits the memory.
         ValueError: If the requested plan of TorchRec does not fit, a pipeline cannot train the
-            tables, or slots do not suffice.
+            tables, or there are too few slots.
         CostsError: If the costs lack what a prediction needs.
     """
     tables = request.tables
@@ -169,7 +169,7 @@ def _decide_given(request: PlanRequest, tables: GivenTables, situation: Situatio
             situation,
         )
         why = f"{why}{reason}"
-        if situation.machine.device == "cuda":  # else slots are host memory, too
+        if situation.machine.device == "cuda":  # on CPU, slots are host memory too
             ways = {table.row_fetch.value for table in placement.tables.values()}
             why = f"{why} Rows come to the device by row_fetch={' and '.join(sorted(ways))}."
     split = split_of(request, placement)
@@ -189,13 +189,13 @@ def _decide(
 ) -> Decision:
     """Chooses among splits in all pipelines and TorchRec's own plans.
 
-    A plan of TorchRec that is as fast wins, because users run it already.
+    Ties go to TorchRec's plans, because users already run them.
     """
     predictions = dict[Plan, Prediction]()
     in_line: Plan | None = None
     for pipeline in request.pipelines(situation.machine):
         if pipeline.kind is PipelineKind.base and in_line is not None:
-            # The same forms but for the cover of the ids, so the same tables.
+            # The forms only differ in the cover of the ids, so the tables are the same.
             plan = dataclasses.replace(in_line, pipeline=pipeline)
             predictions[plan] = predict_split(_split(plan), pipeline, situation)
             continue
@@ -232,16 +232,15 @@ def fastest_split(
     """Searches for the split that is predicted to be fastest in a pipeline.
 
     The search needs linear costs, but measured collectives are not linear in the message size. It
-    is run with lines fitted at the message sizes of a likely split, then again at those of the
-    result; the best of all results is returned. With look-ahead, smaller hot sets are tried too
-    (``hottest_share``).
+    uses lines fitted at the message sizes of a likely split, then at those of the result; the best
+    of all results is returned. With look-ahead, smaller hot sets are tried too (``hottest_share``).
 
     Raises:
         InfeasibleError: If no split fits the memory.
     """
     demands, workload = list(situation.demands), situation.workload
     device_bytes, host_bytes = situation.memory_bytes
-    # Micro-batches compute before pooled vectors are there.
+    # Micro-batches compute before pooled vectors have arrived.
     is_whole = not (pipeline.is_look_ahead and pipeline.micro_batches)
     limits = Limits(
         device_bytes=device_bytes,
@@ -290,7 +289,7 @@ def fastest_split(
 
 
 def _likely_quantities(situation: Situation) -> dict[str, float]:
-    """Quantities of the split whose hot rows, in whole groups, take half of the lookups."""
+    """Quantities of the split whose hot rows, in whole groups, serve half of the lookups."""
     num_hot = {}
     for d in situation.demands:
         group = int(np.searchsorted(np.cumsum(d.probs_G * d.rows_G), 0.5))
@@ -307,21 +306,21 @@ def hottest_share(
     share: float,
     fixed: Collection[str] = (),
 ) -> dict[str, int]:
-    """Keeps the rows with most lookups per byte among the hot rows of all tables.
+    """Keeps the rows with the most lookups per byte among the hot rows of all tables.
 
-    With look-ahead the step is not linear: fewer hot rows shorten the hot exchange, which joins two
-    steps, while cold rows travel under computation. So smaller hot sets are candidates there.
+    With look-ahead the step is not linear: fewer hot rows shorten the hot exchange, which couples
+    two steps, while the exchange of cold rows is hidden. So smaller hot sets are candidates.
 
     Args:
         demands: The tables.
         num_hot: The number of hot rows of each table.
         share: The share of them to keep, 0..1, rounded down.
-        fixed: Tables that keep all of their hot rows and do not count.
+        fixed: Tables that keep all of their hot rows and are not counted.
     """
     kept = {d.name: num_hot.get(d.name, 0) for d in demands}
     free = [d for d in demands if d.name not in fixed]
     rows = [take_rows(d, kept[d.name]) for d in free]
-    if not sum(part.size for part in rows):  # no lookup was seen: none of them is hottest
+    if not sum(part.size for part in rows):  # without lookups, no row is hotter than another
         return kept | dict.fromkeys((d.name for d in free), 0)
     density = np.concatenate([d.probs_G * d.lookups_per_sample / d.row_bytes for d in free])
     table = np.repeat(np.arange(len(free)), [part.size for part in rows])
@@ -336,9 +335,10 @@ def hottest_share(
 def _baselines(
     request: PlanRequest, situation: Situation, shardings_of: ShardingsOf
 ) -> dict[Plan, Prediction]:
-    """Predicts TorchRec's own plans that differ and fit, and whose tier is in the costs.
+    """Predicts TorchRec's own plans that are distinct and fit, and whose tier is in the costs.
 
-    Those of host tiers only where the tables do not fit the devices: they are never faster there.
+    Plans of host tiers are only predicted if the tables do not fit the devices: otherwise they are
+    never faster.
     """
     predictions = dict[Plan, Prediction]()
 
@@ -374,7 +374,7 @@ def _is_in_device(prediction: Prediction) -> bool:
 def _is_alike(plan: Plan, shardings: Shardings, other: Plan, prediction: Prediction) -> bool:
     """Whether two plans of TorchRec shard the tables alike in the same pipeline.
 
-    Which rank holds a table does not count, since TorchRec's planner chooses that in all of them.
+    The rank of a table is ignored, since TorchRec's planner chooses it in all of them.
     """
 
     def kinds(shardings: Shardings) -> dict[str, tuple[str, Tier]]:
@@ -390,11 +390,11 @@ def fastest_of(predictions: Mapping[Plan, Prediction]) -> Plan:
 
 
 def in_doubt(decision: Decision, costs: Costs, *, may_decline: bool = True) -> list[Plan]:
-    """The candidates that may be fastest, as far as predictions can tell, the likeliest first.
+    """The candidates with overlapping predictions, most likely fastest first.
 
-    The second one is the likeliest of the other kind, TorchRec's own plans or splits, if there is
-    one. Their intervals reach below the upper end of the chosen one's; of more than MAX_TRIED the
-    slowest are left out. Without ``may_decline`` TorchRec's own plans are not among them.
+    The second is the most likely of the other kind (TorchRec's own plans or splits), if there is
+    one. Their intervals reach below the upper end of the chosen plan's; of more than MAX_TRIED the
+    slowest are omitted. Without ``may_decline``, TorchRec's own plans are excluded.
     """
     predictions = decision.predictions
     _, max_s = costs.interval_s(decision.prediction.step_s)
@@ -405,11 +405,11 @@ def in_doubt(decision: Decision, costs: Costs, *, may_decline: bool = True) -> l
     ]
 
     def order(plan: Plan) -> tuple[bool, float]:
-        # base is predicted as sparse_dist is, but for what that overlaps.
+        # base is predicted like sparse_dist, without its overlap.
         return plan.pipeline.kind is PipelineKind.base, predictions[plan].step_s
 
     ordered = sorted(plans, key=order)
-    # Errors of predictions are alike within a kind, and a short trial may reach two candidates.
+    # Prediction errors are similar within a kind, and a short trial may only reach two candidates.
     rivals = [plan for plan in ordered if plan.is_hotrec is not ordered[0].is_hotrec][:1]
     others = [plan for plan in ordered if plan not in rivals]
     by_speed = sorted(others, key=lambda plan: predictions[plan].step_s)
@@ -419,7 +419,7 @@ def in_doubt(decision: Decision, costs: Costs, *, may_decline: bool = True) -> l
 
 
 def explain(chosen: Plan, predictions: Mapping[Plan, Prediction], costs: Costs) -> str:
-    """States the choice against the best of the other kind; claims no gain within the noise."""
+    """Compares the choice with the best of the other kind; claims no gain within the noise."""
     others = {p: of for p, of in predictions.items() if p.is_hotrec is not chosen.is_hotrec}
     step_s = predictions[chosen].step_s
     ours = f"{chosen.title} is predicted to take {show_interval(step_s, costs)} a step"
@@ -451,9 +451,9 @@ def predict_sensitivity(
     """Predicts the fastest split with half and twice the hot budget, the batch and the ranks.
 
     Args:
-        request: What was asked: the choice by cost.
-        decision: What was chosen.
-        situation: What it was chosen for.
+        request: The request: a choice by cost.
+        decision: The decision.
+        situation: The situation of the decision.
         situation_of: Returns the situation on another machine.
     """
     by_cost = request.tables

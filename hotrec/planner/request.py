@@ -1,4 +1,4 @@
-"""What is asked of the planner, and the pipelines that can train it."""
+"""Requests to the planner, and the pipelines that can train them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IN_LINE = (PipelineKind.sparse_dist, PipelineKind.base)
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a cache policy did with a number of slots, over the batches after the first ones.
+    """Result of a cache policy with a number of slots, over the batches after the first ones.
 
     Args:
         policy: Name of the policy.
@@ -47,27 +47,28 @@ class Replayed:
 
 
 class Replay(Protocol):
-    """Training's first batches, to be replayed through slots in any number."""
+    """The first training batches, replayed through any number of slots."""
 
     def predict(self, load_frac: float, popular_rows: Mapping[str, PopularRows]) -> Replayed | None:
-        """What look-ahead does in slots for this fraction of the rows; None if they do not suffice.
+        """Traffic of look-ahead with slots for this fraction of the rows; None if they are too few.
 
         Args:
             load_frac: Slots, as a fraction of the rows.
-            popular_rows: Rows of each table that begin in slots.
+            popular_rows: Initial rows of the slots, by table.
         """
 
 
 @dataclass(frozen=True)
 class SlotRequest:
-    """How the slots of a given placement are chosen.
+    """How to choose the slots of a given placement.
 
     Args:
-        samples_in_flight: Most samples of all ranks whose rows look-ahead holds at once, in
-            training or evaluation.
+        samples_in_flight: Maximum number of samples of all ranks whose rows look-ahead keeps at
+            once, in training or evaluation.
         read: Reads the batches to replay, enough for the fewest slots, as a fraction of the rows.
-        place: The placement with slots for a fraction of the rows; None if their number is given.
-        is_fetch_open: Whether the planner chooses how rows come to the device.
+        place: Returns the placement with slots for a fraction of the rows; None if their number is
+            given.
+        is_fetch_open: Whether the planner chooses how rows are fetched to the device.
     """
 
     samples_in_flight: int
@@ -81,8 +82,8 @@ class ByCost:
     """The split that is predicted to be fastest.
 
     Args:
-        hot_budget_bytes: Most memory for hot rows with their optimizer state; None for no limit
-            beyond the memory itself.
+        hot_budget_bytes: Maximum memory for hot rows with their optimizer state; None for no limit
+            except the memory itself.
         may_pool: Whether whole tables may exchange pooled vectors.
         may_decline: Whether TorchRec's own plans may be chosen.
         fixed_hot: Hot rows of tables for which the user chose their number.
@@ -96,11 +97,11 @@ class ByCost:
 
 @dataclass(frozen=True)
 class GivenTables:
-    """A split that a policy, a saved partition or the caller chose.
+    """A split from a policy, a saved partition or the caller.
 
     Args:
-        placement: The hot rows and the place of the others.
-        slots: How its slots are chosen; None where no table has any.
+        placement: The hot rows and the placement of the others.
+        slots: How to choose its slots; None if no table has any.
     """
 
     placement: Placement
@@ -112,20 +113,20 @@ class GivenTables:
 
     @property
     def is_all_in_slots(self) -> bool:
-        """Whether the rows of all tables are in slots, which they then share."""
+        """Whether the rows of all tables are in slots, which the tables then share."""
         return all(table.tier is Tier.CACHED for table in self.placement.tables.values())
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is to be planned.
+    """A request for a plan.
 
     Args:
         tables: How the tables are placed, or what may be chosen.
         pipeline: The pipeline; kind auto leaves the choice to the planner.
         kinds: The pipelines that can train the model.
-        num_workers: Loader workers of a rank; None where batches are made beforehand.
-        name: The placement as the user asked for it, for messages.
+        num_workers: Loader workers of a rank; None if batches are made beforehand.
+        name: The configured placement, for messages.
         hot_exchange: How gradients of hot rows are reduced.
         is_routed_by_loader: Whether loader workers split the ids.
     """
@@ -161,7 +162,7 @@ class PlanRequest:
         return tuple(self.pipeline.with_kind(kind) for kind in kinds)
 
     def default_pipeline(self, machine: Machine) -> PipelineSpec:
-        """The pipeline without predictions, where auto goes by the hosts and the batch.
+        """The pipeline without predictions; auto depends on the hosts and the batch.
 
         Raises:
             ValueError: If the requested one cannot train the tables.
@@ -171,7 +172,7 @@ class PlanRequest:
         return first if is_large or not others or not first.is_look_ahead else others[0]
 
     def torchrec_pipelines(self) -> tuple[PipelineSpec, ...]:
-        """Those of TorchRec's own plans, which cannot be trained with look-ahead."""
+        """The pipelines of TorchRec's own plans, which cannot be trained with look-ahead."""
         kind, in_line = self.pipeline.kind, tuple(k for k in IN_LINE if k in self.kinds)
         kinds = in_line
         if kind is not PipelineKind.auto:
@@ -179,7 +180,7 @@ class PlanRequest:
         return tuple(self.pipeline.with_kind(kind) for kind in kinds)
 
     def _auto(self, machine: Machine) -> tuple[PipelineKind, ...]:
-        # look_ahead has not been run on CUDA yet, and one rank exchanges nothing.
+        # look_ahead has not been run on CUDA yet, and one rank has nothing to exchange.
         is_ahead = machine.device == "cpu" and machine.world_size > 1
         kinds = (PipelineKind.look_ahead, *IN_LINE) if is_ahead else IN_LINE
         return tuple(kind for kind in kinds if kind in self.kinds)

@@ -1,19 +1,20 @@
-"""Searches for the placement with the least predicted step time that fits in memory.
+"""Searches for the placement with the shortest predicted step that fits in memory.
 
-A table's options are a mode (exchange and tier) and a number of hot rows, the most looked-up ones,
-and for a device cache the number of rows that it holds. Each takes seconds and bytes that add up
-over the tables, except that communication counts only where computation does not hide it. So:
+A table's options are a mode (exchange and tier) and a number of hot rows, the most-read ones, and
+for a device cache the number of rows in it. Each has seconds and bytes that add up over the tables,
+except that communication counts only if computation does not hide it. So:
 
 1. Put all options on a grid: cuts between groups of equally frequent rows, at most ``MAX_CUTS`` of
-   all tables. What an option takes is the sum of a curve of its hot rows and one of the rows that
-   its cache holds, so that the best size of a cache is found for all numbers of hot rows at once.
+   all tables. The cost of an option is the sum of a curve of its hot rows and one of its cached
+   rows, so that the best size of a cache is found for all numbers of hot rows at once.
 2. Give each memory a price in seconds a byte, and communication the price 1 or 0: all of it
-   exposed, or none. At these prices every table takes its cheapest option, for itself, among those
+   exposed, or none. At these prices every table independently takes its cheapest option among those
    that send the kinds of messages which this start allows. The price of a memory is the lowest at
    which all tables fit (bisection). Kinds of messages that cannot be faster than the best start,
-   because even the cheapest options at some prices are not, are left out.
-3. From the best starts, improve one table at a time, all others as they are, with what memory is
-   left, until no change helps. Of many tables only the best start is improved, in its largest ones.
+   because even the cheapest options at some prices are not, are pruned.
+3. From the best starts, improve one table at a time, with the others fixed and the remaining
+   memory, until no change helps. With many tables only the best start is improved, in its largest
+   tables.
 
 This is a heuristic: no bound on the distance from the optimum is computed.
 """
@@ -43,7 +44,7 @@ Mask = npt.NDArray[np.bool_]
 # Letters of array shapes: T tables, L modes, C those with a cache, J cuts between groups of equally
 # frequent rows, H numbers of held rows, P options, D dimensions, F flags, Q quantities, K resources
 # (seconds of computation, then of communication beyond its cover by stage, then bytes by MEMORIES).
-# Those that it chooses from; the user chooses Tier.CACHED.
+# The tiers to choose from; the user chooses Tier.CACHED.
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.HOST_CACHED)
 MODES = tuple((exchange, tier) for exchange in Exchange for tier in TIERS)
 FIRST_POOLED = MODES.index((Exchange.POOLED, Tier.DEVICE))
@@ -55,11 +56,11 @@ FLAGS = ("cold_groups", "hot_groups", "pooled_groups")
 KINDS = tuple(np.array(kinds, bool) for kinds in itertools.product((True, False), repeat=3))[:-1]
 # Cuts of all tables together, and at least of each.
 MAX_CUTS, NUM_CUTS = 1 << 14, 48
-# Bisections of the logarithm of a price of a memory, between so many steps for all of it.
+# Bisections of the logarithm of a memory's price, within these bounds in steps for all of it.
 NUM_BISECTIONS, PRICES = 14, (1e-5, 1e5)
-# Starts that are improved, and rounds over all tables.
+# Starts to improve, and rounds over all tables.
 NUM_STARTS, MAX_SWEEPS = 8, 5
-# Of more tables one start is improved, and so many of its tables: one table hardly matters there.
+# With more tables, one start and this many of its tables are improved: one table hardly matters.
 MAX_FEW_TABLES = 40
 REL_GAP = 1e-4
 
@@ -72,19 +73,19 @@ class InfeasibleError(ValueError):
 class Limits:
     """The memory and the exchanges that a placement may use.
 
-    Device memory is not read for a CPU, where all memory is the host's. ``host_bytes`` is a rank's
+    Device memory is ignored on CPU, where all memory is the host's. ``host_bytes`` is a rank's
     share of its host's memory, ``replica_bytes`` that for hot rows with their optimizer state.
     """
 
     device_bytes: float
     host_bytes: float
-    replica_bytes: float | None = None  # no limit beyond the memory itself
+    replica_bytes: float | None = None  # no limit except the memory itself
     may_pool: bool = True  # whether whole tables may exchange pooled vectors
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The fastest placement that was found, its step, and what the mean rank does in it."""
+    """Result of the search: placement, step, and quantities of the mean rank."""
 
     num_hot: Mapping[str, int]
     tables: Mapping[str, TablePlacement]
@@ -130,7 +131,7 @@ def search_placement(
     ]
     grid = _Grid(tables)
     found: list[tuple[float, bool, StepModel, Rows]] = []
-    # One rank exchanges nothing, so both exchanges of hot rows are equal there.
+    # One rank exchanges nothing, so both exchanges of hot rows are equal.
     for is_hot_dense in (False, True)[: min(world.num_ranks, 2)]:
         model = make_step_model(
             costs,
@@ -204,12 +205,12 @@ class _Table:
         return np.stack([np.interp(num_rows, rows, column) for column in self._sums_4J])
 
     def take(self, mode: int, hot_4P: Floats, held_4P: Floats) -> tuple[Floats, Floats]:
-        """What options of one mode do, by QUANTITIES, and their bytes, by MEMORIES.
+        """The work of options of one mode, by QUANTITIES, and their bytes, by MEMORIES.
 
         Args:
             mode: Index in MODES.
             hot_4P: Sums over the hot rows of each.
-            held_4P: Those over the hot rows and the rows after them that a device cache holds.
+            held_4P: Sums over the hot rows and the rows after them in a device cache.
         """
         (exchange, tier), demand = MODES[mode], self.demand
         (hot, hot_q, hot_any, _), (held, held_q, _, held_p) = hot_4P, held_4P
@@ -218,7 +219,7 @@ class _Table:
         hit, miss = held_q - hot_q, all_q - held_q
         if exchange is Exchange.POOLED:
             num_ids = self._workload.batch_size * demand.lookups_per_sample
-            # A table that is never looked up misses nothing.
+            # A table without lookups has no misses.
             hit = num_ids * (held_p / all_p if all_p > 0 else held_p + 1)
             miss = num_ids - hit
         is_cached = tier is Tier.HOST_CACHED
@@ -243,12 +244,12 @@ class _Table:
 
 
 class _Grid:
-    """The options of all tables, and what they do, whatever the step model.
+    """The options of all tables, and their work, for any step model.
 
-    An option (l, hot, held) is a mode, a number of hot rows, and a number of held ones: those, and
-    the rows after them that a device cache holds. What it does is the sum of two curves that are
-    linear between the points of the grid: one of its mode and hot rows, as if the cache held all
-    others, and one of its held rows, 0 at all of them.
+    An option (l, hot, held) is a mode, a number of hot rows, and a number of held rows: the hot
+    ones and the rows after them in a device cache. Its work is the sum of two curves that are
+    linear between the points of the grid: one of its mode and hot rows, as if all others were
+    cached, and one of its held rows, 0 at all of them.
 
     Attributes:
         modes: Indices in MODES of the modes that some table may have.
@@ -341,13 +342,13 @@ class _Grid:
         return self._held(t, np.concatenate(parts))
 
     def least(self, t: int) -> Rows:
-        """The option of each mode with the fewest hot and held rows, int64 (P, 3)."""
+        """For each mode, the option with the fewest hot and held rows, int64 (P, 3)."""
         modes = np.flatnonzero(self.is_open_TLJ[t].any(axis=1))
         hot = np.where(self.is_pooled_L[modes], 0, self.tables[t].low)
         return self._held(t, _columns(modes, hot, hot))
 
     def _held(self, t: int, numbers_P3: Rows) -> Rows:
-        """With a row at least in each cache, of a table that is not wholly hot."""
+        """With at least one row in each cache, if the table is not entirely hot."""
         modes, hot, held = numbers_P3.T
         least = np.minimum(hot + self.is_cached_L[modes], self.num_rows_T[t])
         return _columns(modes, hot, np.maximum(held, least))
@@ -361,10 +362,10 @@ def _columns(modes: Rows | int, hot: Rows | int, held: Rows | int) -> Rows:
 
 
 class _Problem:
-    """What options take under one step model, and whether they fit.
+    """The cost of options under one step model, and whether they fit.
 
     Attributes:
-        constant_K, flags_FK: What every placement and what each of FLAGS takes.
+        constant_K, flags_FK: The cost of every placement and of each of FLAGS.
         of_hot_TLJK, of_held_TCHK: The curves of the grid.
     """
 
@@ -398,7 +399,7 @@ class _Problem:
 
     @cached_property
     def least(self) -> list[tuple[Rows, Floats]]:
-        """Of each table the options of each mode with the fewest rows, and what they take."""
+        """For each table, the options of each mode with the fewest rows, and their cost."""
         least_T = [self.grid.least(t) for t in range(len(self.dim_T))]
         return [(least_P3, self.take(t, least_P3)[0]) for t, least_P3 in enumerate(least_T)]
 
@@ -408,7 +409,7 @@ class _Problem:
         return np.asarray(taken_K)
 
     def take(self, t: int, numbers_P3: Rows) -> tuple[Floats, Mask]:
-        """What options of a table take without FLAGS, float64 (P, K), and the flags they raise."""
+        """Cost of options of a table without FLAGS, float64 (P, K), and the flags they raise."""
         grid, (modes, hot, held) = self.grid, numbers_P3.T
         taken_PK = _between(self.of_hot_TLJK[t], modes, grid.cuts_TJ[t], hot)
         for c, mode in enumerate(grid.caches):
@@ -418,7 +419,7 @@ class _Problem:
         return taken_PK, grid.raised(grid.num_rows_T[t], modes, hot)
 
     def near(self, t: int, old_3: Rows) -> tuple[Rows, Floats, Mask]:
-        """Options at all cuts, of a cache with one number as it is; what they take and raise."""
+        """Options at all cuts, those of a cache with one number fixed; their cost and flags."""
         grid = self.grid
         if t not in self._without_cache:
             modes, at = np.nonzero(grid.is_open_TLJ[t] & ~grid.is_cached_L[:, None])
@@ -433,7 +434,7 @@ class _Problem:
         return numbers_P3, taken_PK, raised_PF
 
     def ends(self, t: int, options_P3: Rows, taken_PK: Floats, rest_K: Floats) -> Rows:
-        """Options with as many hot rows, or held ones, as memory has room for; int64 (P, 3)."""
+        """Options with as many hot rows, or held rows, as fit in memory; int64 (P, 3)."""
         grid, (modes, hot, held) = self.grid, options_P3.T
         free_PM = self.limits_M - (rest_K + taken_PK)[:, self.memory]
         is_cached = grid.is_cached_L[modes]
@@ -454,7 +455,7 @@ class _Problem:
         return np.concatenate(found)
 
     def each(self, options_T3: Rows) -> tuple[Floats, Mask]:
-        """What one option for each table takes, float64 (T, K), and its flags, bool (T, F)."""
+        """Cost of one option for each table, float64 (T, K), and its flags, bool (T, F)."""
         found = [self.take(t, options_T3[t : t + 1]) for t in range(len(options_T3))]
         return np.concatenate([of[0] for of in found]), np.concatenate([of[1] for of in found])
 
@@ -463,7 +464,7 @@ class _Problem:
         return np.asarray(self.is_of_dim_DT @ raised_TF.astype(np.int64))
 
     def seconds(self, total_PK: Floats) -> Floats:
-        """The step's seconds, infinite where it does not fit; resources along the last axis."""
+        """The step's seconds, infinite if it does not fit; resources along the last axis."""
         exposed = np.maximum(total_PK[..., 1 : self.memory.start], 0).sum(axis=-1)
         fits = (total_PK[..., self.memory] <= self.limits_M * (1 + 1e-9)).all(axis=-1)
         return np.where(fits, total_PK[..., 0] + exposed, np.inf)
@@ -492,12 +493,12 @@ def _between(curves_LJK: Floats, curve: Rows | int, points_J: Rows, numbers_P: R
 
 
 class _Start(NamedTuple):
-    """A placement to start from.
+    """An initial placement.
 
     Args:
         step_s: The step's seconds.
         options_T3: An option for each table, int64 (T, 3).
-        taken_TK: What they take without FLAGS.
+        taken_TK: Their cost without FLAGS.
         raised_TF: The flags they raise.
         prices_M: The prices of memory at which they are cheapest.
     """
@@ -510,7 +511,7 @@ class _Start(NamedTuple):
 
 
 def _search(problem: _Problem, others: Sequence[Rows]) -> tuple[float, Rows]:
-    """Returns the least step found and its options; ``others`` are more placements to start from.
+    """Returns the shortest step found and its options; ``others`` are additional starts.
 
     Raises:
         InfeasibleError: If nothing fits.
@@ -526,7 +527,7 @@ def _search(problem: _Problem, others: Sequence[Rows]) -> tuple[float, Rows]:
 
 
 def _starts(problem: _Problem, count: int) -> list[_Start]:
-    """The best placements at prices, and the one that takes least memory if none of them fits."""
+    """The best placements at prices, and the one with the least memory if none of them fits."""
     exposures = (0.0, 1.0) if problem.memory.start > 1 else (0.0,)
     num_dims = len(problem.is_of_dim_DT)
     alike = [np.tile(kinds, (num_dims, 1)) for kinds in KINDS]
@@ -544,7 +545,7 @@ def _starts(problem: _Problem, count: int) -> list[_Start]:
 
 
 def _infeasible(problem: _Problem, smallest: _Start) -> InfeasibleError:
-    """The error of the options that take least memory."""
+    """The error of the options with the least memory."""
     need_M = smallest.taken_TK.sum(axis=0)[problem.memory]
     worst = int((need_M / problem.sizes_M).argmax())
     return InfeasibleError(
@@ -557,17 +558,17 @@ def _infeasible(problem: _Problem, smallest: _Start) -> InfeasibleError:
 def _priced(
     problem: _Problem, computed: float, exposed: float, kinds_DF: Mask, best: _Start | None
 ) -> list[_Start]:
-    """What tables choose, each for itself, with the memories that bind priced.
+    """The independent choices of tables, with prices for memories that are full.
 
     Args:
         problem: The tables.
-        computed: Price of a second of computation: 1, or 0 to take least memory.
+        computed: Price of a second of computation: 1, or 0 to minimise memory.
         exposed: Price of a second of communication, 0..1.
-        kinds_DF: Which of FLAGS options may raise, where a table has such an option.
+        kinds_DF: Which of FLAGS options may raise, if a table has such an option.
         best: The best start so far.
 
     Returns:
-        One start; none if all that it could be takes longer than the best start.
+        One start; none if its lower bound exceeds the best start.
     """
     grid, is_open_TLJ = problem.grid, problem.grid.is_open_TLJ
     kinds_TF = kinds_DF[problem.dim_T]
@@ -582,7 +583,7 @@ def _priced(
         """The cheapest options and what they cost."""
         costs_TLJ = seconds_TLJ + grid.bytes_TLJM @ (prices_M / problem.sizes_M)
         held_costs_TCH = held_s_TCH + grid.held_bytes_TCHM @ (prices_M / problem.sizes_M)
-        # With each number of hot rows, the cheapest larger number of held ones.
+        # For each number of hot rows, the cheapest larger number of held rows.
         least_TCH = np.minimum.accumulate(held_costs_TCH[..., ::-1], axis=-1)[..., ::-1]
         costs_TLJ[:, grid.caches] += least_TCH[..., 1::2]
         costs_TP, all_T = costs_TLJ.reshape(len(costs_TLJ), -1), np.arange(len(costs_TLJ))
@@ -602,8 +603,9 @@ def _priced(
 
     prices_M = problem.unit_s * PRICES[0] ** 2 * np.isfinite(problem.limits_M)
     if best is not None:
-        # Whatever the prices, what fits takes no less than the cheapest options less all memory.
-        # Of few tables, the best start's prices would leave out starts that improve to better ones.
+        # At any prices, the cheapest options minus the price of all memory bound what fits from
+        # below. With few tables, the best start's prices would prune starts that improve to better
+        # ones.
         is_few = len(problem.dim_T) <= MAX_FEW_TABLES
         for bound_M in (prices_M,) if is_few else (prices_M, best.prices_M):
             cost_s = choose(bound_M)[0] - float(bound_M.sum()) + problem.constant_K @ prices_K
@@ -629,7 +631,7 @@ def _priced(
 
 
 def _descend(problem: _Problem, options_T3: Rows) -> tuple[float, Rows]:
-    """Improves one table at a time, all else equal, until no change helps."""
+    """Improves one table at a time, with the others fixed, until no change helps."""
     options_T3, (taken_TK, raised_TF) = options_T3.copy(), problem.each(options_T3)
     is_few = len(options_T3) <= MAX_FEW_TABLES
     step_s, used_DF = problem.step_of(taken_TK, raised_TF), problem.count(raised_TF)

@@ -1,4 +1,4 @@
-"""What a prediction depends on besides the plan: machine, tables, workload, costs, loader."""
+"""Inputs of a prediction besides the plan: machine, tables, workload, costs, loader."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Situation:
 
     Args:
         machine: The ranks.
-        demands: What a step reads of each table, in the schema's order.
+        demands: The demand of a step on each table, in the schema's order.
         workload: The batch and the dense layers.
         costs: The costs of the machine.
         note: Caveat about the costs for the user, or None.
-        loader: The loader; None where batches are made beforehand, as in a benchmark.
+        loader: The loader; None if batches are made beforehand, as in a benchmark.
     """
 
     machine: Machine
@@ -55,7 +55,7 @@ class Situation:
 
     @property
     def memory_bytes(self) -> tuple[float, float]:
-        """Device and host memory that a rank may fill; no device memory on CPU."""
+        """Device and host memory available to a rank; no device memory on CPU."""
         machine = self.machine
         device = (1 - DEVICE_RESERVED_FRAC) * machine.device_bytes
         host = (1 - HOST_RESERVED_FRAC) * machine.host_bytes / machine.local_world_size
@@ -67,9 +67,9 @@ class Situation:
         return Tier.DEVICE if self.machine.device == "cpu" else Tier.HOST
 
     def beside_loader(self, step: StepPrediction, *, is_routed: bool) -> StepPrediction:
-        """Returns a step with what the loader takes, on cores that ranks and workers share.
+        """Returns a step with the loader's time, on cores that ranks and workers share.
 
-        ``is_routed`` is whether the ids are routed somewhere, which the loader's workers may do.
+        ``is_routed`` is whether ids are routed at all, possibly by the loader's workers.
         """
         if self.loader is None:
             return step
@@ -83,7 +83,7 @@ class Situation:
             loader_s=self.costs.loader_s(batch, batch * lookups, num_workers) or (0.0, 0.0),
             num_workers=num_workers,
             ranks_per_host=self.world.ranks_per_host,
-            # A GPU's computing takes none of the cores that workers run on.
+            # Computation on a GPU uses none of the workers' cores.
             cores_per_host=cores if self.costs.device == "cpu" else math.inf,
             overlap=self.costs.overlap,
             slowdown=max(1.0, measured_ranks / cores),
@@ -97,7 +97,7 @@ class Situation:
 def choose_costs(
     name: str, path: Path, machine: Machine, fingerprint: Mapping[str, Any]
 ) -> tuple[Costs, str | None]:
-    """Returns the costs that ``planner.costs`` names, and a caveat about them or None.
+    """Returns the costs selected by ``planner.costs``, and a caveat about them or None.
 
     Args:
         name: "measured" (those at ``path``), a built-in set, or "auto" (measured if there are any
@@ -106,8 +106,8 @@ def choose_costs(
         machine: The ranks to predict for.
         fingerprint: Of this host (``hotrec.runtime.memory``).
 
-    The caveat says what is not measured, not of this host, extrapolated to the machine's ranks or
-    batch, or not to be trusted. Costs of one host have a built-in link for several.
+    The caveat lists what is unmeasured, from another host, extrapolated to the machine's ranks or
+    batch, or untrusted. Costs of one host get a built-in link for several.
 
     Raises:
         ArtifactError: If measured costs are configured, but missing or altered.
@@ -137,7 +137,7 @@ def choose_costs(
 
 @dataclass(frozen=True)
 class TableShape:
-    """What a prediction needs to know of a table besides its lookups.
+    """Properties of a table, besides its lookups, that a prediction needs.
 
     Args:
         name: Name of the table.
@@ -179,9 +179,8 @@ def build_situation(
     missing = [name for name in names if name not in histograms]
     if missing or num_samples < 1:
         raise ValueError(
-            f"profile: expected counts of the tables {names}, got none "
-            f"of {missing or 'any: it counted no sample'}. Make the profile again from this "
-            "dataset."
+            f"profile: expected counts of the tables {names}, got none of "
+            f"{missing or 'any: it counted no sample'}. Recreate the profile from this dataset."
         )
     demands = []
     for shape in shapes:
@@ -212,8 +211,8 @@ def build_situation(
 def resized(machine: Machine, costs: Costs, world_factor: float, batch_factor: float) -> Machine:
     """Returns the machine with more or fewer ranks, or another batch per rank.
 
-    Ranks are added as hosts of the same kind, or to the one host where the costs have no link
-    between hosts. A world smaller than a host is one host with fewer ranks.
+    Ranks are added as hosts of the same kind, or to the one host if the costs have no link between
+    hosts. A world smaller than a host is one host with fewer ranks.
     """
     world_size = max(1, round(machine.world_size * world_factor))
     local = world_size if costs.inter is None else min(machine.local_world_size, world_size)

@@ -1,4 +1,4 @@
-"""Slots on the device for rows of the host: whether they suffice, and how many are worth it."""
+"""Slots on the device for rows in host memory: whether they suffice, and how many pay off."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hotrec.planner.request import Replayed, SlotRequest
 from hotrec.planner.situation import Situation
 from hotrec.types import PipelineSpec, Placement, Tier
 
-# Standard deviations by which the most that a run's batches read is taken to exceed their mean.
+# Standard deviations by which the maximum over a run's batches is assumed to exceed their mean.
 NUM_DEVIATIONS = 4
 # Slots to choose among, as fractions of the rows, and how much longer a step may take with fewer.
 LOAD_FRACS = tuple(0.9 / 2 ** (half / 2) for half in reversed(range(20)))
@@ -23,7 +23,7 @@ MAX_LONGER_FRAC = 0.01
 
 
 class SlotsError(ValueError):
-    """The slots on the device do not fit, or, if ``are_too_few``, do not suffice."""
+    """The slots on the device do not fit, or are too few (``are_too_few``)."""
 
     def __init__(self, message: str, *, are_too_few: bool) -> None:
         super().__init__(message)
@@ -33,19 +33,18 @@ class SlotsError(ValueError):
 def check_slots(situation: Situation, placement: Placement, samples_in_flight: int) -> None:
     """Checks that the slots of CACHED tables fit, and suffice for the batches of look-ahead.
 
-    They hold the distinct rows of a rank's share of those that the batches in flight read. A row is
-    read in one of n global batches with probability
-    1 - (1 - Q)^n, as if they were independent, and at most as many as NUM_DEVIATIONS standard
-    deviations of a Poisson number above the mean are read.
+    They must hold a rank's share of the distinct rows that the batches in flight read. A row is
+    read in one of n global batches, assumed independent, with probability 1 - (1 - Q)^n, and the
+    maximum is estimated as NUM_DEVIATIONS standard deviations of a Poisson number above the mean.
 
     Args:
         situation: The ranks, their memory and the demands.
         placement: The placement with its slots.
-        samples_in_flight: Most samples of all ranks whose rows look-ahead holds at once, in
-            training or evaluation.
+        samples_in_flight: Maximum number of samples of all ranks whose rows look-ahead keeps at
+            once, in training or evaluation.
 
     Raises:
-        SlotsError: If a mean rank is expected to need more, or its device cannot hold them.
+        SlotsError: If the mean rank is expected to need more, or they do not fit its device.
     """
     num_ranks = situation.world.num_ranks
     num_batches = samples_in_flight / (situation.machine.batch_size * num_ranks)
@@ -62,17 +61,17 @@ def check_slots(situation: Situation, placement: Placement, samples_in_flight: i
     needed += NUM_DEVIATIONS * math.sqrt(num_ranks * needed)
     if num_bytes > free_bytes and situation.machine.device == "cuda":
         raise SlotsError(
-            f"placement.cache_load_frac: expected slots, with optimizer state, of at most "
-            f"{int(free_bytes)} bytes, the device's memory, got {math.ceil(num_bytes)}. Set it "
-            f"{free_bytes / num_bytes:.2f} times as large or less.",
+            "placement.cache_load_frac: expected slots, with optimizer state, of at most "
+            f"{int(free_bytes)} bytes, the device's memory, got {math.ceil(num_bytes)}. Multiply "
+            f"it by {free_bytes / num_bytes:.2f} or less.",
             are_too_few=False,
         )
     if needed > num_slots:
         raise SlotsError(
-            f"placement.cache_load_frac: expected {math.ceil(needed)} slots or more over all ranks "
-            f"for the rows that {samples_in_flight} samples in flight read, got "
-            f"{math.ceil(num_slots)}. Set it {needed / num_slots:.2f} times as large or more, or "
-            "lower pipeline.depth or the larger of trainer.batch_size and trainer.eval_batch_size.",
+            f"placement.cache_load_frac: expected at least {math.ceil(needed)} slots over all "
+            f"ranks for the rows of {samples_in_flight} samples in flight, got "
+            f"{math.ceil(num_slots)}. Multiply it by {needed / num_slots:.2f} or more, or lower "
+            "pipeline.depth or the larger of trainer.batch_size and trainer.eval_batch_size.",
             are_too_few=True,
         )
 
@@ -84,20 +83,20 @@ def choose_slots(
     pipeline: PipelineSpec,
     situation: Situation,
 ) -> tuple[Placement, Replayed | None, str]:
-    """Chooses the fewest slots with which a step is hardly longer than with the most that fit.
+    """Chooses the fewest slots with which a step is hardly longer than with the maximum that fits.
 
     Args:
-        request: How they are chosen.
+        request: How to choose them.
         placement: The placement, with a number of slots if that is given.
-        split: Makes the plan of its tables.
-        pipeline: Look-ahead, which fills them.
-        situation: What they are chosen for.
+        split: Returns the plan of the tables of a placement.
+        pipeline: The look-ahead pipeline, which fills the slots.
+        situation: The situation to choose for.
 
     Returns:
-        The placement, what look-ahead does in its slots, and a sentence if there was a choice.
+        The placement, look-ahead's traffic in its slots, and a sentence if there was a choice.
 
     Raises:
-        SlotsError: If the slots do not fit, or do not suffice for the batches in flight.
+        SlotsError: If the slots do not fit, or are too few for the batches in flight.
     """
     num_rows = placement.partition.num_rows
     num_slots = sum((placement.tables[t].cache_load_frac or 0.0) * n for t, n in num_rows.items())
@@ -127,7 +126,7 @@ def choose_slots(
 
     if request.place is None:
         return *settle(given), ""
-    most = _most_that_fit(place)
+    most = _max_that_fits(place)
     max_s = (1 + MAX_LONGER_FRAC) * step_s(most)
     below = LOAD_FRACS[: LOAD_FRACS.index(most)]
     first = bisect_left(below, True, key=lambda load_frac: step_s(load_frac) <= max_s)
@@ -139,7 +138,7 @@ def choose_slots(
     return *settle(chosen), why
 
 
-def _most_that_fit(place: Callable[[float], Placement]) -> float:
+def _max_that_fits(place: Callable[[float], Placement]) -> float:
     """Returns the largest of LOAD_FRACS with which a placement is possible.
 
     Raises:

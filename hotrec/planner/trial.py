@@ -1,9 +1,9 @@
-"""What a trial measured of each candidate, what follows from it, and the record of past trials.
+"""The measurements of a trial, its verdict, and the record of past trials.
 
-Candidates train in turn, in rounds of one block of steps each, so that what disturbs the machine
-disturbs all of them. The logarithm of a block's step is taken as the sum of a candidate's effect, a
-round's effect and normal noise (two-way analysis of variance without interaction), so the ratio of
-two candidates' steps lies within Student's t interval of the difference of their means.
+Candidates are interleaved in rounds of one block of steps each, so that disturbances of the machine
+affect all of them. The logarithm of a block's step is modelled as the sum of a candidate's effect,
+a round's effect and normal noise (two-way analysis of variance without interaction), so the ratio
+of two candidates' steps lies within Student's t interval of the difference of their means.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ logger = logging.getLogger(__name__)
 CONFIDENCE = 0.9  # of intervals, two-sided
 # A trial ends when no other candidate is likely to be faster than the leader by more than this.
 TOLERANCE = 0.02
-# Two blocks may agree by chance: the spread of ratios counts as at least this.
-LEAST_SPREAD = 0.01
-# Standard deviation of the logarithm of a ratio between starts of the same comparison, beside what
-# blocks of one start show: where memory, threads and ranks come to lie (benchmarks/repeats.py).
+# Two blocks may agree by chance: the spread of ratios is assumed to be at least this.
+MIN_SPREAD = 0.01
+# Standard deviation of the logarithm of a ratio between starts of the same comparison, in addition
+# to that of blocks of one start: placement of memory, threads and ranks (benchmarks/repeats.py).
 START_SPREAD = 0.02
-# After one block the spread is unknown; a candidate that takes this much longer is out. Blocks of
-# one candidate on a busy machine were up to 1.4 times as long as one another.
+# After one block the spread is unknown; a candidate that takes this much longer is dropped. Blocks
+# of one candidate on a busy machine differed by factors of up to 1.4.
 FIRST_RATIO = 1.5
 
 
 def ratio_interval(
     ours: Sequence[float], theirs: Sequence[float], *others: Sequence[float]
 ) -> tuple[float, float]:
-    """The interval of the ratio of their step to ours, from the rounds that both took part in.
+    """The interval of the ratio of their step to ours, from the rounds of both.
 
-    ``others`` are further candidates, which tell how large the noise is; those that took part in
-    fewer rounds are left out.
+    ``others`` are further candidates, which improve the estimate of the noise; those with fewer
+    rounds are ignored.
     """
     rounds = min(len(ours), len(theirs))
     logs_CR = np.log([of[:rounds] for of in (ours, theirs, *others) if len(of) >= rounds])
@@ -57,7 +57,7 @@ def ratio_interval(
         noise += logs_CR.mean()
         freedom = (logs_CR.shape[0] - 1) * (rounds - 1)
         # The ratio has the noise of two blocks.
-        spread = max(math.sqrt(2 * float((noise**2).sum()) / freedom), LEAST_SPREAD)
+        spread = max(math.sqrt(2 * float((noise**2).sum()) / freedom), MIN_SPREAD)
         half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * spread / math.sqrt(rounds)
     return math.exp(mean - half), math.exp(mean + half)
 
@@ -67,12 +67,11 @@ class Trial:
     """The measured candidates.
 
     Args:
-        block_s: Seconds per step of each block, by candidate. A candidate that was found to be
-            slower takes part in fewer rounds.
-        seconds: What the trial took, with the time to build the candidates.
+        block_s: Seconds per step of each block, by candidate. Slower candidates have fewer rounds.
+        seconds: Duration of the trial, including the time to build the candidates.
         is_recorded: Whether it was measured by an earlier run of the same situation.
-        took_turns: Whether the candidates trained in turn, and not one after the other, of which
-            nothing follows but an order to go on with.
+        took_turns: Whether the candidates were interleaved. Otherwise they trained one after the
+            other, and the trial only gives an order, without a claim.
     """
 
     block_s: Mapping[str, Sequence[float]]
@@ -106,11 +105,12 @@ class Trial:
         return ratio_interval(self.block_s[first], self.block_s[name], *others)
 
     def ratio(self, name: str, other: str) -> tuple[float, float, float]:
-        """The ratio of the step of ``name`` to that of ``other``, and where it would be next time.
+        """The ratio of the step of ``name`` to that of ``other``, and its interval in other starts.
 
         Returns:
-            The ratio, and the ends of the interval in which that of another start of both lies with
-            the probability CONFIDENCE: wider than that of the mean, which knows this start alone.
+            The ratio, and the ends of the interval that includes the ratio of another start of both
+            with probability CONFIDENCE: wider than that of the mean, which only reflects this
+            start.
         """
         low, high = self._ratio(name, other)
         middle = math.sqrt(low * high)
@@ -123,7 +123,7 @@ class Trial:
         return math.exp(float(np.log(self.block_s[name]).mean()))
 
     def why(self, titles: Mapping[str, str]) -> str:
-        """The verdict for the user, who knows the candidates by these titles."""
+        """The verdict for the user, with these titles of the candidates."""
         others = sorted((n for n in self.block_s if n != self.chosen), key=self.step_s)
         when = "an earlier run's trial" if self.is_recorded else "a trial"
         text = (
@@ -138,7 +138,7 @@ class Trial:
         return f"{text}."
 
     def _verdict(self, name: str) -> str:
-        """The interval of the difference, and what it says."""
+        """The interval of the difference, and its meaning."""
         if len(self.block_s[name]) < min(2, len(self.block_s[self.chosen])):
             return "left out after its first steps"
         low, high = self._ratio(name, self.chosen)
@@ -146,7 +146,7 @@ class Trial:
         return f"{low - 1:+z.0%} to {high - 1:+z.0%}: {judged}"
 
     def document(self, labels: Mapping[str, str]) -> dict[str, Any]:
-        """The trial for the prediction document, where candidates have these labels."""
+        """The trial for the prediction document, with these labels of the candidates."""
         return {
             "seconds": self.seconds,
             "is_recorded": self.is_recorded,
@@ -163,7 +163,7 @@ class Trial:
 
 
 def trial_file(folder: Path, situation: Mapping[str, Any]) -> Path:
-    """Where the trial of a situation is recorded: its data, model, machine and candidates."""
+    """The file of the trial of a situation: its data, model, machine and candidates."""
     text = json.dumps(situation, sort_keys=True, default=str)
     return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
@@ -184,11 +184,13 @@ def read_trial(file: Path, candidates: Mapping[str, str]) -> Trial | None:
             raise ValueError(f"block_s {blocks}")
         if not blocks.keys() <= set(candidates):
             raise ValueError(f"candidates {sorted(blocks)}, not of {sorted(candidates)}")
-        trial.document(candidates)  # whatever is wrong in it shows here
+        trial.document(candidates)  # raises if the record is invalid
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        logger.warning("%s: expected the record of a trial, got %r. Trying again.", file, error)
+        logger.warning(
+            "%s: expected the record of a trial, got %r. Repeating the trial.", file, error
+        )
         return None
     return trial
 
@@ -198,7 +200,7 @@ def _are_seconds(block_s: Sequence[float]) -> bool:
 
 
 def write_trial(trial: Trial, file: Path) -> None:
-    """Record a trial; a reader sees a whole file."""
+    """Record a trial, atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".tmp")
     part.write_text(json.dumps(dataclasses.asdict(trial)) + "\n")
