@@ -140,7 +140,7 @@ def run_with_least(case: Case) -> list[Any]:
         try:
             return run_training(case)
         except ValueError as error:
-            said = re.search(r"expected (\d+) slots .* got (\d+)\.", str(error))
+            said = re.search(r"expected at least (\d+) slots .* got (\d+)\.", str(error))
             if said is None:
                 raise
             factor = int(said[1]) / int(said[2])

@@ -63,7 +63,7 @@ def test_one_rank_owns_all_rows_in_their_order() -> None:
     [SHARDS[:1], SHARDS[1:], [*SHARDS, [Shard("b", 2, 2, 0)]]],
 )
 def test_rows_without_one_owner_are_refused(shards: list[list[Shard]]) -> None:
-    with pytest.raises(RuntimeError, match="expected each of 14 rows on one rank"):
+    with pytest.raises(RuntimeError, match="expected each of 14 rows on exactly one rank"):
         RowOwners(["a", "b"], NUM_ROWS, shards, CPU)
 
 
