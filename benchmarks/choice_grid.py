@@ -1,19 +1,19 @@
-"""Whether the defaults of `hotrec train` choose the fastest: every candidate trained in full.
+"""Checks whether the defaults of `hotrec train` choose the fastest: trains all candidates in full.
 
     PYTHONPATH=. python benchmarks/choice_grid.py [--cells PATTERN] [--sample N] [--limit-s S] ...
 
-A cell is a dataset, a batch size, a network and a number of ranks. In each the dataset is prepared
-and profiled, the machine is calibrated once, and then the defaults and every candidate are trained
-in turn, --repeats times over, and up to --most-repeats where their ratios are noisy (MAX_ERROR) or
-the defaults lose more than is wanted, as `hotrec train` trains them, with the run's own loader. The
-runs of a repeat are started together (choice_runs.py), since starting takes longer than they do;
-and candidates that are CLEARLY_SLOWER than the fastest are not repeated. TorchRec's table-wise plan
-is trained where it is not that of its planner or the hand-tuned one. Every run begins with the
-calibrated costs as they were measured: what one run learns is not known to another. Results are
-added to DIRECTORY/<cell>.json after every repeat, so the same command goes on where it was stopped;
-in the end choice_page.py writes the page of all cells that are there.
+A cell is a dataset, a batch size, a network and a number of ranks. In each cell the dataset is
+prepared and profiled, and the machine is calibrated once. Then the defaults and every candidate are
+trained one after the other as by `hotrec train`, with the run's own loader: --repeats times, and up
+to --most-repeats if the ratios are noisy (MAX_ERROR) or the defaults lose more than the target. The
+runs of a repeat share one start (choice_runs.py), since starting takes longer than the runs;
+candidates that are CLEARLY_SLOWER than the fastest are not repeated. TorchRec's table-wise plan is
+trained if it differs from the plan of its planner and from the hand-tuned one. Every run starts
+from the calibrated costs; runs do not learn from each other. Results are added to
+DIRECTORY/<cell>.json after every repeat, so the same command resumes an interrupted grid; at the
+end choice_page.py writes the page of all existing cells.
 
-Hosts are network namespaces (on_hosts.sh), one rank in each; this needs root. Loopback needs none.
+Hosts are network namespaces (on_hosts.sh), one rank in each; this needs root. Loopback does not.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ ONE_HOT_ROWS = (
 BAG_ROWS = (200_000, 100_000, 50_000, 20_000, 5000, 1000, 200, 50)
 # Name -> rows of the tables, mean ids of a bag, samples to train on.
 SHAPES = {"onehot": (ONE_HOT_ROWS, 1, 524_288), "bags20": (BAG_ROWS, 20, 262_144)}
-# What tells hotrec not to try plans on the run's first batches.
+# The setting that disables trials of plans on the run's first batches.
 NO_TRIAL = "plan.trial=false"
 CANDIDATES: dict[str, tuple[str, ...]] = {
     **{
@@ -162,9 +162,9 @@ def levels(cell: Cell) -> tuple[str | int, ...]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cells", nargs="+", default=["*"], help="patterns of names of cells")
-    parser.add_argument("--sample", type=int, help="a balanced choice of so many of these cells")
+    parser.add_argument("--sample", type=int, help="a balanced choice of this number of cells")
     parser.add_argument("--seed", type=int, default=0, help="of --sample")
-    parser.add_argument("--list", action="store_true", help="print the chosen cells and end")
+    parser.add_argument("--list", action="store_true", help="print the chosen cells and exit")
     parser.add_argument("--steps", type=int, default=60, help="timed steps of a run")
     parser.add_argument("--warmup-steps", type=int, default=20, help="steps before them")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each candidate")
@@ -182,7 +182,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--timeout-s", type=float, default=900.0, help="of one command")
     parser.add_argument(
-        "--limit-s", type=float, default=float("inf"), help="begin no command after so many seconds"
+        "--limit-s", type=float, default=float("inf"), help="start no command after this time"
     )
     parser.add_argument("--trial-s", type=float, default=5.0, help="seconds of a trial")
     parser.add_argument(
@@ -192,8 +192,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/choice")
     parser.add_argument("--work", type=Path, default=ROOT / "runs/choice_grid")
-    parser.add_argument("--page", action="store_true", help="only make the page")
-    parser.add_argument("overrides", nargs="*", help="more words for every command of hotrec")
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    parser.add_argument("overrides", nargs="*", help="more overrides for every command of hotrec")
     return parser.parse_args(arguments)
 
 
@@ -245,7 +245,7 @@ class Grid:
         while found := self._next(document["runs"]):
             repeat, todo = found
             length = self._length(document["runs"])
-            # The first run tells how many steps the others make.
+            # The first run determines the number of steps of the others.
             begun = todo if document["runs"] else todo[:1]
             words = {name: [*overrides, *self._words(name), *length] for name in begun}
             for candidate, run in self._train(cell, place / str(repeat), words).items():
@@ -575,7 +575,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             grid.run(cell)
         except OutOfTime:
-            say(f"{options.limit_s:.0f} s are over; the same command goes on from here")
+            say(f"{options.limit_s:.0f} s are over; run the same command again to continue")
             break
         except (Failed, Skipped) as error:
             say(f"{cell.name} left out: {error}")

@@ -1,17 +1,17 @@
-"""Proof that a change leaves training as it was: short runs, compared bit for bit with a record.
+"""Proves that a change does not affect training: short runs, compared bit for bit with a record.
 
     python benchmarks/same_training.py record OUT.json
     python benchmarks/same_training.py check benchmarks/results/same_training.json
 
 `record` trains every case for a few steps and writes the loss of every step, the bytes by
 collective, the evaluations and a hash of the final weights. `check` trains the cases again and
-compares. Both drive the program through its command line alone and never import it, so the same
-script runs on commits between which its modules moved; --checkout names another work tree to run.
+compares. Both only use the program's command line and never import it, so the same script runs on
+commits whose modules have moved; --checkout selects another work tree.
 
-Nothing may depend on how fast the machine is: costs are a built-in set, the memory is given, and
-each rank computes with one thread. Bits do depend on the processor and on torch's version, so make
-the record and the check on one machine; a warning is printed where they differ. An interrupted
-record, or check with --found, continues when it is started again.
+Nothing may depend on the speed of the machine: costs are a built-in set, the memory is configured,
+and each rank computes with one thread. Bits do depend on the processor and on torch's version, so
+record and check on the same machine; a warning is printed if they differ. An interrupted record, or
+check with --found, continues when it is started again.
 
 Not covered: optimizer=adam with cold rows, pipeline=prefetch and FBGEMM's host tiers, which need
 CUDA; trainer.compile, whose kernels depend on the compiler; trainer.profiler, which changes no
