@@ -238,7 +238,7 @@ def build(placement: Placement, num_rows: int, ranks: Ranks) -> tuple[nn.Module,
 
 @contextmanager
 def most_anonymous_bytes() -> Iterator[Callable[[], int]]:
-    """The most memory of this process while the block ran, over that at its beginning."""
+    """The peak memory of this process during the block, above that at its start."""
     found, is_over = [_anonymous_bytes()], threading.Event()
 
     def watch() -> None:

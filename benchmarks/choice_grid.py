@@ -103,7 +103,7 @@ END_S = 60.0  # that ranks and namespaces get to end in order
 
 @dataclass(frozen=True)
 class Cell:
-    """Where the choice is made."""
+    """The dataset, batch size, network and number of ranks of a choice."""
 
     data: str
     batch_size: int
@@ -202,11 +202,11 @@ class OutOfTime(Exception):  # noqa: N818 (nothing is wrong)
 
 
 class Failed(Exception):  # noqa: N818 (a result)
-    """A command of hotrec failed, with its last words."""
+    """A command of hotrec failed; the text has its last lines."""
 
 
 class Skipped(Exception):  # noqa: N818 (a result)
-    """A network cannot be made here."""
+    """The machine cannot create a network."""
 
 
 class Grid:
@@ -217,7 +217,7 @@ class Grid:
         self._end = time.monotonic() + options.limit_s
 
     def run(self, cell: Cell) -> None:
-        """Do what is left to do of a cell.
+        """Run the rest of a cell.
 
         Raises:
             OutOfTime: if the time limit is reached; what was done is kept.
@@ -254,7 +254,7 @@ class Grid:
             write_cell(path, document)
 
     def _next(self, runs: Sequence[Mapping[str, Any]]) -> tuple[int, list[str]] | None:
-        """The next repeat and what is left to run in it; None if nothing is."""
+        """The next repeat and its remaining candidates; None if nothing remains."""
         repeats = self._options.repeats
         for repeat in range(max(repeats, self._options.most_repeats)):
             is_begun = any(run["repeat"] == repeat for run in runs)
@@ -289,7 +289,7 @@ class Grid:
         ]
 
     def _prepared(self, data: str) -> list[str]:
-        """Prepare and profile a dataset unless it was done before; returns where it is."""
+        """Prepare and profile a dataset unless it exists; returns its directory."""
         overrides = data_overrides()[data]
         digest = hashlib.sha256(repr((overrides, self._options.overrides)).encode()).hexdigest()[:8]
         place = self._options.work / "data" / f"{data}-{digest}"
@@ -348,7 +348,7 @@ class Grid:
         return found
 
     def _launcher(self, cell: Cell) -> list[str]:
-        """What starts a module on the cell's ranks."""
+        """The command line that starts a module on the cell's ranks."""
         if cell.network != LOOPBACK:
             return [str(ROOT / "benchmarks/on_hosts.sh"), cell.network, str(cell.num_ranks)]
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -425,7 +425,7 @@ def end_session(child: subprocess.Popen[str]) -> tuple[str, str]:
 
 @contextmanager
 def busy_core(is_wanted: bool) -> Iterator[None]:
-    """Keep one core busy in another process meanwhile."""
+    """Keep one core busy in another process during the block."""
     if not is_wanted:
         yield
         return
@@ -445,13 +445,13 @@ def turn(repeat: int) -> list[str]:
 
 
 def left(runs: Sequence[Mapping[str, Any]], repeat: int) -> list[str]:
-    """What is still to be run in a repeat, in its order."""
+    """The remaining candidates of a repeat, in its order."""
     done = {run["candidate"] for run in runs if run["repeat"] == repeat}
     return [name for name in turn(repeat) if name not in done | slow(runs) | alike(runs)]
 
 
 def slow(runs: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The candidates that the repeats showed to be out of the question; never the defaults."""
+    """The candidates that the repeats have ruled out; never the defaults."""
     steps = steps_of(runs)
     if not steps:
         return set()
@@ -497,7 +497,7 @@ def ratio_error(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
-    """What is kept of a run: its figures, the plan it chose, and what was predicted for that."""
+    """The stored result of a run: its figures, the chosen plan, and the prediction for it."""
     summary = json.loads((run_dir / SUMMARY).read_text())
     found = {k: v for k, v in summary.items() if k in KEPT or k.startswith("trial")}
     if (run_dir / PREDICTION).exists():

@@ -23,7 +23,7 @@ ERROR = "error.txt"
 
 
 def train_all(file: Path) -> None:
-    """Train every run of the file, on the ranks that torchrun describes; collective."""
+    """Train every run of the file on the ranks of torchrun; collective."""
     runs = [(Path(place), words) for place, words in json.loads(file.read_text())]
     configs = [build_config(compose_config("config", words)) for _, words in runs]
     trainer = configs[0].trainer

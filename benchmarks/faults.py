@@ -34,7 +34,7 @@ LIMIT_S = 300
 
 @dataclass(frozen=True)
 class Kill:
-    """What came of one kill.
+    """The result of one kill.
 
     Args:
         step: that was logged last when the signal was sent.

@@ -192,7 +192,7 @@ def assign_evenly(score_SW: np.ndarray) -> Assignment:
 
 
 def assign_by_owner(batch: GlobalBatch) -> Assignment:
-    """To the rank that owns most of the sample's cold rows; a row read by many counts less."""
+    """Assign to the rank that owns most of a sample's cold rows; rows read by many count less."""
     cold_SU, owner_U = batch.cold()
     num_readers_U = np.maximum(np.asarray(cold_SU.sum(0)).ravel(), 1)
     return assign_evenly(_score_owners(cold_SU, owner_U, 1.0 / num_readers_U, batch.num_ranks))

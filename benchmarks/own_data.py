@@ -28,7 +28,7 @@ NULL = "NULL"
 
 
 def write_log(path: Path, num_rows: int, seed: int = 0) -> None:
-    """A month of impressions; users and items have tastes, so there is something to learn."""
+    """Write a month of impressions that depend on user and item, so that a model can learn them."""
     rng = np.random.default_rng(seed)
     num_users, num_items = max(20, num_rows // 20), max(10, num_rows // 50)
     users, items = (_zipf(rng, size, num_rows) for size in (num_users, num_items))

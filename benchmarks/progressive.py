@@ -80,7 +80,7 @@ class Day:
 
 @dataclass(frozen=True)
 class Data:
-    """A log by day, and the words that every command gets."""
+    """A log by day, and the overrides of every command."""
 
     days: list[Day]
     words: list[str]
@@ -202,7 +202,7 @@ def predict(work: Path, data: Data, seed: int, day: Day) -> float:
 
 
 def measure(work: Path, data: Data, num_first: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """What each way of training found of each day, by seed."""
+    """The results of each way of training for each day, by seed."""
     once, daily = work / "once", work / "daily"
     once.mkdir()
     files = ",".join(str(day.path) for day in data.days[: num_first + 1])

@@ -63,7 +63,7 @@ NEED_CUDA = ("dense_tf32",)
 
 
 def count_ranks() -> int:
-    """Two, where there are not fewer GPUs: NCCL refuses two ranks on one."""
+    """Two, unless there is only one GPU: NCCL refuses two ranks on one."""
     return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
 
 
@@ -153,7 +153,7 @@ def paths(work: Path, name: str) -> list[str]:
 
 
 def prepare(work: Path, name: str, data: Data) -> None:
-    """Make dataset and profile once; what is there already stays."""
+    """Create dataset and profile unless they exist."""
     for stage, made in (("prepare", "dataset"), ("profile", "profile")):
         if not (work / name / made).exists():
             hotrec(work / name / f"{stage}_run", [stage, *data.source, *paths(work, name)])

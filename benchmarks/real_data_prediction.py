@@ -62,7 +62,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Case:
-    """Batches that are counted, and what they are predicted from."""
+    """Batches that are counted, and the inputs of their prediction."""
 
     batches: str
     split: str

@@ -25,7 +25,7 @@ from hotrec.report.render import markdown_table
 
 
 def read_trial(path: Path) -> tuple[Trial, list[str]]:
-    """What one start measured, by the last part of the run directories, and its doubts."""
+    """The measurements of one start by the last part of the run directories, and its doubts."""
     document = json.loads((path / "compare.json").read_text())
     blocks = {Path(name).name: of["block_s"] for name, of in document["plans"].items()}
     return Trial(blocks, document["seconds"]), document["doubts"]

@@ -41,7 +41,7 @@ def make_router(bench: BenchConfig, tables: ZipfTables) -> Router:
 
 
 def make_features(tables: ZipfTables, batch_size: int, ids_per_bag: int) -> KeyedJaggedTensor:
-    """A batch whose every bag holds ``ids_per_bag`` ids: the one-hot ids of as many samples."""
+    """A batch with ``ids_per_bag`` ids in every bag: the one-hot ids of as many samples."""
     batch = tables.batches(1, batch_size=batch_size * ids_per_bag, rank=0, world_size=1)[0]
     num_bags = len(tables.schema.features) * batch_size
     return KeyedJaggedTensor(

@@ -100,7 +100,7 @@ class Case:
 
 
 def all_cases() -> dict[str, Case]:
-    """Every case by name: two bases, and what differs from them in one thing at a time."""
+    """Every case by name: two bases, and variants that differ from them in one setting."""
     cases: dict[str, Case] = {}
     for pipeline, base in BASES.items():
         for ranks in (1, 2, 3):
@@ -257,7 +257,7 @@ def read_lines(path: Path) -> list[Figures]:
 
 
 def hash_weights(checkpoints: Path) -> str:
-    """Hash the model's tensors of the newest checkpoint, whatever the parameters are called."""
+    """Hash the model's tensors of the newest checkpoint, independent of parameter names."""
     # torch takes a second to import, which printing the help need not wait for.
     from hotrec.train.checkpoint import open_tensors
 
@@ -272,7 +272,7 @@ def hash_weights(checkpoints: Path) -> str:
 
 
 def describe(checkout: Path) -> Figures:
-    """What the bits may depend on: the commit, the machine and the packages."""
+    """Facts that the bits may depend on: the commit, the machine and the packages."""
     import torch
 
     git = ["git", "-C", str(checkout)]
@@ -365,7 +365,7 @@ def write_record(path: Path, document: Figures) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How a case of the record and the same case trained now differ."""
+    """The differences between a case of the record and the same case trained now."""
 
     steps: str
     losses: bool

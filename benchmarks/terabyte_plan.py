@@ -334,7 +334,7 @@ def setting_document(setting: Setting) -> dict[str, Any]:
 def describe_facts(
     options: argparse.Namespace, exponents: Sequence[float], costs: Costs, arguments: Sequence[str]
 ) -> dict[str, Any]:
-    """What the assumptions name."""
+    """The values that the assumptions mention."""
     dim, work = dense_work()
     if options.zipf is not None:
         zipf = f"one exponent of {options.zipf:g} for all"
@@ -363,7 +363,7 @@ def describe_facts(
 
 
 def predict_settings(costs: Costs, exponents: Sequence[float]) -> list[dict[str, Any]]:
-    """Every setting in turn, with its table on stderr."""
+    """Predict one setting after the other, with its table on stderr."""
     documents = []
     for num_ranks, batch_size in SETTINGS:
         document = setting_document(predict_setting(costs, exponents, num_ranks, batch_size))

@@ -64,7 +64,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Trace:
-    """What is drawn of one file."""
+    """The drawn parts of one file."""
 
     label: str
     steps: list[Bar]
