@@ -46,7 +46,7 @@ def _bandwidths(machine: Machine, costs: Costs) -> dict[str, float]:
     if inter is None:
         raise CostsError(
             f"costs {costs.name}: expected the link between hosts, for {machine.num_hosts} hosts, "
-            "got costs measured on one. Calibrate under torchrun on at least two hosts."
+            "got costs measured on one. Calibrate under torchrun on two hosts or more."
         )
     rates = {}
     for name in {"pooled_device", "pooled_host"} & set(costs.kernels):

@@ -217,7 +217,7 @@ def cut_text(
 
 
 def _links(network: Network, copy: Line) -> tuple[Link, Link | None]:
-    """The links; a memory copy stands in for the link inside a host with one rank."""
+    """The links; with one rank per host, a memory copy represents the link inside a host."""
     intra, inter = network.links()
     if intra is not None:
         return intra, inter

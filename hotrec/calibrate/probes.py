@@ -503,7 +503,7 @@ def _slot_bytes(workload: CalibrationWorkload) -> int:
 
 
 def row_spec(workload: CalibrationWorkload) -> OptimizerSpec:
-    """The optimizer of sharded rows: the configured one where the device supports it."""
+    """The optimizer of sharded rows: the configured one if the device supports it."""
     spec = workload.target.spec.embedding
     if spec.kind is OptimizerKind.adam and workload.device.type == "cpu":
         # FBGEMM has no Adam on CPU, but plans that shard rows are still predicted.

@@ -241,7 +241,7 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
             of_messages = [factor for name, factor in found.items() if name != "other"]
             beyond += _beyond(anchors, stage, of_messages, MESSAGE_FACTORS)
             # Waiting at its bound is noise of the same kind. It is a share of the dense layers,
-            # which are nothing beside the jitter of a slow link where they are small.
+            # which if small are negligible compared with the jitter of a slow link.
             shown = f"waiting in {stage}"
             beyond += _beyond(anchors, "dense", [waiting[stage]], WAITING_FRACS, shown)
             continue

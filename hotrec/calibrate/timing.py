@@ -124,7 +124,7 @@ class Work:
 class Probe:
     """A kernel, the function that makes its work of (items, dimension), and the sizes to measure.
 
-    Costs per item and per byte can be told apart only if ``sizes`` has two dimensions.
+    Costs per item and per byte can only be separated if ``sizes`` has two dimensions.
     """
 
     name: str
