@@ -1,19 +1,19 @@
-"""Measures checkpoints: seconds to write and to read, and memory beside the tables.
+"""Measures checkpoints: seconds to write and to read, and memory besides the tables.
 
     python benchmarks/checkpoint.py [--gb 6] [--save-ranks 2] [--load-ranks 3] [--folder FOLDER]
         [--slots 0.015 [--steps 100] [--batch 2048]] [--background [--batch 2048]]
 
-Tables of that size together, float32 with a row-wise Adagrad state, 1% of their rows hot, are
-trained by nobody, written by some ranks and read by others. Memory is the largest resident
-anonymous memory of a rank while it writes or reads, over that before; mapped files are not part of
-it. The last line on stdout is one JSON object.
+Untrained tables of this total size, float32 with a row-wise Adagrad state and 1% hot rows, are
+written by some ranks and read by others. Memory is the increase of a rank's resident anonymous
+memory while it writes or reads, of the rank with the largest; mapped files are not included. The
+last line on stdout is one JSON object.
 
 With --slots all rows are cold, behind slots for that fraction of them, and are trained for some
-steps before they are written, of Zipf 1.05 samples. The peak of each rank from before the tables
-are made, in memory of its own or shared, stands beside the prediction.
+steps on Zipf 1.05 samples before they are written. The peak of each rank, private or shared memory,
+since before the creation of the tables is compared with the prediction.
 
-With --background they are written while training goes on, with look-ahead and the same samples: the
-seconds that it stands still at the beginning and at the end, and the median step before and
+With --background they are written during training, with look-ahead and the same samples: the
+seconds for which training pauses at the beginning and at the end, and the median step before and
 meanwhile. Seconds are then those from the beginning to the end.
 """
 
@@ -238,7 +238,7 @@ def build(placement: Placement, num_rows: int, ranks: Ranks) -> tuple[nn.Module,
 
 @contextmanager
 def most_anonymous_bytes() -> Iterator[Callable[[], int]]:
-    """The most memory of this process while the block ran, over that at its beginning."""
+    """The peak memory of this process during the block, above that at its start."""
     found, is_over = [_anonymous_bytes()], threading.Event()
 
     def watch() -> None:
@@ -303,7 +303,7 @@ def main() -> None:
     parser.add_argument("--slots", type=float, default=0.0, help="fraction of the rows, all cold")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=2048)
-    parser.add_argument("--background", action="store_true", help="train meanwhile")
+    parser.add_argument("--background", action="store_true", help="write during training")
     parser.add_argument("--phase", choices=["save", "load"], help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.phase:
@@ -325,7 +325,7 @@ def main() -> None:
     for phase, of in found.items():
         print(
             f"{phase}: {of['seconds']:.1f} s on {of['num_ranks']} ranks, "
-            f"{size / 1e9 / of['seconds']:.2f} GB/s, {of['bytes'] / 1e6:.0f} MB beside the tables",
+            f"{size / 1e9 / of['seconds']:.2f} GB/s, {of['bytes'] / 1e6:.0f} MB besides the tables",
             file=sys.stderr,
         )
         if "pause_s" in of:

@@ -1,19 +1,19 @@
-"""Whether the defaults of `hotrec train` choose the fastest: every candidate trained in full.
+"""Checks whether the defaults of `hotrec train` choose the fastest: trains all candidates in full.
 
     PYTHONPATH=. python benchmarks/choice_grid.py [--cells PATTERN] [--sample N] [--limit-s S] ...
 
-A cell is a dataset, a batch size, a network and a number of ranks. In each the dataset is prepared
-and profiled, the machine is calibrated once, and then the defaults and every candidate are trained
-in turn, --repeats times over, and up to --most-repeats where their ratios are noisy (MAX_ERROR) or
-the defaults lose more than is wanted, as `hotrec train` trains them, with the run's own loader. The
-runs of a repeat are started together (choice_runs.py), since starting takes longer than they do;
-and candidates that are CLEARLY_SLOWER than the fastest are not repeated. TorchRec's table-wise plan
-is trained where it is not that of its planner or the hand-tuned one. Every run begins with the
-calibrated costs as they were measured: what one run learns is not known to another. Results are
-added to DIRECTORY/<cell>.json after every repeat, so the same command goes on where it was stopped;
-in the end choice_page.py writes the page of all cells that are there.
+A cell is a dataset, a batch size, a network and a number of ranks. In each cell the dataset is
+prepared and profiled, and the machine is calibrated once. Then the defaults and every candidate are
+trained one after the other as by `hotrec train`, with the run's own loader: --repeats times, and up
+to --most-repeats if the ratios are noisy (MAX_ERROR) or the defaults lose more than the target. The
+runs of a repeat share one start (choice_runs.py), since starting takes longer than the runs;
+candidates that are CLEARLY_SLOWER than the fastest are not repeated. TorchRec's table-wise plan is
+trained if it differs from the plan of its planner and from the hand-tuned one. Every run starts
+from the calibrated costs; runs do not learn from each other. Results are added to
+DIRECTORY/<cell>.json after every repeat, so the same command resumes an interrupted grid; at the
+end choice_page.py writes the page of all existing cells.
 
-Hosts are network namespaces (on_hosts.sh), one rank in each; this needs root. Loopback needs none.
+Hosts are network namespaces (on_hosts.sh), one rank in each; this needs root. Loopback does not.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ ONE_HOT_ROWS = (
 BAG_ROWS = (200_000, 100_000, 50_000, 20_000, 5000, 1000, 200, 50)
 # Name -> rows of the tables, mean ids of a bag, samples to train on.
 SHAPES = {"onehot": (ONE_HOT_ROWS, 1, 524_288), "bags20": (BAG_ROWS, 20, 262_144)}
-# What tells hotrec not to try plans on the run's first batches.
+# The setting that disables trials of plans on the run's first batches.
 NO_TRIAL = "plan.trial=false"
 CANDIDATES: dict[str, tuple[str, ...]] = {
     **{
@@ -103,7 +103,7 @@ END_S = 60.0  # that ranks and namespaces get to end in order
 
 @dataclass(frozen=True)
 class Cell:
-    """Where the choice is made."""
+    """The dataset, batch size, network and number of ranks of a choice."""
 
     data: str
     batch_size: int
@@ -162,9 +162,9 @@ def levels(cell: Cell) -> tuple[str | int, ...]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cells", nargs="+", default=["*"], help="patterns of names of cells")
-    parser.add_argument("--sample", type=int, help="a balanced choice of so many of these cells")
+    parser.add_argument("--sample", type=int, help="a balanced choice of this number of cells")
     parser.add_argument("--seed", type=int, default=0, help="of --sample")
-    parser.add_argument("--list", action="store_true", help="print the chosen cells and end")
+    parser.add_argument("--list", action="store_true", help="print the chosen cells and exit")
     parser.add_argument("--steps", type=int, default=60, help="timed steps of a run")
     parser.add_argument("--warmup-steps", type=int, default=20, help="steps before them")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each candidate")
@@ -182,7 +182,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--timeout-s", type=float, default=900.0, help="of one command")
     parser.add_argument(
-        "--limit-s", type=float, default=float("inf"), help="begin no command after so many seconds"
+        "--limit-s", type=float, default=float("inf"), help="start no command after this time"
     )
     parser.add_argument("--trial-s", type=float, default=5.0, help="seconds of a trial")
     parser.add_argument(
@@ -192,8 +192,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/choice")
     parser.add_argument("--work", type=Path, default=ROOT / "runs/choice_grid")
-    parser.add_argument("--page", action="store_true", help="only make the page")
-    parser.add_argument("overrides", nargs="*", help="more words for every command of hotrec")
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    parser.add_argument("overrides", nargs="*", help="more overrides for every command of hotrec")
     return parser.parse_args(arguments)
 
 
@@ -202,11 +202,11 @@ class OutOfTime(Exception):  # noqa: N818 (nothing is wrong)
 
 
 class Failed(Exception):  # noqa: N818 (a result)
-    """A command of hotrec failed, with its last words."""
+    """A command of hotrec failed; the text has its last lines."""
 
 
 class Skipped(Exception):  # noqa: N818 (a result)
-    """A network cannot be made here."""
+    """The machine cannot create a network."""
 
 
 class Grid:
@@ -217,7 +217,7 @@ class Grid:
         self._end = time.monotonic() + options.limit_s
 
     def run(self, cell: Cell) -> None:
-        """Do what is left to do of a cell.
+        """Run the rest of a cell.
 
         Raises:
             OutOfTime: if the time limit is reached; what was done is kept.
@@ -245,7 +245,7 @@ class Grid:
         while found := self._next(document["runs"]):
             repeat, todo = found
             length = self._length(document["runs"])
-            # The first run tells how many steps the others make.
+            # The first run determines the number of steps of the others.
             begun = todo if document["runs"] else todo[:1]
             words = {name: [*overrides, *self._words(name), *length] for name in begun}
             for candidate, run in self._train(cell, place / str(repeat), words).items():
@@ -254,7 +254,7 @@ class Grid:
             write_cell(path, document)
 
     def _next(self, runs: Sequence[Mapping[str, Any]]) -> tuple[int, list[str]] | None:
-        """The next repeat and what is left to run in it; None if nothing is."""
+        """The next repeat and its remaining candidates; None if nothing remains."""
         repeats = self._options.repeats
         for repeat in range(max(repeats, self._options.most_repeats)):
             is_begun = any(run["repeat"] == repeat for run in runs)
@@ -289,7 +289,7 @@ class Grid:
         ]
 
     def _prepared(self, data: str) -> list[str]:
-        """Prepare and profile a dataset unless it was done before; returns where it is."""
+        """Prepare and profile a dataset unless it exists; returns its directory."""
         overrides = data_overrides()[data]
         digest = hashlib.sha256(repr((overrides, self._options.overrides)).encode()).hexdigest()[:8]
         place = self._options.work / "data" / f"{data}-{digest}"
@@ -348,7 +348,7 @@ class Grid:
         return found
 
     def _launcher(self, cell: Cell) -> list[str]:
-        """What starts a module on the cell's ranks."""
+        """The command line that starts a module on the cell's ranks."""
         if cell.network != LOOPBACK:
             return [str(ROOT / "benchmarks/on_hosts.sh"), cell.network, str(cell.num_ranks)]
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -425,7 +425,7 @@ def end_session(child: subprocess.Popen[str]) -> tuple[str, str]:
 
 @contextmanager
 def busy_core(is_wanted: bool) -> Iterator[None]:
-    """Keep one core busy in another process meanwhile."""
+    """Keep one core busy in another process during the block."""
     if not is_wanted:
         yield
         return
@@ -445,13 +445,13 @@ def turn(repeat: int) -> list[str]:
 
 
 def left(runs: Sequence[Mapping[str, Any]], repeat: int) -> list[str]:
-    """What is still to be run in a repeat, in its order."""
+    """The remaining candidates of a repeat, in its order."""
     done = {run["candidate"] for run in runs if run["repeat"] == repeat}
     return [name for name in turn(repeat) if name not in done | slow(runs) | alike(runs)]
 
 
 def slow(runs: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The candidates that the repeats showed to be out of the question; never the defaults."""
+    """The candidates that the repeats have ruled out; never the defaults."""
     steps = steps_of(runs)
     if not steps:
         return set()
@@ -497,7 +497,7 @@ def ratio_error(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
-    """What is kept of a run: its figures, the plan it chose, and what was predicted for that."""
+    """The stored result of a run: its figures, the chosen plan, and the prediction for it."""
     summary = json.loads((run_dir / SUMMARY).read_text())
     found = {k: v for k, v in summary.items() if k in KEPT or k.startswith("trial")}
     if (run_dir / PREDICTION).exists():
@@ -575,7 +575,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             grid.run(cell)
         except OutOfTime:
-            say(f"{options.limit_s:.0f} s are over; the same command goes on from here")
+            say(f"{options.limit_s:.0f} s are over; run the same command again to continue")
             break
         except (Failed, Skipped) as error:
             say(f"{cell.name} left out: {error}")

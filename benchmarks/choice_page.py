@@ -55,7 +55,7 @@ have corrected."""
 
 @dataclass(frozen=True)
 class Judged:
-    """What came of a cell.
+    """The result of a cell.
 
     Args:
         default_s: The step of the defaults.
@@ -116,7 +116,7 @@ def paired_ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> floa
 
 
 def judge(document: Mapping[str, Any]) -> Judged | None:
-    """Compare the defaults with the candidates; None where one of them has not been run yet."""
+    """Compare the defaults with the candidates; None if one of them has not been run yet."""
     runs = document["runs"]
     wanted = {DEFAULT, *document["settings"]["candidates"]} - alike(runs)
     if not wanted <= {run["candidate"] for run in runs}:
@@ -189,7 +189,7 @@ def error_frac(run: Mapping[str, Any]) -> float | None:
 
 
 def is_held(run: Mapping[str, Any]) -> bool | None:
-    """Whether the predicted interval holds the measured step; None without an interval."""
+    """Whether the measured step is in the predicted interval; None without an interval."""
     if run.get("step_low_s") is None or not run.get("step_p50_s"):
         return None
     return bool(run["step_low_s"] <= run["step_p50_s"] <= run["step_high_s"])
@@ -221,7 +221,7 @@ def read(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def summarize(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of the verdict; None where nothing of the kind was measured."""
+    """The figures of the verdict; None if not measured."""
     judged = {name: judge(document) for name, document in documents.items()}
     cells = _known(judged.values())
     predicted = [found for document in documents.values() for found in predictions(document)]
@@ -275,7 +275,7 @@ def summarize(documents: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def verdict(figures: Mapping[str, Any], *, is_busy: bool) -> str:
-    """One paragraph: what was to be reached, and what was found."""
+    """One paragraph: the targets and the results."""
     if not figures["num_cells"]:
         return "No cell is finished."
     num_cells = figures["num_cells"]
@@ -466,7 +466,7 @@ def _machine_text(machine: Mapping[str, Any]) -> str:
 
 
 def write_page(directory: Path) -> dict[str, Any]:
-    """Write choice.md and choice.png beside the cells of ``directory``; returns the figures."""
+    """Write choice.md and choice.png next to the cells of ``directory``; returns the figures."""
     documents = read(directory)
     if not documents:
         raise SystemExit(f"{directory}: expected files of choice_grid.py, got none.")

@@ -1,10 +1,10 @@
-"""Training runs one after the other on the same ranks: `hotrec train` without its start each time.
+"""Runs of `hotrec train` one after the other on the same ranks, without a start for each.
 
     torchrun ... -m benchmarks.choice_runs RUNS
 
-RUNS is a JSON file of [run directory, words of the configuration] by run. Each run begins as in a
-process of its own, except that memory which earlier runs freed is there already. A run that its
-configuration cannot have leaves the reason in its directory, and the next one begins.
+RUNS is a JSON file of [run directory, overrides of the configuration] by run. Each run starts as in
+a new process, except that memory freed by earlier runs is reused. A run with an invalid
+configuration writes the reason to its directory, and the next one starts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ERROR = "error.txt"
 
 
 def train_all(file: Path) -> None:
-    """Train every run of the file, on the ranks that torchrun describes; collective."""
+    """Train every run of the file on the ranks of torchrun; collective."""
     runs = [(Path(place), words) for place, words in json.loads(file.read_text())]
     configs = [build_config(compose_config("config", words)) for _, words in runs]
     trainer = configs[0].trainer

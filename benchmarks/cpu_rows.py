@@ -1,12 +1,12 @@
-"""Measures row kernels on CPU: FBGEMM's against those of hotrec/embedding/cpu_rows.py.
+"""Compares row kernels on CPU: FBGEMM's and those of hotrec/embedding/cpu_rows.py.
 
     python benchmarks/cpu_rows.py [--num-rows 30000] [--num-tables 12] [--dim 64] [--repeats 15]
 
 One process, one thread, as a rank on a small host has. Both read the same distinct rows of the
 same tables, and update them with the same gradient; FBGEMM's pooled kernel with bags of one id is a
-third column, since it does the same work with a better loop. Last, rows written into one table by
-torch and by hotrec. Medians of the thread's processor time, so that other work on the machine
-counts little. The last line on stdout is one JSON object.
+third column, since it does the same work with a better loop. At the end, torch and hotrec write
+rows into one table. Medians of the thread's processor time, to reduce the effect of other work on
+the machine. The last line on stdout is one JSON object.
 """
 
 from __future__ import annotations

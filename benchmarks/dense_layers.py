@@ -1,14 +1,14 @@
-"""Measures the dense layers on CPU: TorchRec's interactions against hotrec's, and a dense step.
+"""Measures the dense layers on CPU: TorchRec's interactions and hotrec's, and a dense step.
 
     python benchmarks/dense_layers.py [--batch-size 2048] [--num-features 26] [--dim 64]
         [--repeats 20]
 
 One process, one thread, as a rank on a small host has. The step is that of DLRM without lookups:
 bottom layers 256-128-D, dot interaction, top layers 256-128-1, SGD. "rows out" is the time from the
-start of backward to the gradients of the looked-up rows, "rest" what of backward comes after it
-(with late updates: the weight gradients that were put off), "update" the optimizer. Medians of
-the thread's processor time, so that other work on the machine counts less; its caches and memory
-are shared all the same. The last line on stdout is one JSON object.
+start of backward to the gradients of the looked-up rows, "rest" the remaining backward (with late
+updates: the deferred weight gradients), "update" the optimizer. Medians of the thread's processor
+time, to reduce the effect of other work on the machine; caches and memory are still shared. The
+last line on stdout is one JSON object.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Hot rows that follow the data against a fixed hot set, where popularity changes with time.
+"""Compares hot rows that follow the data with a fixed hot set, if popularity changes with time.
 
     python benchmarks/drift.py [--every 20] [--batch 512] [--output benchmarks/results/drift]
     python benchmarks/drift.py --moves [--hot-rows 1000000] [--rounds 5]
 
-The first form trains logs in order of time on two ranks: KuaiRand's days, and synthetic clicks in
-which half of all rows swap their popularity at known times. Both runs of a log begin with the hot
-rows of its first eighth, one keeps them. The page has the share of hot lookups in each interval of
-``--every`` steps, that of the best hot rows for the interval in hindsight, and the largest
-difference of the losses of the two runs.
+The first form trains on logs in order of time with two ranks: KuaiRand's days, and synthetic clicks
+in which half of all rows swap their popularity at known times. Both runs of a log start with the
+hot rows of its first eighth, and one keeps them. The page has the share of hot lookups in each
+interval of ``--every`` steps, that of the best hot rows for the interval in hindsight, and the
+largest difference between the losses of the two runs.
 
-The second form measures how long training stands still while rows change between replica and
-shard. It starts its own two ranks; under ``benchmarks/on_hosts.sh 1gbit 2 benchmarks/drift.py
---moves`` it joins those of the hosts. The last line on stdout is one JSON object.
+The second form measures how long training pauses while rows move between replica and shard. It
+starts its own two ranks; under ``benchmarks/on_hosts.sh 1gbit 2 benchmarks/drift.py --moves`` it
+uses those of the hosts. The last line on stdout is one JSON object.
 """
 
 from __future__ import annotations

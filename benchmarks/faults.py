@@ -1,12 +1,12 @@
-"""Kill ranks at random moments: do the others end with the right name, and does a restart go on?
+"""Kills ranks at random moments: do the others report the right rank, and does a restart resume?
 
     python benchmarks/faults.py --kills 20 base sparse_dist
 
-For each pipeline one undisturbed run on a small synthetic dataset, then so many runs in which a
+For each pipeline one undisturbed run on a small synthetic dataset, then ``--kills`` runs in which a
 random rank gets SIGKILL (``--signal STOP``: SIGSTOP) at a random moment between the first
-checkpoint and the last step, and is started again. Prints a line for each kill on stderr, a table
-at the end, and one JSON object as the last line on stdout. Exits with 1 if any kill was not named
-or not made good.
+checkpoint and the last step, and the run is restarted. Prints a line for each kill on stderr, a
+table at the end, and one JSON object as the last line on stdout. Exits with 1 if the killed rank
+was not reported, or the restart did not recover.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LIMIT_S = 300
 
 @dataclass(frozen=True)
 class Kill:
-    """What came of one kill.
+    """The result of one kill.
 
     Args:
         step: that was logged last when the signal was sent.
@@ -199,7 +199,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--watchdog-s", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--overrides", nargs="*", default=[], help="more words for hotrec train; give them last"
+        "--overrides", nargs="*", default=[], help="more overrides for hotrec train; must come last"
     )
     return parser.parse_args()
 

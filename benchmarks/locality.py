@@ -1,10 +1,10 @@
-"""Bytes saved by choosing which rank computes which sample of a global batch.
+"""Counts the bytes saved by choosing which rank computes which sample of a global batch.
 
     python benchmarks/locality.py [--dataset PATH ...] [--page benchmarks/results/locality.md
         [--prepared-by ARGUMENTS ...]] [--num-batches 3] [--hot-rows 0 8000 20000]
 
-The global batch, and so the update, stays as it is; samples only change ranks. Counted for samples
-of the tables of `hotrec bench` (Zipf 1.05) and for the train samples of prepared datasets. The last
+The global batch, and so the update, is unchanged; samples only change ranks. Counted for samples of
+the tables of `hotrec bench` (Zipf 1.05) and for the training samples of prepared datasets. The last
 line on stdout is one JSON object.
 """
 
@@ -192,7 +192,7 @@ def assign_evenly(score_SW: np.ndarray) -> Assignment:
 
 
 def assign_by_owner(batch: GlobalBatch) -> Assignment:
-    """To the rank that owns most of the sample's cold rows; a row read by many counts less."""
+    """Assign to the rank that owns most of a sample's cold rows; rows read by many count less."""
     cold_SU, owner_U = batch.cold()
     num_readers_U = np.maximum(np.asarray(cold_SU.sum(0)).ravel(), 1)
     return assign_evenly(_score_owners(cold_SU, owner_U, 1.0 / num_readers_U, batch.num_ranks))
@@ -315,7 +315,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dataset", type=Path, action="append", default=[], help="prepared")
     parser.add_argument("--num-batches", type=int, default=3)
     parser.add_argument("--hot-rows", type=int, nargs="+", default=(0, 8_000, 20_000))
-    parser.add_argument("--page", type=Path, help="write the tables here")
+    parser.add_argument("--page", type=Path, help="file for the tables")
     parser.add_argument("--prepared-by", nargs="+", default=(), metavar="ARGUMENTS")
     return parser.parse_args(arguments)
 

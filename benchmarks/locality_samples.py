@@ -23,7 +23,7 @@ NUM_PROFILED = 500_000
 
 @dataclass(frozen=True)
 class Source:
-    """Where samples come from.
+    """The source of samples.
 
     Args:
         name: for the page.

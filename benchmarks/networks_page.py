@@ -105,7 +105,7 @@ def _place(network: str) -> tuple[int, str]:
 
 
 def speed_up(case: Mapping[str, Any], baseline: str) -> float | None:
-    """Baseline over case, from the median of the steps' ratios; None where it was not run."""
+    """Baseline over case, from the median of the steps' ratios; None if it was not run."""
     ratio = case["against"].get(baseline, {}).get("step_ratio")
     return 1 / ratio if ratio else None
 
@@ -301,7 +301,7 @@ def render(documents: Mapping[Cell, Mapping[str, Any]]) -> str:
 
 
 def write_page(directory: Path) -> None:
-    """Write networks.md and networks.png beside the files of ``directory``."""
+    """Write networks.md and networks.png next to the files of ``directory``."""
     documents = read(directory)
     if not documents:
         raise SystemExit(f"{directory}: expected *-w*-b*.json of networks.sh, got none.")

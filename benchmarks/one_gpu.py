@@ -3,18 +3,18 @@
     python benchmarks/one_gpu.py [--table-gib 8] [--budget-gib 1] [--batch-size 8192] [--rounds 50]
                                  [--page benchmarks/results/one_gpu.md]
 
-Cases, in turn and interleaved as `hotrec bench` runs them (same code), NCCL with one rank:
+Cases, interleaved as in `hotrec bench` (same code), NCCL with one rank:
 
-    all_hbm             TorchRec, all rows in GPU memory: what no budget would give
+    all_hbm             TorchRec, all rows in GPU memory: the target, without a budget
     uvm                 TorchRec, rows in host memory, read by the GPU over the bus
     uvm_cache           TorchRec, rows in host memory, the budget as FBGEMM's cache
     uvm_cache_prefetch  the same, filled for the next batch by TorchRec's prefetch pipeline
     hot_cold_uvm        the budget as hot rows in GPU memory, cold rows in host memory
     hot_cold_cache      half of the budget as hot rows, half as a cache of the cold rows
 
-The budget counts what a row costs in GPU memory: a cached row its weights, a hot row its weights,
-gradient and optimizer state. All cases live side by side: the GPU's memory must hold the tables
-once, the host's, which the GPU maps, once for each of the other cases. The last line on stdout is
+The budget counts GPU memory per row: weights for a cached row; weights, gradient and optimizer
+state for a hot row. All cases exist at the same time: the GPU's memory must hold the tables once,
+and the host memory that the GPU maps once for each of the other cases. The last line on stdout is
 one JSON object.
 """
 
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print(
             f"one_gpu: expected a CUDA device, got none visible to torch {torch.__version__}. "
-            "Run it on a machine with a GPU; `hotrec doctor` says what is missing.",
+            "Run it on a machine with a GPU; `hotrec doctor` reports what is missing.",
             file=sys.stderr,
         )
         return 77

@@ -1,10 +1,10 @@
-"""From a CSV of somebody's own to a report, as a newcomer would type it, against a limit of time.
+"""Measures the way from a user's CSV file to a report, with a newcomer's commands and a time limit.
 
     python benchmarks/own_data.py [--rows 200000] [--limit-s 300] [--folder DIR]
 
 Writes a log with strings, missing values, a list column and dates, runs `hotrec doctor`, `hotrec
-init` and the command that init prints, and prints the seconds of each as one line of JSON. Ends
-with 1 if a command fails, learns nothing, or all of them take longer than the limit.
+init` and the command that init prints, and prints the seconds of each as one line of JSON. Exits
+with 1 if a command fails, the model learns nothing, or the total exceeds the limit.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
-LEAST_AUC = 0.6
+MIN_AUC = 0.6
 NULL = "NULL"
 
 
 def write_log(path: Path, num_rows: int, seed: int = 0) -> None:
-    """A month of impressions; users and items have tastes, so there is something to learn."""
+    """Write a month of impressions that depend on user and item, so that a model can learn them."""
     rng = np.random.default_rng(seed)
     num_users, num_items = max(20, num_rows // 20), max(10, num_rows // 50)
     users, items = (_zipf(rng, size, num_rows) for size in (num_users, num_items))
@@ -97,7 +97,7 @@ def main() -> int:
         "auc": trained["auc"],
     }
     print(json.dumps(figures))
-    return int(total_s > arguments.limit_s or trained["auc"] < LEAST_AUC)
+    return int(total_s > arguments.limit_s or trained["auc"] < MIN_AUC)
 
 
 if __name__ == "__main__":

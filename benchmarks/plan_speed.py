@@ -2,11 +2,11 @@
 
     python benchmarks/plan_speed.py [--num-tables 500] [--num-rows 1e9] [--costs NAME]
 
-The tables have Zipf popularity and sizes spread evenly over orders of magnitude. Their counts come
-as histograms, made from the law itself: the arrays of counts would fill 8 GB, and reading them is
-the work of `hotrec profile`. Timed are the demands of all tables and the search, by the clock
-and by the processor's time, which other work on the machine does not swell; the peak of memory is
-that of the whole process. The last line on stdout is one JSON object.
+The tables have Zipf popularity and sizes spread evenly over orders of magnitude. Their counts are
+histograms computed from Zipf's law: the arrays of counts would fill 8 GB, and reading them is the
+work of `hotrec profile`. The demands of all tables and the search are timed, in wall time and in
+processor time, which does not include other work on the machine; the peak of memory is that of the
+whole process. The last line on stdout is one JSON object.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Predicted against measured steps: calibrates the machine, then runs a grid of cells.
+"""Compares predicted and measured steps: calibrates the machine, then runs a grid of cells.
 
-    benchmarks/prediction_grid.sh         makes the networks and runs this in each of them
+    benchmarks/prediction_grid.sh         creates the networks and runs this in each of them
     torchrun ... benchmarks/prediction_grid.py --network NAME --output FILE
     python benchmarks/prediction_grid.py --page DIRECTORY
 
-A cell is a Zipf exponent and a batch size. In each, the plans that prediction compares are run in
-turn, in blocks of steps of which the first two are not timed: hot/cold as the cost model chooses
-it, with 1,000 and 20,000 hot rows, all cold, TorchRec's planner's choice, TorchRec tuned by hand.
+A cell is a Zipf exponent and a batch size. In each cell the predicted plans are run in interleaved
+blocks of steps, whose first two steps are not timed: the cost model's choice of hot and cold rows,
+1,000 and 20,000 hot rows, all cold, the choice of TorchRec's planner, and TorchRec tuned by hand.
 Costs come from `hotrec calibrate`'s own code, run in the same process group just before; nothing is
-fitted to the cells. One JSON file per network and number of ranks; --page makes the page of them.
+fitted to the cells. One JSON file per network and number of ranks; --page writes their page.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ BLOCK_STEPS, BLOCK_SKIP = 6, 2
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--network", help="what joins the ranks, for the page")
+    parser.add_argument("--network", help="the network of the ranks, for the page")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--rounds", type=int, default=8, help="timed steps of each plan")
     parser.add_argument(
@@ -73,7 +73,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--exponents", type=float, nargs="+", default=EXPONENTS)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=BATCH_SIZES)
-    parser.add_argument("--page", type=Path, help="directory of such files: make the page of them")
+    parser.add_argument("--page", type=Path, help="directory of such files: write their page")
     return parser.parse_args()
 
 

@@ -230,7 +230,7 @@ def draw(documents: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def write_page(directory: Path) -> None:
-    """Write prediction.md and prediction.png beside the files of ``directory``."""
+    """Write prediction.md and prediction.png next to the files of ``directory``."""
     documents = read(directory)
     if not documents:
         raise SystemExit(f"{directory}: expected *-w*.json of prediction_grid.sh, got none.")

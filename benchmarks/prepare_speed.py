@@ -3,8 +3,8 @@
     python benchmarks/prepare_speed.py [--num-lines 2000000] [--compression gz] [--directory DIR]
 
 The log has the cardinalities of Criteo Kaggle (33.8 M distinct values over 26 columns), Zipf 1.05,
-and as many missing values. Prepare runs in a process of its own, so that its peak memory is its
-own too. The last line on stdout is one JSON object.
+and as many missing values. Prepare runs in a separate process, to measure its peak memory alone.
+The last line on stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ def run_prepare(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-lines", type=int, default=2_000_000)
-    parser.add_argument("--directory", type=Path, default=None, help="keep the files here")
+    parser.add_argument(
+        "--directory", type=Path, default=None, help="directory for the files, which are kept"
+    )
     parser.add_argument("--compression", choices=["none", "gz", "zst"], default="none")
     parser.add_argument("--block-mib", type=int, default=8)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""How many ids per second the profile counts, on one core: prints the best and median of some runs.
+"""Measures the ids per second that `profile` counts on one core: best and median of some runs.
 
 python benchmarks/profile_speed.py [--repeats 7]
 """
@@ -30,7 +30,7 @@ def main() -> None:
         start_s = time.process_time()
         count_rows([block] * NUM_BLOCKS, schema)
         rates.append(NUM_BLOCKS * NUM_IDS / (time.process_time() - start_s))
-    print(f"{max(rates) / 1e6:.0f} M ids/s at best, {np.median(rates) / 1e6:.0f} in the median")
+    print(f"{max(rates) / 1e6:.0f} M ids/s at best, {np.median(rates) / 1e6:.0f} median")
 
 
 if __name__ == "__main__":

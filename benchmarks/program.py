@@ -1,11 +1,11 @@
-"""A TorchRec program with hotrec's lines against the same program with TorchRec alone.
+"""Compares a TorchRec program that uses hotrec with the same program without it.
 
     python benchmarks/program.py [--rate 1gbit] [--batch 2048] [--steps 100] [--rounds 3]
 
-Runs examples/dlrm.py and examples/dlrm_torchrec.py in turn on two hosts: network namespaces of one
-machine with one rank each, the link shaped to the rate (needs root, ip and tc); "loopback": both
-ranks on this host. Prints the median step of each, over the rounds, after the first 20 steps; the
-last line on stdout is one JSON object.
+Alternates runs of examples/dlrm.py and examples/dlrm_torchrec.py on two hosts: network namespaces
+of one machine with one rank each, the link shaped to the rate (needs root, ip and tc); "loopback":
+both ranks on this host. Prints the median step of each, over the rounds, after the first 20 steps;
+the last line on stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
             found[name].append(measure(name, given.rate, given.batch, given.steps))
     medians = {name: statistics.median(steps) for name, steps in found.items()}
     for name, step_s in medians.items():
-        print(f"{name}: {1e3 * step_s:.1f} ms a step at {given.rate}", file=sys.stderr)
+        print(f"{name}: {1e3 * step_s:.1f} ms per step at {given.rate}", file=sys.stderr)
     ratios = [a / b for a, b in zip(*found.values(), strict=True)]
     print(json.dumps({"rate": given.rate, "step_s": found, "ratio": statistics.median(ratios)}))
 

@@ -1,15 +1,15 @@
-"""AUC by day of a model trained once, retrained from nothing each day, and started warm each day.
+"""Measures the daily AUC of a model trained once, retrained daily, and warm-started daily.
 
     PYTHONPATH=. python benchmarks/progressive.py [--seeds 0 1 2] [--data kuairand drift]
         [--first-days 7] [--days 15] [--work runs/progressive]
         [--page benchmarks/results/progressive.md]
 
-The log of each data set is cut into a file a day. The first days are prepared and trained on; from
-then on each day is appended (`hotrec prepare append=...`), the model is trained until this day in
-three ways, and evaluated on the next. The once trained model reads the next day with its own
-vocabulary (`hotrec predict`), the others with that of their day. Placements do not change what a
-model learns, so all runs have TorchRec's plan. The last line on stdout is one JSON object, which is
-also written beside the page, with a picture.
+The log of each data set is split into one file per day. The first days are prepared and trained on;
+then each day is appended (`hotrec prepare append=...`), the model is trained until this day in
+three ways, and evaluated on the next day. The model that is trained once reads the next day with
+its own vocabulary (`hotrec predict`), the others with that of their day. Placements do not affect
+the model, so all runs use TorchRec's plan. The last line on stdout is one JSON object, which is
+also written next to the page, with a picture.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Day:
 
 @dataclass(frozen=True)
 class Data:
-    """A log by day, and the words that every command gets."""
+    """A log by day, and the overrides of every command."""
 
     days: list[Day]
     words: list[str]
@@ -93,7 +93,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--first-days", type=int, default=7, help="to train on at first")
     parser.add_argument("--days", type=int, default=15, help="of the log to use")
     parser.add_argument("--work", type=Path, default=Path("runs/progressive"))
-    parser.add_argument("--page", type=Path, help="write the tables here, figures beside it")
+    parser.add_argument(
+        "--page", type=Path, help="file for the tables, with the figures next to it"
+    )
     parsed = parser.parse_args(arguments)
     if not 1 <= parsed.first_days < parsed.days:
         parser.error(f"--first-days: expected 1 to {parsed.days - 1}, got {parsed.first_days}")
@@ -200,7 +202,7 @@ def predict(work: Path, data: Data, seed: int, day: Day) -> float:
 
 
 def measure(work: Path, data: Data, num_first: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """What each way of training found of each day, by seed."""
+    """The results of each way of training for each day, by seed."""
     once, daily = work / "once", work / "daily"
     once.mkdir()
     files = ",".join(str(day.path) for day in data.days[: num_first + 1])

@@ -1,14 +1,14 @@
-"""AUC of variants of training against exact training, over seeds: `hotrec train`, two ranks.
+"""Compares the AUC of training variants with exact training over seeds: `hotrec train`, two ranks.
 
-With fewer than two GPUs, and one at least, one rank.
+With exactly one GPU, one rank.
 
     python benchmarks/quality.py [--seeds 0 1 2 3 4] [--variants exact fp16 ...] [--data kuairand]
         [--work runs/quality] [--page benchmarks/results/quality.md] [--max-steps N]
 
-Prepares and profiles the data if that is not done, trains every variant with every seed, seed by
-seed, and compares within a seed, where data, order and first weights are the same. A run that has
-ended is not run again: start it again to go on, another --work to start anew. The last line on
-stdout is one JSON object, which is also written beside the page.
+Prepares and profiles the data if needed, trains every variant with every seed, seed by seed, and
+compares variants of the same seed, which share data, order and initial weights. Finished runs are
+not repeated: run the same command to continue, or use another --work to start from scratch. The
+last line on stdout is one JSON object, which is also written next to the page.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from benchmarks.quality_page import write_page
 
 EXACT = "exact"
 
-# What `hotrec train` gets beside the data's settings. The first one is the reference, with
+# Overrides of `hotrec train` besides the data's settings. The first one is the reference, with
 # TorchRec's pipeline, which is what such small steps on one host get. The second is as exact, and
 # differs by the order of additions alone: what it shows is no effect.
 # All rows behind slots for half of them.
@@ -63,7 +63,7 @@ NEED_CUDA = ("dense_tf32",)
 
 
 def count_ranks() -> int:
-    """Two, where there are not fewer GPUs: NCCL refuses two ranks on one."""
+    """Two, unless there is only one GPU: NCCL refuses two ranks on one."""
     return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
 
 
@@ -113,7 +113,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--data", nargs="+", choices=DATA, default=list(DATA))
     parser.add_argument("--work", type=Path, default=Path("runs/quality"))
-    parser.add_argument("--page", type=Path, help="write the tables here, figures beside it")
+    parser.add_argument(
+        "--page", type=Path, help="file for the tables, with the figures next to it"
+    )
     parser.add_argument("--max-steps", type=int, help="of each run, to try this out")
     parsed = parser.parse_args(arguments)
     if EXACT not in parsed.variants:
@@ -151,7 +153,7 @@ def paths(work: Path, name: str) -> list[str]:
 
 
 def prepare(work: Path, name: str, data: Data) -> None:
-    """Make dataset and profile once; what is there already stays."""
+    """Create dataset and profile unless they exist."""
     for stage, made in (("prepare", "dataset"), ("profile", "profile")):
         if not (work / name / made).exists():
             hotrec(work / name / f"{stage}_run", [stage, *data.source, *paths(work, name)])

@@ -1,4 +1,4 @@
-"""Predicted against counted on real data: coverage and distinct rows of a step, train and held out.
+"""Compares predicted with counted coverage and distinct rows of a step, on real data.
 
     python benchmarks/real_data_prediction.py DATASET PROFILE [DATASET PROFILE ...]
         [--split valid] [--batch-sizes 256 2048] [--hot-fracs 0.01 0.1] [--num-ranks 2]
@@ -8,9 +8,9 @@ Reads prepared datasets and their profiles. For each batch size and share of hot
 looked-up rows of all tables together) it predicts the share of the lookups that are hot, the
 distinct hot and cold rows that a rank's batch reads, and the hot rows that any rank reads: with the
 profile's locality, and with independent lookups. It counts the same over batches of all ranks in
-the loader's order: shuffled ones of train and of the held-out split, and the held-out split as it
-is evaluated, by time. Held-out batches are predicted twice: from train alone, and with the held-out
-counts and locality. The last line on stdout is one JSON object.
+the loader's order: shuffled ones of train and of the held-out split, and the held-out split in its
+order of evaluation, by time. Held-out batches are predicted twice: from train alone, and with the
+held-out counts and locality. The last line on stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Case:
-    """Batches that are counted, and what they are predicted from."""
+    """Batches that are counted, and the inputs of their prediction."""
 
     batches: str
     split: str
@@ -74,12 +74,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("paths", type=Path, nargs="+", metavar="DATASET PROFILE")
     parser.add_argument(
-        "--split", default="valid", help="that the profile's held-out counts are of"
+        "--split", default="valid", help="the split of the profile's held-out counts"
     )
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=(256, 2048))
     parser.add_argument("--hot-fracs", type=float, nargs="+", default=(0.01, 0.1))
     parser.add_argument("--num-ranks", type=int, default=2)
-    parser.add_argument("--page", type=Path, help="write the tables here")
+    parser.add_argument("--page", type=Path, help="file for the tables")
     parser.add_argument(
         "--prepared-by",
         nargs="+",

@@ -1,4 +1,4 @@
-"""Whether comparisons of plans repeat: does the ratio of one start lie in another's interval?
+"""Checks whether comparisons repeat: is the ratio of one start in the interval of another?
 
     for i in 1 2 3 4 5; do HOTREC_RUN_DIR=runs/repeat/$i hotrec run experiment=quickstart \\
         launch.num_ranks=2 run.compare=true; done
@@ -7,7 +7,7 @@
 Each argument is a directory in which ``hotrec compare`` or ``hotrec run`` left compare.json. Plans
 are matched by the last part of their run directory (train, torchrec, counterpart). Five starts are
 ten pairs. It also prints the standard deviation of the logarithm of a ratio between the starts, and
-what the blocks of one start let expect: START_SPREAD of hotrec/planner/trial.py is what is left.
+the one expected from the blocks of one start: START_SPREAD of hotrec/planner/trial.py is the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hotrec.report.render import markdown_table
 
 
 def read_trial(path: Path) -> tuple[Trial, list[str]]:
-    """What one start measured, by the last part of the run directories, and its doubts."""
+    """The measurements of one start by the last part of the run directories, and its doubts."""
     document = json.loads((path / "compare.json").read_text())
     blocks = {Path(name).name: of["block_s"] for name, of in document["plans"].items()}
     return Trial(blocks, document["seconds"]), document["doubts"]

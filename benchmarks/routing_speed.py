@@ -1,10 +1,10 @@
-"""Measures routing: ids per second that one core tells apart into hot and cold, and de-duplicates.
+"""Measures routing: ids per second that one core splits into hot and cold, and de-duplicates.
 
     python benchmarks/routing_speed.py [--batch-size 2048 8192] [--multi-hot 1 10] [--repeats 15]
 
 The tables, popularity and hot rows are those of `hotrec bench bench=criteo_like_b2048`. Multi-hot
-features hold that many ids per sample. Medians of one thread, by its processor time, so that other
-work on the machine counts little; the time on the clock is told too. The last line on stdout is one
+features have the given number of ids per sample. Medians of one thread in processor time, to reduce
+the effect of other work on the machine; wall time is also printed. The last line on stdout is one
 JSON object.
 """
 
@@ -41,7 +41,7 @@ def make_router(bench: BenchConfig, tables: ZipfTables) -> Router:
 
 
 def make_features(tables: ZipfTables, batch_size: int, ids_per_bag: int) -> KeyedJaggedTensor:
-    """A batch whose every bag holds ``ids_per_bag`` ids: the one-hot ids of as many samples."""
+    """A batch with ``ids_per_bag`` ids in every bag: the one-hot ids of as many samples."""
     batch = tables.batches(1, batch_size=batch_size * ids_per_bag, rank=0, world_size=1)[0]
     num_bags = len(tables.schema.features) * batch_size
     return KeyedJaggedTensor(

@@ -1,17 +1,17 @@
-"""Proof that a change leaves training as it was: short runs, compared bit for bit with a record.
+"""Proves that a change does not affect training: short runs, compared bit for bit with a record.
 
     python benchmarks/same_training.py record OUT.json
     python benchmarks/same_training.py check benchmarks/results/same_training.json
 
 `record` trains every case for a few steps and writes the loss of every step, the bytes by
 collective, the evaluations and a hash of the final weights. `check` trains the cases again and
-compares. Both drive the program through its command line alone and never import it, so the same
-script runs on commits between which its modules moved; --checkout names another work tree to run.
+compares. Both only use the program's command line and never import it, so the same script runs on
+commits whose modules have moved; --checkout selects another work tree.
 
-Nothing may depend on how fast the machine is: costs are a built-in set, the memory is given, and
-each rank computes with one thread. Bits do depend on the processor and on torch's version, so make
-the record and the check on one machine; a warning is printed where they differ. An interrupted
-record, or check with --found, continues when it is started again.
+Nothing may depend on the speed of the machine: costs are a built-in set, the memory is configured,
+and each rank computes with one thread. Bits do depend on the processor and on torch's version, so
+record and check on the same machine; a warning is printed if they differ. An interrupted record, or
+check with --found, continues when it is started again.
 
 Not covered: optimizer=adam with cold rows, pipeline=prefetch and FBGEMM's host tiers, which need
 CUDA; trainer.compile, whose kernels depend on the compiler; trainer.profiler, which changes no
@@ -100,7 +100,7 @@ class Case:
 
 
 def all_cases() -> dict[str, Case]:
-    """Every case by name: two bases, and what differs from them in one thing at a time."""
+    """Every case by name: two bases, and variants that differ from them in one setting."""
     cases: dict[str, Case] = {}
     for pipeline, base in BASES.items():
         for ranks in (1, 2, 3):
@@ -257,7 +257,7 @@ def read_lines(path: Path) -> list[Figures]:
 
 
 def hash_weights(checkpoints: Path) -> str:
-    """Hash the model's tensors of the newest checkpoint, whatever the parameters are called."""
+    """Hash the model's tensors of the newest checkpoint, independent of parameter names."""
     # torch takes a second to import, which printing the help need not wait for.
     from hotrec.train.checkpoint import open_tensors
 
@@ -272,7 +272,7 @@ def hash_weights(checkpoints: Path) -> str:
 
 
 def describe(checkout: Path) -> Figures:
-    """What the bits may depend on: the commit, the machine and the packages."""
+    """Facts that the bits may depend on: the commit, the machine and the packages."""
     import torch
 
     git = ["git", "-C", str(checkout)]
@@ -365,7 +365,7 @@ def write_record(path: Path, document: Figures) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How a case of the record and the same case trained now differ."""
+    """The differences between a case of the record and the same case trained now."""
 
     steps: str
     losses: bool

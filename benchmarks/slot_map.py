@@ -1,11 +1,11 @@
-"""What the map of slots costs one core in a step: foresee a batch, and reserve slots for another.
+"""Measures the slot map's time per step on one core: foresee a batch, reserve slots for another.
 
     python benchmarks/slot_map.py [CASE ...]
 
 For 8,192 samples of 26 ids with 33 million rows and a million slots, and for NVIDIA's table of
 FBGEMM's cache (10 times 13.4 million rows, 1,048,576 ids) with 1.5% and 10% of the rows in slots.
 Ids are Zipf's, exponent 1.05; slots begin with the most popular rows, 31 batches are known and two
-are in flight. Prints the median processor time of steps in which rows leave, and what moves. The
+are in flight. Prints the median processor time of steps with evictions, and the rows that move. The
 last line on stdout is one JSON object. Takes 3 minutes and 4 GB.
 """
 

@@ -1,14 +1,14 @@
-"""Measures what look-ahead hides of moving rows into slots, with links of stated rates, on CPU.
+"""Measures how well look-ahead hides moving rows into slots, with links of given rates, on CPU.
 
     python benchmarks/slot_overlap.py [--rows 200000] [--tables 8] [--batch 2048] [--steps 40]
 
 One process trains a DLRM whose rows are in host memory behind slots in a second copy of it. The
-link between the two sleeps as long as it would take for the bytes of each movement, each way on its
-own. Its rate is 1/4 to 4 times the rate at which the rows that a step fetches take as long as a
-step without any link. Each rate is measured between two runs without a link, whose mean is the
-computation. What the link adds to a step is the exposed wait. To reach: what the link takes longer
-than the computation, and at most 10% of that, or 5% of the computation, more. The last line on
-stdout is one JSON object; the exit code is 1 if a rate misses.
+link between the two is simulated by sleeping for the transfer time of each movement, separately in
+each direction. Its rate is 1/4 to 4 times the rate at which fetching the rows of a step takes as
+long as a step without any link. Each rate is measured between two runs without a link, whose mean
+is the computation. The time that the link adds to a step is the exposed wait. Target: the time of
+the link beyond that of the computation, plus at most 10% of it or 5% of the computation. The last
+line on stdout is one JSON object; the exit code is 1 if a rate misses the target.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RATES = (0.25, 0.5, 1.0, 2.0, 4.0)
 NUM_SKIPPED = 10  # first steps, in which the slots fill
 NUM_PROFILED = 200_000
 # How far the exposed wait may be from the least, over the computation and over the least.
-MOST_EXPOSED, MOST_OFF = 0.05, 0.1
+MAX_EXPOSED, MAX_OFF = 0.05, 0.1
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def judge(free_s: float, measured: dict[str, float]) -> dict[str, Any]:
     """The exposed wait, the least possible one, and whether it is near enough to that."""
     exposed_s = measured["step_s"] - free_s
     least_s = max(0.0, measured["link_s"] - free_s)
-    most_s = least_s + max(MOST_EXPOSED * free_s, MOST_OFF * least_s)
+    most_s = least_s + max(MAX_EXPOSED * free_s, MAX_OFF * least_s)
     found = {**measured, "free_s": free_s, "exposed_s": exposed_s, "least_s": least_s}
     return {**found, "is_reached": exposed_s <= most_s}
 

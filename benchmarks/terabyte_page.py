@@ -92,7 +92,7 @@ def flatter_rows(documents: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]
 
 
 def sources_text(costs: Costs) -> str:
-    """Where the numbers of the costs come from, a line each."""
+    """The sources of the numbers of the costs, a line each."""
     lines = [
         f"* {name}: {show_seconds(link.latency_s)}, {show_bytes(link.bytes_per_s)}/s; {link.source}"
         for name, link in (("inside a host", costs.intra), ("between hosts", costs.inter))

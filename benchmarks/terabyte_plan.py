@@ -1,18 +1,17 @@
-"""Predicts training on Criteo 1TB on 8, 64 and 512 GPUs; on paper, nothing is run.
+"""Predicts training on Criteo 1TB on 8, 64 and 512 GPUs, without running anything.
 
     python benchmarks/terabyte_plan.py [--profile DIR] [--zipf 1.05] [--costs dgx_h100_infiniband]
                                        [--page benchmarks/results/terabyte_plan.md]
 
 Tables and model are those of MLPerf's recommendation benchmark (DLRM-DCNv2), one id per feature.
-Popularity is Zipf's in every table. Its exponents are fitted to a profile where one is given (of
-raw values: `min_count: 1`), else those are taken that the first 10,000 lines of day 0 gave.
-Compared:
+Popularity is Zipf's in every table. Its exponents are fitted to a profile, if there is one (of raw
+values: `min_count: 1`), or else are those of the first 10,000 lines of day 0. Compared:
 
     table_wise    TorchRec, each table on one GPU, the tables spread by count and size
     row_wise      TorchRec, every table on all GPUs in equal shares
     uvm_cache     as table_wise, rows in host memory, a fifth of them cached by the GPU
-    all_cold      distinct rows travel, none is hot, in GPU memory
-    hot_cold      what the search chooses within the memory of the GPUs
+    all_cold      distinct rows are exchanged, none is hot, in GPU memory
+    hot_cold      the choice of the search within the memory of the GPUs
 
 The last line on stdout is one JSON object.
 """
@@ -119,7 +118,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--page", type=Path, default=None)
     options = parser.parse_args(arguments)
     if options.profile is not None and options.zipf is not None:
-        parser.error("--zipf: expected no --profile beside it, got both")
+        parser.error("--zipf: expected no --profile, got both")
     if options.zipf is not None and not 0 <= options.zipf <= MAX_EXPONENT:
         parser.error(f"--zipf: expected 0..{MAX_EXPONENT:g}, got {options.zipf:g}")
     return options
@@ -154,7 +153,7 @@ def fit_exponent(num_rows: int, num_lookups: int, num_distinct: int) -> float:
         num_distinct: rows among them.
 
     Returns:
-        In 0..MAX_EXPONENT; 0 where every row was seen, which says nothing of the skew.
+        In 0..MAX_EXPONENT; 0 if every row was seen, so that the skew is unknown.
     """
     low, high = 0.0, MAX_EXPONENT
     for _ in range(40):
@@ -335,7 +334,7 @@ def setting_document(setting: Setting) -> dict[str, Any]:
 def describe_facts(
     options: argparse.Namespace, exponents: Sequence[float], costs: Costs, arguments: Sequence[str]
 ) -> dict[str, Any]:
-    """What the assumptions name."""
+    """The values that the assumptions mention."""
     dim, work = dense_work()
     if options.zipf is not None:
         zipf = f"one exponent of {options.zipf:g} for all"
@@ -364,7 +363,7 @@ def describe_facts(
 
 
 def predict_settings(costs: Costs, exponents: Sequence[float]) -> list[dict[str, Any]]:
-    """Every setting in turn, with its table on stderr."""
+    """Predict one setting after the other, with its table on stderr."""
     documents = []
     for num_ranks, batch_size in SETTINGS:
         document = setting_document(predict_setting(costs, exponents, num_ranks, batch_size))

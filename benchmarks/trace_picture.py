@@ -3,9 +3,9 @@
     python benchmarks/trace_picture.py -o picture.png \
         "sparse_dist=runs/a/traces/rank0.json.gz" "look_ahead=runs/b/traces/rank0.json.gz"
 
-The upper lane of a trace has the main thread's stages, hatched where it waits for other ranks. The
-lower lane has the named ranges of the communication thread, or without one gloo's collectives or
-NCCL's kernels. All traces have the same scale, so a faster one shows more steps.
+The upper lane of a trace has the main thread's stages, hatched while it waits for other ranks. The
+lower lane has the named ranges of the communication thread, or without that thread gloo's
+collectives or NCCL's kernels. All traces have the same scale, so a faster one shows more steps.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Trace:
-    """What is drawn of one file."""
+    """The drawn parts of one file."""
 
     label: str
     steps: list[Bar]
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("traces", nargs="+", metavar="LABEL=FILE")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the PNG to write")
     parser.add_argument("--steps", type=int, default=2, help="steps of the slowest trace to draw")
-    parser.add_argument("--skip", type=int, default=1, help="first steps to leave out")
+    parser.add_argument("--skip", type=int, default=1, help="first steps to omit")
     options = parser.parse_args()
     traces = []
     for text in options.traces:

@@ -68,14 +68,14 @@ def train(
         words += ["--python", python]
     line = "exec " + shlex.join(words)
     if nnodes > 1:
-        # The scheduler tells the first host's name to all replicas, in a variable whose name
+        # The scheduler sets the first host's name on all replicas, in a variable whose name
         # torchx substitutes when it submits; the shell of the replica reads it. "$$" is torchx's
-        # way of writing "$". Replica 0 may not be told its own name.
+        # escape of "$". Replica 0 may lack the variable.
         line += f' --rdzv-endpoint "$${{{macros.rank0_env}:-localhost}}:{rdzv_port}"'
         line += f" --rdzv-id {macros.app_id} --node-rank {macros.replica_id}"
-    # Whatever the overrides hold is theirs, not torchx's to substitute.
+    # torchx must not substitute anything in the overrides.
     line += " " + shlex.join([command, *overrides]).replace("$", "$$")
-    # Submissions within a second differ by the end of the name.
+    # The random suffix separates submissions within a second.
     stamp = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     directory = run_dir or f"runs/torchx/{stamp}"
     return AppDef(

@@ -1,8 +1,8 @@
-"""Runs the stages one after the other, each in a process of its own and within its time.
+"""Runs the stages one after the other, each in a separate process with a time limit.
 
-A stage that fails, or that takes too long, stops no other; the exit code is 1 at the end. All that
-there is goes into one archive after every stage, and ``--from`` goes on where an archive ends: what
-a finished stage left is kept, and one that failed is made again without its parts that succeeded.
+A stage that fails or exceeds its limit does not stop the others; the exit code is then 1. All
+results are archived after every stage, and ``--from`` continues from an archive: results of
+finished stages are kept, and failed stages are repeated without their successful parts.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=None, help="where documents and pages go")
     parser.add_argument("--archive", type=Path, default=None, help="of them; by default OUT.tar.gz")
     parser.add_argument(
-        "--from", type=Path, default=None, dest="begun", help="an archive to go on from"
+        "--from", type=Path, default=None, dest="begun", help="an archive to continue from"
     )
     parser.add_argument("--again", action="store_true", help="also what is finished")
     parser.add_argument("--code", default=None, help="the commit, where there is no git")

@@ -1,7 +1,8 @@
 """Stage 6: the losses of 200 steps on the GPU and on the CPU, from the same weights and batches.
 
 Hot and cold rows with row-wise Adagrad, on the GPU with look-ahead, on the CPU without. Rounding
-differs and grows as both train; a mistake in a kernel, a stream or an exchange parts the curves.
+differs and grows during training; a bug in a kernel, a stream or an exchange makes the curves
+diverge.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Stage 0: what the machine is and can do, in two minutes, before a longer stage depends on it.
+"""Stage 0: the capabilities of the machine, in two minutes, before longer stages depend on them.
 
-Pinning of host memory, whether host and device see it at one address, what a fork costs where it is
-pinned, the link's rates, and one default step of each optimizer in every memory.
+Pinning of host memory, whether host and device have it at the same address, the cost of a fork with
+pinned memory, the link's rates, and one default step of each optimizer in every memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DIM = 128
 
 
 def gpu() -> dict[str, Any]:
-    """What ``nvidia-smi`` says.
+    """The output of ``nvidia-smi``.
 
     Raises:
         NotHereError: if there is none.
@@ -80,7 +80,7 @@ def _memory() -> dict[str, int]:
 
 
 def touch(num_bytes: int) -> dict[str, Any]:
-    """Write to host memory once: does the machine have what it says, and does it get more?"""
+    """Write to host memory once: does the machine have the reported amount, and does it grow?"""
     memory_at = {"before": _memory()}
     with _private_memory(num_bytes) as memory:
         seconds = _touch(memory)

@@ -1,10 +1,10 @@
-"""Stage 3: the cost of hotrec's machinery where nothing can be gained.
+"""Stage 3: the overhead of hotrec's machinery if there is nothing to gain.
 
-On one GPU whose memory holds every table nothing is exchanged and nothing is worth replicating, so
-TorchRec's own plan is the best there is. All rows cold, without look-ahead and with it, take turns
-with it in one run; the ratios are of blocks made soon after one another. The models are DLRM on
-Criteo-like tables and MLPerf's DCNv2 with its multi-hot features, whose largest tables are cut so
-that all cases fit side by side.
+On one GPU with enough memory for every table, nothing is exchanged and replicas are useless, so
+TorchRec's own plan is the best one. It is interleaved in one run with all rows cold, with and
+without look-ahead; the ratios are those of neighbouring blocks. The models are DLRM on Criteo-like
+tables and MLPerf's DCNv2 with its multi-hot features, whose largest tables are cut so that all
+cases fit into memory at the same time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MLPERF_MODEL = (
     "model.over_layer_sizes=[1024,1024,512,256,1]", "model.cross_num_layers=3",
     "model.cross_low_rank_dim=512",
 )  # fmt: skip
-# Memory of the activations and batches of a case, beside its tables.
+# Memory of the activations and batches of a case, besides its tables.
 SPARE_BYTES = 4e9
 
 
@@ -91,7 +91,7 @@ def make_cases(counts: Mapping[str, Rows]) -> list[Case]:
 
 
 def cut_rows(table_rows: Sequence[int], most_bytes: float, row_bytes: int) -> list[int]:
-    """The tables with the largest cut alike, so that their weights take at most so many bytes."""
+    """The tables, the largest cut to one size, so that their weights fit into this many bytes."""
     low, high = 1, max(table_rows)
     while low < high:
         most = (low + high + 1) // 2
@@ -101,7 +101,7 @@ def cut_rows(table_rows: Sequence[int], most_bytes: float, row_bytes: int) -> li
 
 
 def measure(config: BenchRootConfig, samples: ZipfTables, ranks: Ranks) -> dict[str, Any]:
-    """The cases in turn, as ``hotrec bench`` runs them; figures by case.
+    """Run the cases interleaved, like ``hotrec bench``; figures by case.
 
     Raises:
         DoesNotFitError: if the models do not fit the GPU side by side.

@@ -1,8 +1,8 @@
-"""Stage 4: calibrate, plan, train and report on one GPU: predicted against measured.
+"""Stage 4: calibrate, plan, train and report on one GPU: predictions compared with measurements.
 
-The program's own commands, as a user would start them, on synthetic data. A prediction of memory is
-one of the tables and their state, and is compared with what they take; beside it stands what the
-device had in use at most because of the run, by everything that has to fit.
+The program's own commands, as a user would start them, on synthetic data. The prediction of memory
+is that of the tables and their state, and is compared with their size; next to it is the peak use
+of the device by the whole run, which has to fit, too.
 """
 
 from __future__ import annotations

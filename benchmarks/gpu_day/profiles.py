@@ -1,7 +1,7 @@
-"""Stage 7: where the time of a step goes, and how often the host waits for the device.
+"""Stage 7: the time of a step by stage, and how often the host waits for the device.
 
 Whole steps of the program, cut into stages by the marks of ``hotrec/runtime/stages.py``, with
-torch's profiler for kernels and for what makes the host wait. It explains and proves nothing, so it
+torch's profiler for kernels and for waits of the host. It only explains and checks nothing, so it
 comes last.
 """
 
@@ -133,7 +133,7 @@ def count_waits(events: Sequence[Any]) -> Counter[str]:
 
 
 def _waits_by_line(runner: Runner) -> dict[str, int]:
-    """Lines at which torch says that an operation waits for the device, in one step."""
+    """Lines for which torch warns that an operation waits for the device, in one step."""
     runner.drain()
     torch.cuda.set_sync_debug_mode("warn")
     try:

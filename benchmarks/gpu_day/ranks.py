@@ -1,4 +1,4 @@
-"""Stage 5: two and three ranks on the one GPU train what one unsplit model trains.
+"""Stage 5: checks that two and three ranks on one GPU train the same model as one unsplit model.
 
 NCCL refuses two ranks on a device, so they use a process group of the tests that stages tensors
 through pinned memory. First its own collectives are checked, then every pipeline with every tier.

@@ -1,6 +1,6 @@
-"""What a stage writes: one JSON document, whole again after every part, and a page made from it.
+"""The output of a stage: a JSON document, complete after every part, and a page made from it.
 
-No torch in here: the process that starts the stages and renders their pages never loads it.
+No torch in this module: the process that starts the stages and renders their pages never loads it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Parts = Mapping[str, Mapping[str, Any]]
 
 
 class DoesNotFitError(Exception):
-    """A case needs more memory than there is; the text says how much of how much."""
+    """A case needs more memory than there is; the text has both amounts."""
 
 
 class NotHereError(Exception):

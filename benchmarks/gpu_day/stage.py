@@ -1,4 +1,4 @@
-"""What the stages share: the device, the clock of device and host, whole training steps."""
+"""Shared by the stages: the device, the clock of device and host, whole training steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FBGEMM's tables in each memory, the bytes they will take, and skewed ids made on the device."""
+"""FBGEMM's tables in each memory, their bytes, and skewed ids generated on the device."""
 
 from __future__ import annotations
 

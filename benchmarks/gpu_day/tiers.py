@@ -1,14 +1,14 @@
-"""Stage 2: one GPU's tables in its own memory, in the host's, behind FBGEMM's cache, and our slots.
+"""Stage 2: one GPU's tables in its memory, in host memory, behind FBGEMM's cache, and our slots.
 
-NVIDIA's setting (its dynamicemb benchmark): 10 tables of 128 floats, 1.05 M ids a step, Zipf 1.05,
-no pooling, the forward and backward pass of the lookups alone; the tables are half as large, since
-a host's memory must hold them, and those of Adam have a third of that, which takes as many bytes
-with its moments. There a cache is measured on a stream of batches that is played again and again;
-here on a stream that goes on, and then on such a one. FBGEMM's counters are off while it is timed.
+NVIDIA's setting (its dynamicemb benchmark): 10 tables of 128 floats, 1.05 M ids per step, Zipf
+1.05, no pooling, only the forward and backward pass of the lookups. The tables are half as large,
+since they must fit into host memory; those for Adam have a third of that, the same bytes with its
+moments. NVIDIA measures a cache on a repeated stream of batches; here it is measured on an endless
+stream, and then on a repeated one. FBGEMM's counters are off during timing.
 
-Slots take as many bytes of the device as FBGEMM's cache without prefetch. FBGEMM removes duplicates
-of ids in its step. hotrec's loader workers do so outside of it, as in training; a second row has
-them removed on the device, inside.
+Slots take as many bytes of the device as FBGEMM's cache without prefetch. FBGEMM removes duplicate
+ids in its step. hotrec's loader workers do so outside of the step, as in training; a second row has
+them removed on the device, inside the step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Placement -> what TorchRec's planner may do with each table."""
+"""Converts placements to constraints for TorchRec's planner."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def offload_stats(
 ) -> EmbeddingOffloadStats:
     """Converts the miss-ratio curve of a device cache to TorchRec's statistics.
 
-    The curve goes through (0, 1) and (num_rows, 0), whatever was measured: a cache of all rows
-    misses each of them once, which TorchRec's curve leaves out.
+    The curve is forced through (0, 1) and (num_rows, 0): a cache of all rows misses each of them
+    once, which TorchRec's curve omits.
 
     Args:
         sizes: float64 (S,), cached rows, rising.
@@ -105,7 +105,7 @@ def placement_constraints(
     stats: Mapping[str, CacheStatistics] | None = None,
     device: str = "cpu",
 ) -> dict[str, ParameterConstraints]:
-    """Returns constraints that leave only the choice of ranks to TorchRec's planner.
+    """Returns constraints that leave TorchRec's planner only the choice of ranks.
 
     Hot tables are data-parallel. The others are row-wise or table-wise on the kernel of their tier,
     those whose exchange is pooled table-wise. A host tier behind a device cache gets the cache's
@@ -113,7 +113,7 @@ def placement_constraints(
 
     Args:
         stats: Statistics of device caches by table, where known.
-        device: "cpu" or "cuda", which decides on the kernel of rows behind our slots.
+        device: "cpu" or "cuda", which determines the kernel of rows behind our slots.
 
     Raises:
         ValueError: If a pooled table is to be row-wise, or a cache has no size.
@@ -128,7 +128,7 @@ def placement_constraints(
             continue
         if table.exchange is Exchange.POOLED and table.sharding is not Sharding.TABLE_WISE:
             raise ValueError(
-                f"placement table {name}: expected sharding table_wise where the exchange is "
+                f"placement table {name}: expected sharding table_wise for an exchange that is "
                 f"pooled (row-wise ships the pooled vectors once per rank), got "
                 f"{table.sharding.value}. Place it table-wise, or exchange its rows."
             )
@@ -137,7 +137,7 @@ def placement_constraints(
             if fraction is None or not 0 < fraction < 1:
                 raise ValueError(
                     f"placement table {name} cache_load_frac: expected between 0 and 1 in tier "
-                    f"host_cached, got {fraction}. Give the cache a size, or take tier host."
+                    f"host_cached, got {fraction}. Set a size of the cache, or use tier host."
                 )
             cache = _cache_params(fraction, (stats or {}).get(name))
         kernel = KERNEL_OF_TIER[table.tier]
@@ -209,7 +209,7 @@ def torchrec_constraints(
     Args:
         batch_size: Batch of a rank, read by ``HAND_TUNED``.
         tier: Memory tier of the rows.
-        cache_load_factor: Cached fraction of the rows. None takes FBGEMM's default.
+        cache_load_factor: Cached fraction of the rows. None for FBGEMM's default.
         is_prefetched: Whether TorchRec's prefetch pipeline fills the UVM cache.
     """
     if variant is TorchrecPlan.planner and tier is ColdTier.fused:

@@ -1,4 +1,4 @@
-"""The door: turns a configuration into the values that planning and training take."""
+"""The door: turns a configuration into the values that planning and training use."""
 
 from __future__ import annotations
 
@@ -77,25 +77,25 @@ _SHARED = {"dense_layer_sizes", "over_layer_sizes", "cross_num_layers", "cross_l
 
 @dataclass(frozen=True)
 class Job:
-    """A training run in values.
+    """A training run as plain values.
 
-    Its parts are made here but for what only the run itself has, such as the sharded model.
+    It makes the parts of the run, except for what only exists later, such as the sharded model.
 
     Args:
         name: Name of the run.
         dataset_name: Name of its dataset; None without one.
         dataset: Its dataset.
-        planned: What it asks of the planner, with what is trained, and in which order.
+        planned: The planner's inputs, with the model and the order of samples.
         placement: The settings of the placement, as the run records them.
         model: The settings of the model, which a checkpoint must agree with.
         eval_splits: Splits to evaluate.
         eval_batch_size: Samples of a rank's batch in evaluations, of days ahead too.
         max_steps: Upper bound on steps; None for none.
-        new_only: Whether samples that a warm start has seen are left out.
+        new_only: Whether to skip samples that the run of a warm start has already read.
         adaptation: How the hot rows follow the data; None if they do not.
-        trial_s: Seconds of a trial of plans; None for what pays, 0 for no trial.
-        schedule: The learning rate over so many steps.
-        best: Makes the tracker of the best quality; None if nothing asks for it.
+        trial_s: Seconds of a trial of plans; None for as long as it pays, 0 for no trial.
+        schedule: The learning rate for a number of steps.
+        best: Makes the tracker of the best quality; None if it is not needed.
         checkpoints: Makes the directory of checkpoints.
         record: Makes the records.
         metrics: Makes the part that measures.
@@ -134,7 +134,7 @@ class Job:
         return self.planned.order
 
     def facts(self, partition: Artifact | None) -> dict[str, Any]:
-        """What must agree between the run that saves a checkpoint and the one that loads it."""
+        """Settings that a run must share with the checkpoint that it loads."""
         facts = {
             "dataset": self.dataset.artifact.content_hash,
             "model": dict(self.model),
@@ -148,7 +148,7 @@ class Job:
 
 
 def make_job(config: Config, run_dir: Path, dataset: Dataset) -> Job:
-    """The values of a configuration, for a dataset.
+    """Convert a configuration for a dataset to values.
 
     Args:
         config: A validated configuration.
@@ -156,7 +156,7 @@ def make_job(config: Config, run_dir: Path, dataset: Dataset) -> Job:
         dataset: Its dataset.
 
     Raises:
-        ValueError: If the configuration names what the dataset lacks.
+        ValueError: If the configuration names a column or table that the dataset lacks.
     """
     trainer, order, profiler = config.trainer, config.order, config.profiler
     trace = None
@@ -203,7 +203,7 @@ def make_job(config: Config, run_dir: Path, dataset: Dataset) -> Job:
 
 
 def _plain_values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings in values that YAML and JSON have."""
+    """Settings as types that YAML and JSON have."""
     return {
         name: value.name if isinstance(value, Enum) else value for name, value in settings.items()
     }
@@ -220,7 +220,7 @@ def chosen_device(device: Device) -> str:
 
 
 def model_spec(config: Config, schema: Schema) -> ModelSpec:
-    """What a configuration trains on the columns of a dataset.
+    """The model of a configuration on the columns of a dataset, and how it is trained.
 
     Raises:
         ValueError: If the model names a column that the dataset lacks, or a label has no weight.
@@ -258,7 +258,7 @@ def architecture_of(model: ModelConfig, schema: Schema) -> Architecture:
         embedding_dim=model.embedding_dim,
         pooling=model.pooling.name,
         dense=list(schema.dense),
-        # As the collection of tables has them: by table.
+        # By table, like the collection of tables.
         features=[
             [feature.name, table.name]
             for table in schema.tables
@@ -311,14 +311,14 @@ def label_weights_of(trainer: TrainerConfig, schema: Schema) -> dict[str, float]
     """The weights of several labels, in their order; None for one.
 
     Raises:
-        ValueError: If a weight is given for no label, or for the only one.
+        ValueError: If a weight names no label, or there is only one label.
     """
     several = schema.labels if len(schema.labels) > 1 else ()
     for name in trainer.label_weights:
         if name not in several:
             raise ValueError(
                 f"trainer.label_weights.{name}: expected one of the dataset's several labels, "
-                f"{list(several)}, got {name!r}. Correct the name, or leave it out."
+                f"{list(several)}, got {name!r}. Correct the name, or remove it."
             )
     return {name: trainer.label_weights.get(name, 1.0) for name in several} or None
 
@@ -361,7 +361,7 @@ def adaptation_of(placement: PlacementConfig) -> Adaptation | None:
 
 
 def plan_job(config: Config, schema: Schema) -> PlanJob:
-    """What a configuration asks of the planner, on the columns of a dataset.
+    """The planner's inputs from a configuration, on the columns of a dataset.
 
     Raises:
         ValueError: If it names a column or a table that the dataset lacks.
@@ -417,7 +417,7 @@ def torchrec_tables_of(placement: PlacementConfig) -> TorchrecTables | None:
 
 
 def cold_rows_of(placement: TieredConfig) -> ColdRows:
-    """Where the cold rows are."""
+    """The memory and exchange of the cold rows."""
     return ColdRows(
         placement.cold_tier,
         placement.cache_load_frac,
@@ -428,7 +428,7 @@ def cold_rows_of(placement: TieredConfig) -> ColdRows:
 
 
 def policy_of(placement: TieredConfig) -> Policy:
-    """Which rows are hot."""
+    """The policy that chooses the hot rows."""
     given: dict[str, Any] = {}
     if isinstance(placement, PolicyConfig):
         given = {"overrides": placement.overrides, "small_table_rows": placement.small_table_rows}
@@ -505,7 +505,7 @@ def _choose_scars(memory_bytes: int | None, tables: CountedTables, on: PolicyInp
 
 
 def _policy_parameters(placement: PlacementConfig) -> dict[str, object]:
-    """The configuration keys of a policy alone, which reports show with its name."""
+    """The configuration keys that only this policy uses; reports show them with its name."""
     if not isinstance(placement, HotColdConfig):
         return {}
     shared = {item for item in TieredConfig.__dataclass_fields__ if item != "kind"}

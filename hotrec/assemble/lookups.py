@@ -1,4 +1,4 @@
-"""Where the lookups of a plan go: to replicas on the rank of the sample, or to the rows' owners."""
+"""Destinations of a plan's lookups: replicas on the rank of the sample, or the rows' owners."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Destinations:
     """Shares of all lookups, if every rank's samples are alike.
 
     Args:
-        replicated: Share that a replica on the rank of the sample serves: hot rows, and tables that
-            are data-parallel.
-        owned: Share that the shards of each rank serve, for all ranks; with ``replicated`` they
+        replicated: Share served by replicas on the rank of the sample: hot rows and data-parallel
+            tables.
+        owned: Share served by the shards of each rank, for all ranks; with ``replicated`` they
             add up to 1.
     """
 
@@ -30,9 +30,9 @@ class Destinations:
 def destinations(
     plan: ShardingPlan, partition: Partition | None, counts: Mapping[str, Rows], world_size: int
 ) -> Destinations:
-    """Where the lookups of a profile go under a plan.
+    """The destinations of a profile's lookups under a plan.
 
-    A lookup of a row whose columns are on several ranks counts at each by its share of the columns.
+    A lookup of a column-sharded row counts at each of its ranks by that rank's share of columns.
 
     Args:
         plan: The plan of the tables; one that is not in it is replicated.

@@ -1,4 +1,4 @@
-"""The machine to plan for, as given or as detected."""
+"""The machine to plan for, as configured or as detected."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def make_machine(
         ranks_per_host: Ranks of a host.
         device: "cpu" or "cuda".
         batch_size: Batch of a rank.
-        hbm_gib: Memory of a device; None for what is free.
-        host_gib: Memory of a host; None for that of this one.
+        hbm_gib: Memory of a device; None for its free memory.
+        host_gib: Memory of a host; None for that of this host.
     """
     if hbm_gib is None and device == "cuda" and torch.cuda.is_available():
         device_bytes = free_device_bytes()
@@ -45,7 +45,7 @@ def make_machine(
 
 
 def free_device_bytes() -> int:
-    """Free memory of this process's CUDA device, what torch holds in reserve included.
+    """Free memory of this process's CUDA device, including torch's reserved memory.
 
     Call it before the model is built. The CUDA context and other processes are accounted for.
     """

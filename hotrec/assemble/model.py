@@ -38,7 +38,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What is trained, whatever the plan.
+    """The model and its training rules, independent of the plan.
 
     Args:
         schema: Features and tables of the dataset.
@@ -49,7 +49,7 @@ class ModelSpec:
         label_weights: Weights of several labels; None for one.
         precision: Precision of the dense layers' products.
         is_compiled: Whether torch.compile compiles the dense layers.
-        grad_clip_norm: Largest norm of the dense layers' gradients; None for no clipping.
+        grad_clip_norm: Maximum norm of the dense layers' gradients; None for no clipping.
     """
 
     schema: Schema
@@ -86,7 +86,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Unsharded:
-    """The model before sharding, on no device yet, and how to shard it."""
+    """The unsharded model, without a device, and how to shard it."""
 
     task: nn.Module  # model and loss
     embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection
@@ -109,10 +109,10 @@ def build_unsharded(
     """Builds the model, its sharders and their constraints.
 
     Args:
-        spec: What is trained.
-        plan: How its tables are planned.
+        spec: The model and its training rules.
+        plan: The plan of its tables.
         placed: The hot rows of split tables and the place of the others; None for TorchRec's plans.
-        machine: The ranks and their device, which need not be there to plan.
+        machine: The ranks and their device, which need not exist for planning.
         dense_device: Device of the dense layers; "meta" to plan only.
         cache_stats: Statistics of the device caches of host tables, for TorchRec's planner.
 

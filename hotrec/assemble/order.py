@@ -43,7 +43,7 @@ class AllHotBlocks:
 
     Args:
         start_rate: Length of the first blocks, as a share of an epoch's batches of their kind.
-        least_rate: Least length of blocks, as the same share.
+        least_rate: Minimum length of blocks, as the same share.
         patience: Consecutive evaluations with a lower loss before blocks are doubled.
         has_evaluations: Whether there are evaluations, without which no length changes.
     """
@@ -63,10 +63,10 @@ class TrainingOrder:
         batch_size: Samples of a rank's batch.
         seed: Seed of the order.
         num_epochs: Passes over the training split.
-        num_workers: Loader workers of a rank; None for what the cores suffice for.
-        kind: Shuffled, in the order of the log, or all-hot samples apart.
+        num_workers: Loader workers of a rank; None to derive them from the number of cores.
+        kind: Shuffled, in the order of the log, or with separate batches of all-hot samples.
         assign: Which rank computes a sample.
-        by_day: Whether each day is evaluated before it is trained on, so that steps end with days.
+        by_day: Whether each day is evaluated before it is trained on, so that no batch spans days.
         blocks: The blocks of all-hot and mixed batches; None for other orders.
     """
 
@@ -85,7 +85,7 @@ class TrainingOrder:
         return self.kind is not OrderKind.time
 
     def on_one_rank(self, world_size: int) -> TrainingOrder:
-        """The order of the global batches of so many ranks, as if one rank read them."""
+        """The order of the global batches of a number of ranks, as if one rank read them."""
         return replace(self, batch_size=self.batch_size * world_size)
 
 
@@ -96,7 +96,7 @@ class Adaptation:
     Args:
         every_steps: Steps between decisions.
         decay: Factor applied to lookup counts at each decision.
-        max_rows: Most rows that a decision makes hot.
+        max_rows: Maximum number of rows that a decision makes hot.
     """
 
     every_steps: int
@@ -107,8 +107,8 @@ class Adaptation:
 def owned_tables(placement: Placement) -> list[str]:
     """Tables whose cold rows are sent to the ranks that read them.
 
-    Tables with a pooled exchange are excluded: they send a vector per remote sample, whatever its
-    rows.
+    Tables with a pooled exchange are excluded: they send one vector per remote sample, for any
+    number of rows.
     """
     partition = placement.partition
     return [
@@ -119,7 +119,7 @@ def owned_tables(placement: Placement) -> list[str]:
 
 
 def check_assign(order: TrainingOrder, placement: Placement | None) -> None:
-    """Refuse order.assign=by_owner where no row has an owner.
+    """Refuse order.assign=by_owner if no row has an owner.
 
     Args:
         order: Order of the run.
@@ -145,23 +145,23 @@ def check_assign(order: TrainingOrder, placement: Placement | None) -> None:
 def adapts(
     asked: Adaptation | None, order: TrainingOrder, placement: Placement | None
 ) -> Adaptation | None:
-    """How the hot rows follow the data; None if they do not, or if the plan has none that can.
+    """How the hot rows follow the data; None if they do not, or if the plan has no hot rows.
 
     Args:
-        asked: How they are to follow it; None if they are not.
+        asked: The configured adaptation; None for none.
         order: Order of the run.
         placement: Planned placement; None for TorchRec's plans.
 
     Raises:
-        ValueError: If batches are packed or assigned by the hot rows of the plan.
+        ValueError: If the order of samples or their ranks depend on the hot rows of the plan.
     """
     if asked is None:
         return None
     if order.blocks is not None or order.assign is OrderAssign.by_owner:
         found = f"order={order.kind.name} order.assign={order.assign.name}"
         raise ValueError(
-            f"order: expected shuffled or time and samples as read where hot rows follow the data, "
-            f"got {found}. Set placement.adapt_every_steps=0, or another order."
+            f"order: expected shuffled or time and samples as read if hot rows follow the data, "
+            f"got {found}. Set placement.adapt_every_steps=0, or choose another order."
         )
     partition = None if placement is None else placement.partition
     if partition is not None and any(
@@ -273,10 +273,10 @@ def find_all_hot(
 
 
 def check_order(order: TrainingOrder, dataset: Dataset) -> None:
-    """Check that the dataset has the order that a run asks for.
+    """Check that the dataset has the order that a run requires.
 
     Raises:
-        ArtifactError: If its samples are not in order of time, or its days are needed and unknown.
+        ArtifactError: If its samples are not in order of time, or the required days are unknown.
         ValueError: If there is no day to evaluate ahead.
     """
     if order.is_shuffled:
@@ -285,7 +285,7 @@ def check_order(order: TrainingOrder, dataset: Dataset) -> None:
         logger.warning("order=time: the dataset has no times; samples are in the order of the log")
     if order.by_day and len(days := days_of(dataset, SPLIT)) < 2:
         raise ValueError(
-            "order.evaluate_ahead: expected two days or more in the training split of "
+            "order.evaluate_ahead: expected at least two days in the training split of "
             f"{dataset.artifact.path}, got {[day.name for day in days]}. Prepare it with a split "
             "by time, or from a file for each day."
         )
@@ -314,16 +314,16 @@ def make_alternation(
         samples, batch_size=order.batch_size, world_size=world_size
     )
     logger.info(
-        "order=all_hot: training samples are reordered: %d of %d (%.1f%%) are all-hot and come in "
-        "batches of their own; an epoch is %d all-hot and %d mixed steps, in blocks of %.3g of "
-        "each kind's at first%s",
+        "order=all_hot: training samples are reordered: %d of %d (%.1f%%) are all-hot and get "
+        "separate batches; an epoch has %d all-hot and %d mixed steps, in blocks of initially %.3g "
+        "of each kind%s",
         sum(samples.num_all_hot),
         samples.num_samples,
         100 * samples.frac,
         all_hot,
         mixed,
         blocks.start_rate,
-        "" if blocks.has_evaluations else "; no evaluation changes that",
+        "" if blocks.has_evaluations else "; the length is fixed, without evaluations",
     )
     if all_hot == 0:
         logger.warning("order=all_hot: no sample is all-hot, so no step saves the cold exchange")

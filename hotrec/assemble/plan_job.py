@@ -1,4 +1,4 @@
-"""What a job asks of the planner, and the requests and situations that follow from it."""
+"""The planner's inputs from a job, and the requests and situations made of them."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class PolicySplit:
     """A split whose hot rows a policy chooses.
 
     Args:
-        policy: Which rows are hot.
-        cold: Where the cold ones are.
+        policy: Chooses the hot rows.
+        cold: Memory and exchange of the cold rows.
     """
 
     policy: Policy
@@ -57,7 +57,7 @@ class PolicySplit:
 
 @dataclass(frozen=True)
 class SavedSplit:
-    """A split that was saved with its placement.
+    """A saved split with its placement.
 
     Args:
         directory: Its directory.
@@ -68,12 +68,12 @@ class SavedSplit:
 
 @dataclass(frozen=True)
 class PlanJob:
-    """What a job asks of the planner.
+    """The planner's inputs from a job.
 
     Args:
-        name: The placement as the user asked for it, for messages.
-        spec: What is trained.
-        tables: How the tables are placed, or what may be chosen.
+        name: The placement as the user configured it, for messages.
+        spec: The model and its training rules.
+        tables: The placement of the tables, or the allowed choices.
         pipeline: The pipeline; its kind may be auto.
         order: The order of training samples.
         eval_batch_size: Samples of a rank's batch in evaluations of splits; 0 without any.
@@ -81,9 +81,9 @@ class PlanJob:
         costs: Name of the costs to predict with.
         folders: Directories of the measured "costs", of the "profile" and of the "trials".
         parameters: Settings of the policy, which reports show with a new partition.
-        trial_facts: What a step depends on besides the candidates and the machine.
+        trial_facts: Facts that a step depends on besides the candidates and the machine.
         replayed: Number of batches to replay through slots, and the share of them not counted.
-        predicts_sensitivity: Whether other budgets, batches and ranks are predicted too.
+        predicts_sensitivity: Whether to also predict other budgets, batches and ranks.
     """
 
     name: str
@@ -112,13 +112,13 @@ class PlanJob:
         profile: Profile | None,
         saved: Placement | None = None,
     ) -> PlanRequest:
-        """What is asked of the planner.
+        """The request to the planner.
 
         Args:
             dataset: The dataset.
             machine: The ranks to plan for.
             profile: The profile; None is enough for a saved partition and for TorchRec's plans.
-            saved: The saved partition, where one is to be trained.
+            saved: The saved partition, if the run trains one.
 
         Raises:
             ValueError: If the policy cannot be satisfied.
@@ -129,7 +129,7 @@ class PlanJob:
         return self.request_for(tables)
 
     def request_for(self, tables: ByCost | GivenTables | TorchrecTables) -> PlanRequest:
-        """What is asked of the planner for these tables."""
+        """The request to the planner for these tables."""
         asked = self.tables
         return PlanRequest(
             tables,
@@ -207,12 +207,12 @@ class PlanJob:
         return cold.place(partition, machine.device, popular)
 
     def samples_in_flight(self, world_size: int) -> int:
-        """Most samples of all ranks whose rows look-ahead holds at once, evaluation included."""
+        """Maximum samples of all ranks whose rows look-ahead holds at once, also in evaluations."""
         of_rank = max(self.order.batch_size, self.eval_batch_size)
         return of_rank * world_size * self.pipeline.batches_in_slots
 
     def loader_on(self, machine: Machine, costs: Costs) -> tuple[int | None, float | None]:
-        """The loader workers of a rank, and the cores of a host, where the costs know them."""
+        """The loader workers of a rank, and the cores of a host if they are in the costs."""
         cores = costs.facts.get("cores_per_host") or costs.host.get("num_cores")
         workers = self.order.num_workers
         if workers is None and cores:
@@ -226,7 +226,7 @@ class PlanJob:
         histograms: Mapping[str, CountHistogram],
         costs: tuple[Costs, str | None],
     ) -> Situation:
-        """What predictions are for.
+        """The situation to predict.
 
         Args:
             machine: The ranks.
@@ -238,7 +238,7 @@ class PlanJob:
             ValueError: If the profile lacks a table, or counted no sample.
         """
         spec = self.spec
-        # A machine with other ranks has the workers that a run on it would have.
+        # For other numbers of ranks, the workers that a run on that machine would have.
         workers, cores = self.loader_on(machine, costs[0])
         work = work_of(spec.architecture)
         situation = build_situation(

@@ -1,7 +1,7 @@
-"""Plans of runs: what a job is planned as, and the plan that a run recorded.
+"""Plans of runs: made for a job, or read from the record of a run.
 
-``hotrec plan`` and ``hotrec train`` make it from the job; a resumed run and
-``hotrec evaluate`` read the one that the run recorded.
+``hotrec plan`` and ``hotrec train`` make the plan from the job; a resumed run and
+``hotrec evaluate`` read the recorded one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SettledPlan:
-    """A plan with all that training it takes.
+    """A plan with everything needed to train it.
 
     Args:
         plan: The plan.
@@ -87,7 +87,7 @@ class SettledPlan:
     step_s: float = math.nan
 
     def machine(self, machine: Machine) -> Machine:
-        """Returns the machine with our costs, but for TorchRec's own plans with TorchRec's."""
+        """Returns the machine with hotrec's costs, or TorchRec's for its own plans."""
         return machine if self.placement is None else replace(machine, costs=self.costs)
 
     @property
@@ -96,7 +96,7 @@ class SettledPlan:
 
     @property
     def predicted(self) -> Mapping[str, Any] | None:
-        """The document's entry of the plan to train."""
+        """The prediction document's entry of the plan to train."""
         if self.prediction is None:
             return None
         entry: Mapping[str, Any] = self.prediction["plans"][self.prediction["chosen"]]
@@ -108,15 +108,15 @@ class Proposal:
     """The candidates of a run with their predictions, on one process; see ``make_proposal``.
 
     Args:
-        job: What the job asks of the planner.
-        request: What was asked of it, with the profile.
+        job: The planner's inputs from the job.
+        request: The request to the planner, with the profile.
         dataset: The dataset.
         machine: The ranks.
-        placement: The given placement; None to choose by cost, or for TorchRec's plans.
+        placement: The configured placement; None to choose by cost, or for TorchRec's plans.
         artifact: The saved partition that was configured.
         counted: The profile and its artifact; None without one.
         histograms: The profile's histogram of every table.
-        situation: What the predictions are for; None without predictions.
+        situation: The predicted situation; None without predictions.
         decision: The choice by prediction; None without predictions.
         sensitivity: Predictions with other budgets, batches and ranks.
     """
@@ -135,7 +135,7 @@ class Proposal:
 
     @cached_property
     def candidates(self) -> dict[str, SettledPlan]:
-        """The candidates that predictions cannot tell apart, by digest, the best first."""
+        """The candidates with overlapping predictions, by digest, the best first."""
         if self.situation is None or self.decision is None:
             return {}
         tables = self.request.tables
@@ -177,12 +177,12 @@ class Proposal:
 
     @property
     def trial_file(self) -> Path:
-        """Where a trial of these candidates, with this model, data and machine, is recorded."""
+        """The file for a trial of these candidates with this model, data and machine."""
         assert self.situation is not None
         facts = {
             **self.job.trial_facts,
             "versions": read_fingerprint(self.situation.machine.device),
-            # New costs are a new machine, or the same one in another state.
+            # New costs stand for a new machine, or the same one in another state.
             "costs": self.situation.costs.to_json(),
             "dataset": self.dataset.artifact.content_hash,
             "machine": replace(self.situation.machine, costs=None, host_bytes=0, device_bytes=0),
@@ -196,11 +196,11 @@ class Proposal:
         return {plan.digest: getattr(plan, name) for plan in self.decision.predictions}
 
     def settle(self, output: Path, trial: Trial | None = None) -> SettledPlan:
-        """Chooses, by a trial if there was one, and writes a new partition.
+        """Chooses the plan, by the trial if there was one, and writes a new partition.
 
         Args:
-            output: Where a new partition is written. A saved one is not copied.
-            trial: What was measured of the candidates.
+            output: Directory for a new partition. A saved one is not copied.
+            trial: Measurements of the candidates.
         """
         if self.situation is None or self.decision is None:
             plan = unpredicted(self.request, self.machine)
@@ -250,7 +250,7 @@ def make_proposal(
     """Predicts the candidates of a job, on one process.
 
     Args:
-        job: What it asks of the planner.
+        job: The planner's inputs from the job.
         dataset: Its dataset.
         machine: The ranks to plan for.
         is_plan: Whether to also predict TorchRec's plans and the sensitivity, for ``hotrec plan``.
@@ -258,7 +258,7 @@ def make_proposal(
     Raises:
         ArtifactError: If the profile or the saved partition is missing, or of another dataset.
         ValueError: If the policy cannot be satisfied, the rows do not fit the memory, or the costs
-            that a cost-based choice needs are of another kind of machine.
+            for a cost-based choice are of another kind of machine.
     """
     placement, artifact = None, None
     if isinstance(job.tables, SavedSplit):
@@ -276,7 +276,7 @@ def make_proposal(
     except ArtifactError as error:
         if not isinstance(job.tables, SavedSplit | TorchrecTables):
             raise
-        # The text: a handler that keeps records would keep the dataset open by the traceback.
+        # As text: the traceback of an error in a kept log record would keep the dataset open.
         logger.info("no prediction: %s", str(error))
         return proposal(job.request(dataset, machine, None, placement))
     request = job.request(dataset, machine, profile, placement)
@@ -332,9 +332,9 @@ def read_settled_plan(job: PlanJob, run_dir: Path, machine: Machine) -> SettledP
     """Reads the plan that a run recorded when it started.
 
     Args:
-        job: What the run asked of the planner.
+        job: The planner's inputs from the job of the run.
         run_dir: Its directory.
-        machine: The ranks, where the run recorded no prediction and left the pipeline open.
+        machine: The ranks, in case the run recorded no prediction and its pipeline is auto.
 
     Raises:
         ArtifactError: If its partition is missing or altered.
@@ -373,11 +373,11 @@ def _partition_of(
 
 @dataclass(frozen=True)
 class _Recorded:
-    """What a run recorded of its plan.
+    """A run's record of its plan.
 
     Args:
-        prediction: The prediction document; None if it made none.
-        kind: The pipeline that it chose; None without a prediction.
+        prediction: The prediction document; None if the run made none.
+        kind: The chosen pipeline; None without a prediction.
         torchrec: The plan of TorchRec that it trained; None for split tables.
     """
 
@@ -392,7 +392,7 @@ def _read_recorded(job: PlanJob, run_dir: Path) -> _Recorded:
     if not path.exists():
         if is_by_cost:
             raise ArtifactError(
-                f"{path}: expected the plan that the run chose, got no such file. Start a new run."
+                f"{path}: expected the recorded plan of the run, got no such file. Start a new run."
             )
         return _Recorded(None, None, torchrec)
     try:
@@ -400,7 +400,7 @@ def _read_recorded(job: PlanJob, run_dir: Path) -> _Recorded:
         kind, chosen = _recorded_plan(prediction)
     except (OSError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ArtifactError(
-            f"{path}: expected the plan that the run chose, got {error!r}. Start a new run."
+            f"{path}: expected the recorded plan of the run, got {error!r}. Start a new run."
         ) from error
     return _Recorded(prediction, kind, chosen if is_by_cost else torchrec)
 
@@ -408,7 +408,7 @@ def _read_recorded(job: PlanJob, run_dir: Path) -> _Recorded:
 def _recorded_plan(prediction: Mapping[str, Any]) -> tuple[PipelineKind, TorchrecTables | None]:
     """The pipeline that a run chose, and the plan of TorchRec, if it chose one.
 
-    Documents of earlier versions name the plan by its label alone.
+    Documents of earlier versions name the plan only by its label.
     """
     if "plan" in prediction:
         plan = Plan.from_json(prediction["plan"])
@@ -438,6 +438,6 @@ def _warn_of_another_situation(artifact: Artifact, machine: Machine) -> None:
     )
     if differences:
         logger.warning(
-            "%s was planned for another situation: %s. Another choice may be faster",
+            "%s was planned for different conditions: %s. Another plan may be faster",
             *(artifact.path, differences),
         )

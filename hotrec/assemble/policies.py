@@ -1,4 +1,4 @@
-"""Splits of tables by a policy: which rows are hot, and where the cold ones are."""
+"""Splits of tables by a policy: the hot rows, and the memory and exchange of the cold ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hotrec.types import (
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """What a policy chooses by, besides the counts.
+    """Inputs of a policy besides the counts.
 
     Args:
         profile: The profile.
@@ -56,10 +56,10 @@ class PolicyInputs:
 
 @dataclass(frozen=True)
 class Policy:
-    """Which rows are hot.
+    """A policy: it chooses the hot rows.
 
     Args:
-        choose: Chooses them, of the counted tables.
+        choose: Chooses the hot rows of the counted tables.
         overrides: Per table: hot, cold, a number of rows, or a fraction of its rows.
         small_table_rows: Tables with at most this number of rows are all hot.
         needs_costs: Whether it reads the costs of the machine.
@@ -71,7 +71,7 @@ class Policy:
     needs_costs: bool = False
 
     def partition(self, inputs: PolicyInputs) -> Partition:
-        """The hot rows that it chooses.
+        """Choose the hot rows.
 
         Raises:
             ValueError: If it cannot be satisfied, or its hot rows exceed the device's memory.
@@ -98,14 +98,14 @@ class Policy:
 
 @dataclass(frozen=True)
 class ColdRows:
-    """Where the cold rows of a split are, all in one tier, and how hot ones are exchanged.
+    """The memory of the cold rows of a split, all in one tier, and the exchange of the hot ones.
 
     Args:
         tier: Memory of the cold rows.
         cache_load_frac: Cached fraction of the rows; None for the default.
         hot_exchange: How gradients of hot rows are reduced.
         row_type: Type of the rows behind slots.
-        row_fetch: How these rows come to the device.
+        row_fetch: How these rows are fetched to the device.
     """
 
     tier: ColdTier = ColdTier.auto
@@ -125,16 +125,16 @@ class ColdRows:
         Args:
             partition: The hot rows.
             device: "cpu" or "cuda".
-            popular: Chooses the rows with which slots begin, by the fraction of rows that have
-                one; None for none.
+            popular: Chooses the initial rows of the slots for a fraction of rows with slots; None
+                for empty slots.
 
         Raises:
-            ValueError: If the device has no such memory tier, or reads no mapped memory.
+            ValueError: If the device lacks the memory tier, or cannot read mapped memory.
         """
         if self.row_fetch is RowFetch.mapped and device == "cpu":
             raise ValueError(
-                "placement.row_fetch: expected staged or auto on CPU, where slots are host memory "
-                "too, got mapped. Leave it out, or train on CUDA."
+                "placement.row_fetch: expected staged or auto on CPU (slots are host memory too), "
+                "got mapped. Omit it, or train on CUDA."
             )
         tier = cold_tier_for(device, self.tier, on_cuda=ColdTier.fused_uvm_caching)
         load_frac = DEFAULT_LOAD_FRAC if self.cache_load_frac is None else self.cache_load_frac

@@ -1,19 +1,19 @@
-"""Replays the rows that batches read through caches of host rows, and counts what moves.
+"""Replays the rows of batches through caches of host rows, and counts the rows that move.
 
 A cache holds all rows of a batch while it is computed. Every row that is read is changed, so each
-one that leaves is written back. The policies differ in which rows leave:
+evicted row is written back. The policies differ in the rows that they evict:
 
-    look_ahead      ours, by its own code (``hotrec.embedding.slots``), with the batches it knows
+    look_ahead      hotrec's, by its own code (``hotrec.embedding.slots``), with the known batches
     lru             those read longest ago
     frequency       those with the fewest lookups in the profile (Colossal-AI's cache)
-    belady          those read again last, of the whole stream: no policy moves fewer (Belady, IBM
-                    Systems Journal 5(2), 1966), as far as rows are in no batch in flight
+    belady          those read again last in the whole stream: no policy moves fewer rows (Belady,
+                    IBM Systems Journal 5(2), 1966), except for rows of batches in flight
 
-Look-ahead comes to belady with depth 0, no popular rows and a window as long as the stream.
+Look-ahead is equal to belady with depth 0, no popular rows and a window as long as the stream.
 
-Misses by number of slots are predicted by replay too, of a sample of the rows through slots in
-proportion (SHARDS: Waldspurger et al., FAST 2015). So the policy is exact, and all that is wrong
-comes from sampling.
+Misses by number of slots are also predicted by replay, with a sample of the rows and slots in
+proportion (SHARDS: Waldspurger et al., FAST 2015). So the policy is exact, and the only error is
+that of sampling.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ from hotrec.planner.request import Replayed
 from hotrec.types import Partition, PipelineSpec, PopularRows, Rows
 
 LOOK_AHEAD = "look_ahead"
-# A stream has at most so many ids of its sampled rows, and a sample at least so many slots: with
-# half of these misses were off by up to 1.1 points, where batches in flight fill nearly all of the
-# slots, and with all of them by 0.13.
-MOST_IDS, LEAST_SLOTS = 1 << 21, 5000
-# Ids that are read to sample them, some ten seconds.
-MOST_READ = 1 << 28
+# Maximum number of ids of the sampled rows in a stream, and minimum number of slots of a sample.
+# When batches in flight fill nearly all slots, misses were off by up to 1.1 points with half of
+# these slots, and by 0.13 with all of them.
+MAX_IDS, MIN_SLOTS = 1 << 21, 5000
+# Maximum number of ids to read for sampling; takes about ten seconds.
+MAX_READ = 1 << 28
 
 
 @dataclass(frozen=True)
 class Stream:
-    """What batches read of rows that are numbered over all tables.
+    """The reads of batches, of rows that are numbered over all tables.
 
     Args:
         rows: Distinct rows of each batch, int64 (U,).
         lookups: How often each of them is looked up, int64 (U,).
         counts: Lookups of every row in the profile, int64 (R,).
-        every: One row of so many is in the stream, and one slot in a cache.
-        all_lookups: Lookups of each batch, also of rows that are not in the stream; empty stands
-            for the share of those that are.
+        every: Sampling interval: one of ``every`` rows is in the stream, and one of ``every`` slots
+            in a cache.
+        all_lookups: Lookups of each batch, including rows that are not in the stream; if empty,
+            they are estimated from the lookups in the stream.
     """
 
     rows: Sequence[Rows]
@@ -74,16 +75,16 @@ class Stream:
 
 
 def sample_rows(counts: Rows, every: int) -> Rows:
-    """Number one of so many rows.
+    """Number every n-th row in the order of counts.
 
-    They are evenly spaced in the order of their counts, so that the sample has its share of the
-    rows of each popularity. A hash leaves the most popular ones to chance.
+    So the sample has its share of the rows of each popularity. With a hash, the share of the most
+    popular ones would be random.
 
     Args:
         counts: Lookups of every row in the profile, int64 (R,).
 
     Returns:
-        The number of each row in the sample, int64 (R,), rising; -1 of those that are not in it.
+        The number of each row in the sample, int64 (R,), rising; -1 for those that are not in it.
     """
     is_taken = np.ones(counts.size, np.bool_)
     if every > 1:
@@ -94,8 +95,8 @@ def sample_rows(counts: Rows, every: int) -> Rows:
 
 
 def sampling_step(num_ids: float, num_slots: float) -> int:
-    """One of how many rows to replay, of a stream of so many ids, for so many slots."""
-    return max(1, min(math.ceil(num_ids / MOST_IDS), int(num_slots / LEAST_SLOTS)))
+    """Sampling interval of rows for a stream of this many ids, and for this many slots."""
+    return max(1, min(math.ceil(num_ids / MAX_IDS), int(num_slots / MIN_SLOTS)))
 
 
 def number_rows(rows: Mapping[str, Rows], counts: Mapping[str, Rows]) -> Rows:
@@ -108,7 +109,7 @@ def number_rows(rows: Mapping[str, Rows], counts: Mapping[str, Rows]) -> Rows:
 def number_popular(
     popular: Mapping[str, PopularRows], counts: Mapping[str, Rows], numbers: Rows | None = None
 ) -> PopularRows:
-    """Popular rows by table as those of a stream, see ``read_stream``."""
+    """Popular rows by table as rows of a stream, see ``read_stream``."""
     of_all = np.concatenate([popular[table] for table in counts])
     of_all["row"] = number_rows({table: popular[table]["row"] for table in counts}, counts)
     if numbers is None:
@@ -134,7 +135,7 @@ def read_stream(
         counts: Lookups of the rows of each table in the profile.
         num_batches: The number of batches.
         numbers: Numbers of the rows to replay, see ``sample_rows``; None for all.
-        every: One row of so many has a number.
+        every: Sampling interval: one of ``every`` rows has a number.
     """
     begins = np.cumsum([0, *(of_table.size for of_table in counts.values())])
     begin_of = dict(zip(counts, begins.tolist(), strict=False))
@@ -170,7 +171,7 @@ def _numbered(read: Rows, numbers: Rows | None) -> Rows:
 def draw_stream(
     counts: Rows, numbers: Rows, every: int, *, num_ids: float, num_batches: int
 ) -> Stream:
-    """Batches of independent lookups as probable as in the profile, where there is no data.
+    """Batches of independent lookups with the profile's probabilities, if there is no data.
 
     Args:
         num_ids: Lookups of a global batch, of all rows.
@@ -191,10 +192,10 @@ def draw_stream(
 
 @dataclass(frozen=True)
 class SlotReplay:
-    """Training's first batches, or drawn ones without data, for slots in any number.
+    """The first training batches, or drawn ones without data, for any number of slots.
 
-    The ranks' shards are taken as one: each serves as much as the others. Rows that the profile
-    says are hot take no slots.
+    The ranks' shards are treated as one: each serves as much as the others. Rows that are hot by
+    the profile take no slots.
 
     Args:
         counts: Lookups of the rows of each table in the profile.
@@ -227,7 +228,7 @@ class SlotReplay:
         counts = profile.counts
         of_all = np.concatenate(list(counts.values()))
         num_ids = of_all.sum() / profile.num_samples * order.batch_size
-        num_batches = max(2, min(num_batches, int(MOST_READ / max(num_ids, 1.0))))
+        num_batches = max(2, min(num_batches, int(MAX_READ / max(num_ids, 1.0))))
         every = sampling_step(num_ids * num_batches, min_load_frac * of_all.size)
         numbers = sample_rows(of_all, every)
         numbers[number_rows({t: partition.hot(t) for t in counts}, counts)] = -1
@@ -253,7 +254,7 @@ class SlotReplay:
             popular_rows: Rows of each table that begin in slots.
 
         Returns:
-            None if the batches that are held read more rows than there are slots.
+            None if the batches in flight read more rows than there are slots.
         """
         stream, depth = self.stream, self.pipeline.batches_in_slots - 1
         num_slots = math.ceil(load_frac * self.numbers.size)
@@ -269,7 +270,7 @@ class SlotReplay:
 
 
 def _min_slots(stream: Stream, depth: int) -> int:
-    """Slots for the rows of the batches in flight, whose sample may be off."""
+    """Slots for the rows of the batches in flight, estimated from the sample."""
     held = [
         np.unique(np.concatenate(stream.rows[number : number + depth + 1])).size
         for number in range(len(stream.rows))
@@ -277,7 +278,7 @@ def _min_slots(stream: Stream, depth: int) -> int:
     return max(held)
 
 
-# The rows of a batch that were missing, bool (U,), and the number of rows that left.
+# The missing rows of a batch, bool (U,), and the number of evicted rows.
 Step = tuple[np.ndarray, int]
 
 
@@ -295,14 +296,14 @@ def replay(
 
     Args:
         policy: One of POLICIES.
-        num_slots: Slots for all rows, of which a sampled stream has its share.
-        num_skipped: First batches, which are not counted.
-        depth: Batches that hold slots in look-ahead beside the one that is computed.
-        window: Further batches that it knows.
-        popular: Rows of the stream with which its slots begin.
+        num_slots: Slots for all rows; a sampled stream has its share of them.
+        num_skipped: Number of first batches that are not counted.
+        depth: Batches that hold slots in look-ahead besides the one that is computed.
+        window: Number of further batches that look-ahead knows.
+        popular: Rows of the stream that are in look-ahead's slots at first.
 
     Returns:
-        None if the batches that are held read more rows than there are slots.
+        None if the batches in flight read more rows than there are slots.
     """
     every = stream.every
     size = max(1, round(num_slots / every))
@@ -352,12 +353,12 @@ def _look_ahead(
         yield is_missing, moves.out_rows.numel()
 
 
-# The rank of each row of a batch among the rows that leave, the least first.
+# The eviction rank of each row of a batch; the lowest is evicted first.
 Ranking = Callable[[int], np.ndarray]
 
 
 def _ranked(stream: Stream, num_slots: int, ranks_of: Ranking) -> Iterator[Step]:
-    """A cache whose rows of the least rank leave, but not those of the batch that is computed."""
+    """A cache that evicts rows of the lowest rank, except for those of the computed batch."""
     slot_of_row = np.full(stream.counts.size, -1, np.int64)
     row_of_slot = np.full(num_slots, -1, np.int64)
     ranks = np.full(num_slots, -np.inf)

@@ -1,4 +1,4 @@
-"""The machine as TorchRec's planner takes it: memory and measured bandwidths."""
+"""The machine as input of TorchRec's planner: memory and measured bandwidths."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torchrec.distributed.planner import Topology
 from hotrec.cost_model.costs import Costs, CostsError
 from hotrec.planner.machine import Machine
 
-# TorchRec has bandwidths only, no cost of an item: they are those of a row of 64 floats.
+# TorchRec only has bandwidths, no cost of an item: they are those of a row of 64 floats.
 TYPICAL_ROW_BYTES = 256
 MS_PER_S = 1000
-# TorchRec's planner/constants.py takes a tenth of the bandwidth between device and host for UVM.
+# TorchRec's planner/constants.py assumes a tenth of the bandwidth between device and host for UVM.
 UVM_SHARE = 10
 
 
@@ -33,7 +33,7 @@ def topology_of(machine: Machine) -> Topology:
 def _bandwidths(machine: Machine, costs: Costs) -> dict[str, float]:
     """Bytes per ms by ``Topology``'s names.
 
-    Memory is as fast as TorchRec's pooled lookup was measured to be on it. ``inter_host_bw`` is a
+    The bandwidths of memory are those measured for TorchRec's pooled lookup. ``inter_host_bw`` is a
     rank's share of what its host sends; within one host it is what makes TorchRec's formula for
     all_reduce (that figure times the ranks of a host) come out at the measured rate.
     """

@@ -47,10 +47,10 @@ from hotrec.types import (
 # FBGEMM's device cache: its associativity, and the sets it can count
 # (split_table_batched_embeddings_ops_training.py).
 CACHE_WAYS = 32
-MOST_CACHE_SETS = 2**24 - 1
+MAX_CACHE_SETS = 2**24 - 1
 _TIERS = {"dense": Tier.DEVICE, **{kernel.value: tier for kernel, tier in TIER_OF_KERNEL.items()}}
 HOST_KERNELS = (ColdTier.fused_uvm.value, ColdTier.fused_uvm_caching.value)
-# State of FBGEMM's optimizers, floats for each of the row's, and floats for the row.
+# State of FBGEMM's optimizers: floats per float of a row, and floats per row.
 STATE_FLOATS: Mapping[str, tuple[int, int]] = {
     "SGD": (0, 0),
     "EXACT_SGD": (0, 0),
@@ -102,11 +102,11 @@ def make_plan(
         plan = planner.plan(model, list(sharders))
     except PlannerError as error:
         shortfall = _describe_shortfall(enumerator.enumerate(model, list(sharders)), topology)
-        # Of its twenty lines the last, which names the shard that was too large.
+        # The last of its twenty lines names the shard that was too large.
         theirs = " ".join(str(error).rpartition("Last planner error:")[2].split())
         raise ValueError(
             f"plan for {topology.world_size} ranks on {topology.compute_device}: {shortfall} "
-            f"TorchRec's planner says: {theirs}"
+            f"TorchRec's planner: {theirs}"
         ) from error
     check_caches(plan)
     return plan
@@ -119,11 +119,11 @@ def shardings_of(
     *,
     is_prefetched: bool = False,
 ) -> Shardings:
-    """How a plan shards these unsplit tables.
+    """The sharding of these unsplit tables in a plan.
 
     Args:
         plan: TorchRec's plan.
-        names: The tables; others are of modules that are not an EmbeddingBagCollection.
+        names: The tables; all others belong to modules that are not an EmbeddingBagCollection.
         cache_load_frac: Cached fraction of the rows of tables with a device cache.
         is_prefetched: Whether TorchRec's prefetch pipeline fills the caches.
 
@@ -153,7 +153,7 @@ def shardings_of(
 
 
 def _describe_shortfall(options: Sequence[ShardingOption], topology: Topology) -> str:
-    """Describes the memory that lacks most, and what tables take in their smallest options."""
+    """Describes the memory with the largest deficit, with the needs of the smallest options."""
     memory, world_size = topology.devices[0].storage, topology.world_size
     capacity = {"host": memory.ddr}
     if topology.compute_device != "cpu":
@@ -168,21 +168,21 @@ def _describe_shortfall(options: Sequence[ShardingOption], topology: Topology) -
     kind = max(capacity, key=lambda kind: need[kind] - capacity[kind])
     return (
         f"expected the tables to fit {capacity[kind]} bytes of {kind} memory per rank, got "
-        f"{need[kind]} bytes in the mean over the ranks. Use fewer hot rows, more ranks, another "
+        f"{need[kind]} bytes on average over the ranks. Use fewer hot rows, more ranks, another "
         "tier, or row-wise sharding of the largest table."
     )
 
 
 class TrainedStorageEstimator(EmbeddingStorageEstimator):
-    """TorchRec's estimator plus the optimizer states and gradients that it leaves out.
+    """TorchRec's estimator plus the optimizer states and gradients that it omits.
 
-    It looks for states on the parameters while they are in the sharder's ``fused_params``. With R
-    rows of D floats on a rank:
+    TorchRec looks for states on the parameters, but they are in the sharder's ``fused_params``.
+    With R rows of D floats on a rank:
 
-        replica         4 R D of gradients and, at the first steps, as much again: DDP makes its
-                        bucket anew in iteration 3 beside the old one; the state
+        replica         4 R D of gradients, and as much again at the first steps: in iteration 3
+                        DDP recreates its bucket while the old one still exists; the state
         element-wise    state of a shard, where its rows are: FBGEMM's device cache holds none of it
-        row-wise        state of a shard, 4 R: on the device, wherever the rows are
+        row-wise        state of a shard, 4 R: on the device, for any location of the rows
     """
 
     def __init__(self, topology: Topology, *given: Any, **named: Any) -> None:
@@ -221,12 +221,12 @@ class TrainedStorageEstimator(EmbeddingStorageEstimator):
 
 
 def state_floats(optimizer: Any) -> tuple[int, int]:
-    """Floats of state of FBGEMM's OptimType (None is SGD): for each of a row's, and for the row."""
+    """Floats of state of FBGEMM's OptimType (None: SGD), per float of a row and per row."""
     name = "EXACT_SGD" if optimizer is None else optimizer.name
     if name not in STATE_FLOATS:
         raise ValueError(
-            f"sharder fused_params optimizer: expected one of {sorted(STATE_FLOATS)}, whose memory "
-            f"is known, got {name}. Train with one of these."
+            f"sharder fused_params optimizer: expected one of {sorted(STATE_FLOATS)} (of known "
+            f"memory), got {name}. Train with one of these."
         )
     return STATE_FLOATS[name]
 
@@ -247,7 +247,7 @@ def _shards(
 def check_caches(plan: ShardingPlan) -> None:
     """Checks that no device cache has more sets than FBGEMM can index.
 
-    All tables that TorchRec puts into one of FBGEMM's modules share one cache, of 32 slots a set.
+    All tables in one of FBGEMM's modules share one cache, with 32 slots per set.
 
     Raises:
         ValueError: If a rank's caches of one collection have too many.
@@ -261,10 +261,10 @@ def check_caches(plan: ShardingPlan) -> None:
             rows[path, rank] += share * shard.shard_sizes[0]
     for (path, rank), num_cached in rows.items():
         num_sets = math.ceil(num_cached / CACHE_WAYS)
-        if num_sets >= MOST_CACHE_SETS:
+        if num_sets >= MAX_CACHE_SETS:
             raise ValueError(
                 f"plan device caches of {path or 'the model'} on rank {rank}: expected fewer than "
-                f"{MOST_CACHE_SETS} sets of {CACHE_WAYS} rows, got {num_sets} for "
+                f"{MAX_CACHE_SETS} sets of {CACHE_WAYS} rows, got {num_sets} for "
                 f"{int(num_cached)} cached rows. Cache a smaller share of them, or use more ranks."
             )
 
@@ -316,7 +316,7 @@ def plan_document(plan: ShardingPlan) -> dict[str, Any]:
 
 
 def rank_of_shard(shard: Mapping[str, Any]) -> int:
-    """The rank that holds a shard of ``plan_document``, whose placement is such as "rank:1/cpu"."""
+    """The rank that holds a shard of ``plan_document``, with a placement like "rank:1/cpu"."""
     return int(shard["placement"].split("/")[0].removeprefix("rank:"))
 
 

@@ -1,4 +1,4 @@
-"""A sharded model on a rank: made from a plan, and all that training asks of it."""
+"""A sharded model on a rank: made from a plan, with everything that training needs of it."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Trainable:
     """The sharded model of a rank with its optimizer.
 
     Args:
-        plan: What it was made from.
+        plan: The plan that it was made from.
         model: Sharded model.
         optimizer: Optimizer of all parameters.
         sharding: TorchRec's sharding plan.
         device: Device of this rank.
         route: Router for the loader's workers; None if ids are routed on the device.
         facts: Counts the rows that a batch reads, for the traffic bound.
-        grad_clip_norm: Largest norm of the dense layers' gradients; None for no clipping.
+        grad_clip_norm: Maximum norm of the dense layers' gradients; None for no clipping.
     """
 
     plan: Plan
@@ -98,8 +98,7 @@ class Trainable:
         """Counters of the device caches since the last call; None, on all ranks alike, without any.
 
         The decision follows the plan, which all ranks share, even if a rank's own shards have no
-        cache. FBGEMM has no caches on CPU, whatever the plan; slots that look-ahead fills are on
-        any device.
+        cache. FBGEMM has no caches on CPU under any plan; look-ahead's slots are on any device.
         """
         tables = self.plan.tables
         if isinstance(tables, SplitTables) and tables.has_slots:
@@ -128,8 +127,8 @@ def assemble(
     """Builds, plans and shards the model on every rank of the process group; collective.
 
     Args:
-        spec: What is trained.
-        plan: How its tables are planned.
+        spec: The model and its training rules.
+        plan: The plan of its tables.
         placed: The hot rows of split tables and the place of the others; None for TorchRec's plans.
         machine: The ranks; the same on all of them.
         device: Device of this rank.
@@ -195,7 +194,7 @@ def check_host_memory(plan: ShardingPlan, machine: Machine, rule: OptimizerSpec)
         ValueError: If they exceed the free memory.
     """
     mapped = host_tier_bytes(plan, machine.local_world_size, rule.state_bytes_per_row)
-    # The smallest free memory of all hosts, so that all ranks reach the same verdict.
+    # The smallest free memory of all hosts, so that all ranks decide alike.
     check_mappable("plan host tiers", mapped, min(all_gather_object(read_memory()[1])))
 
 

@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is measured.
+    """The inputs of a benchmark.
 
     Args:
-        subject: What all cases train.
-        samples: What they are trained on, with the tables of the subject.
+        subject: The model that all cases train.
+        samples: The training samples, with the tables of the subject.
         cases: The cases to compare.
-        turns: How they take turns.
-        loss_tolerance: Largest difference of losses between exact cases.
-        settings: What the document repeats, by name.
+        turns: The schedule of the interleaved cases.
+        loss_tolerance: Maximum difference of losses between exact cases.
+        settings: Settings that are copied to the document, by name.
     """
 
     subject: Subject
@@ -44,10 +44,10 @@ class Benchmark:
 def measure(
     benchmark: Benchmark, ranks: Ranks, baselines: Sequence[str] = BASELINES
 ) -> dict[str, Any]:
-    """Build the cases, time them in turn, and summarize them; collective.
+    """Build the cases, time them in interleaved blocks, and summarize them; collective.
 
     Args:
-        benchmark: What to measure; ``hotrec.bench.job.make_benchmark`` makes that of a
+        benchmark: Its inputs; ``hotrec.bench.job.make_benchmark`` makes them from a
             configuration.
         ranks: Ranks of the process group, which must exist.
         baselines: Names of the cases that the others are compared with.

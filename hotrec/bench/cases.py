@@ -1,4 +1,4 @@
-"""The cases of a benchmark: each a placement and a pipeline of the same model."""
+"""The cases of a benchmark: placements and pipelines of the same model."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def split_case(
 
 @dataclass(frozen=True)
 class Subject:
-    """What all cases train, and the memory that their plans are for.
+    """The model that all cases train, and the memory available to their plans.
 
     Args:
         spec: Model, tables and optimizers.
         batch_size: Batch size per rank.
-        hbm_gib: Memory of each device in GiB; None: what is free when a case is built.
+        hbm_gib: Memory of each device in GiB; None: free memory when a case is built.
         host_gib: Memory of a host in GiB; None: as detected.
     """
 
@@ -108,7 +108,7 @@ class Subject:
         return replace(self, spec=replace(self.spec, schema=schema))
 
     def machine(self, ranks: Ranks) -> Machine:
-        """The machine of these ranks, as this one sees it."""
+        """The machine of these ranks, as detected by this rank."""
         return make_machine(
             world_size=ranks.world_size,
             ranks_per_host=ranks.local_world_size,
@@ -125,7 +125,7 @@ class Subject:
         costs: Costs,
         ranks: Ranks,
     ) -> Situation:
-        """What the cases are predicted for; see ``build_situation``."""
+        """The situation of the cases' predictions; see ``build_situation``."""
         spec = self.spec
         workload = Workload(
             batch_size=self.batch_size,
@@ -179,8 +179,8 @@ def build_runner(
 ) -> Runner:
     """Build a case and run its first step; collective.
 
-    ``samples`` is the source of ``batches``, this rank's as read; a case that assigns samples by
-    owner needs it.
+    ``samples`` is the source of ``batches``, which are this rank's as read; cases that assign
+    samples by owner need it.
     """
     gc.collect()
     before = resident_bytes(ranks.device)
@@ -203,7 +203,7 @@ def build_runner(
     if (route := trainable.route) is not None:
         fed = [replace(batch, sparse=route(batch.sparse)) for batch in batches]
     if ranks.device.type == "cuda":
-        # As a loader hands them over, of which routing has made new tensors.
+        # As from a loader; routing has made new tensors of them.
         fed = [batch.pin_memory() for batch in fed]
     runner = Runner(case, trainable, pipeline, StageClock(ranks.device), iter(fed), batches)
     runner.step()

@@ -188,7 +188,7 @@ def _summarize_case(
 def _per_step(of_ranks: Sequence[Measured], name: str) -> float:
     """CPU time per step, mean over the ranks.
 
-    Measured over whole blocks, because a thread may work for a step after it has returned.
+    Measured over whole blocks, because threads may still work for a step after it has returned.
     """
     return float(
         np.mean(
@@ -239,7 +239,7 @@ def _whole_step(of_ranks: Sequence[Block]) -> float:
 
 
 def _block_ratios(mine: Sequence[Measured], baseline: Sequence[Measured]) -> dict[str, float]:
-    """Median and quartiles of the ratios of two cases' steps, over the rounds that both made."""
+    """Median and quartiles of the ratios of two cases' steps, over the rounds of both."""
     other = _by_round(baseline)
     pairs = [(blocks, other[n]) for n, blocks in _by_round(mine).items() if n in other]
     if not pairs:
@@ -259,7 +259,7 @@ def _ratio(value: float, baseline: float) -> float | None:
 
 
 def reference_case(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """The case whose losses the others' are compared with: the first exact one, if any."""
+    """The reference case for comparing losses: the first exact one, if any."""
     exact = [name for name, case in figures.items() if case["is_exact"]]
     return [*exact, *figures][0]
 

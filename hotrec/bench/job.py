@@ -1,4 +1,4 @@
-"""The door: turns a configuration of ``hotrec bench`` into the values that are measured."""
+"""The door: turns a configuration of ``hotrec bench`` into the inputs of a benchmark."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hotrec.planner.policies import (
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Partition, PipelineSpec, PopularRows, Rows, Schema, TorchrecPlan
 
-# Keys of bench that the document repeats.
+# Keys of bench that are copied to the document.
 SETTINGS = (
     *("name", "network", "interface", "rounds", "block_steps", "block_skip", "warmup_rounds"),
     *("counted_steps", "loss_tolerance"),
@@ -51,7 +51,7 @@ def make_subject(
     batch_size: int,
     seed: int = 0,
 ) -> Subject:
-    """What is measured with a configured model on tables of this schema.
+    """The subject of a benchmark with a configured model on tables of this schema.
 
     Raises:
         ValueError: If the model names a column that is not in the schema.
@@ -64,7 +64,7 @@ def make_subject(
 
 
 def subject_of(config: BenchRootConfig, schema: Schema) -> Subject:
-    """What a benchmark's cases train on tables of this schema."""
+    """The model of a benchmark's cases, on tables of this schema."""
     bench, planner = config.bench, config.planner
     subject = make_subject(
         config.model, config.optimizer, schema, batch_size=bench.batch_size, seed=bench.seed
@@ -159,7 +159,7 @@ def _hot_rows(
 
 
 def make_turns(bench: BenchConfig) -> Turns:
-    """How the cases take turns."""
+    """The schedule of the interleaved cases."""
     return Turns(
         rounds=bench.rounds,
         block_steps=bench.block_steps,
@@ -175,7 +175,7 @@ def make_turns(bench: BenchConfig) -> Turns:
 def make_benchmark(
     config: BenchRootConfig, ranks: Ranks, choose_cases: CaseChooser = make_cases
 ) -> Benchmark:
-    """What a configuration measures.
+    """The benchmark of a configuration.
 
     Args:
         config: A validated configuration.
@@ -184,7 +184,7 @@ def make_benchmark(
             number of ranks and the device.
 
     Raises:
-        ValueError: If a case cannot be placed on this machine, or more rows than there are should
+        ValueError: If a case cannot be placed on this machine, or there are fewer rows than should
             be hot.
     """
     bench = config.bench

@@ -1,4 +1,4 @@
-"""Measure cases in turn: timed blocks, then steps with counted bytes, then profiled steps."""
+"""Measure interleaved cases: timed blocks, then steps with counted bytes, then profiled steps."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.traffic import count_sent_bytes
 from hotrec.train.interleave import in_turn, run_block
 
-# Extra batches for those that a pipeline holds beside the one it computes.
+# Extra batches for those that a pipeline holds besides the one that it computes.
 NUM_AHEAD = 8
 MAX_OPERATORS = 12
 
 
 @dataclass(frozen=True)
 class Turns:
-    """How cases take turns.
+    """The schedule of interleaved cases.
 
     Args:
         rounds: Number of rounds of timed blocks.
@@ -32,7 +32,7 @@ class Turns:
         counted_steps: Untimed steps after the blocks whose bytes are counted.
         rounds_of: Number of blocks of single cases, if fewer than rounds, by name.
         interface: Network interface whose sent bytes are also read; None for none.
-        profile_steps: Steps of each case to profile in the end; 0 for none.
+        profile_steps: Steps of each case to profile at the end; 0 for none.
     """
 
     rounds: int
@@ -58,7 +58,7 @@ def takes_part(round_number: int, num_rounds: int, own_rounds: int) -> bool:
 
 
 def run_cases(runners: Sequence[Runner], turns: Turns, ranks: Ranks) -> dict[str, dict[str, float]]:
-    """Warm up, time blocks of all cases in turn, count bytes, profile, close; collective.
+    """Warm up, time interleaved blocks of all cases, count bytes, profile, close; collective.
 
     Returns:
         Seconds per step by operator by case, with the profiler's overhead; empty if not profiled.
@@ -70,7 +70,7 @@ def run_cases(runners: Sequence[Runner], turns: Turns, ranks: Ranks) -> dict[str
     _run_timed(runners, turns, ranks)
     _run_counted(runners, turns.counted_steps, turns.interface, ranks)
     operators_s = {}
-    # On CUDA the host's time does not tell where time goes.
+    # On CUDA the host's time is not that of the operators.
     if turns.profile_steps and ranks.device.type == "cpu":
         operators_s = {r.case.name: _run_profiled(r, turns.profile_steps) for r in runners}
     for runner in runners:
@@ -129,7 +129,7 @@ def _progress(
 
 
 def _run_profiled(runner: Runner, num_steps: int) -> dict[str, float]:
-    """Seconds per step in the operators that take most, self time of all threads of this rank."""
+    """Seconds per step of the slowest operators: self time over all threads of this rank."""
     runner.drain()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(num_steps):

@@ -86,7 +86,7 @@ class ZipfTables:
     ) -> list[Batch]:
         """Batches of one rank: a bag per feature, and labels that can be predicted.
 
-        From a dense column; without any, from the first feature.
+        They depend on a dense column, or without any, on the first feature.
         """
         return [*self.stream(num_batches, batch_size=batch_size, rank=rank, world_size=world_size)]
 

@@ -1,4 +1,4 @@
-"""Collectives over sizes: one curve each, and from them the links inside and between hosts."""
+"""Collectives over sizes: a curve for each, and the links inside and between hosts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from hotrec.runtime.ranks import Group, Ranks
 BYTES_PER_FLOAT = 4
 MIN_BYTES = 1024.0
 GROWTH = 4
-# On a slow network a size that would take longer is left out: the line is known by then.
+# On a slow network, sizes that would take longer are omitted: the line is known by then.
 MAX_CALL_S = 0.5
-# Shaped links let a burst through at full speed, which training has used up, since it never pauses.
-# So many bytes are sent before a size is timed, in at most so many calls.
+# Shaped links send a burst at full speed after a pause, but training never pauses. So this many
+# bytes are sent before a size is timed, in at most this many calls.
 BURST_BYTES, MAX_WARM = 512e3, 32
-# Calls of a size in two rounds, warm-up included, times what the smaller sizes take beside it.
+# Calls of a size in two rounds with warm-up, times a factor for the smaller sizes.
 CALLS_OF_LARGEST = 8
 MIN_SIZES = 3
 # The kinds that links are fitted from: the row exchange, and the ring of the other collectives.
@@ -40,8 +40,8 @@ LINK_KINDS = ("all_to_all", "all_reduce")
 def bytes_per_value(kind: str, num_ranks: int) -> float:
     """Bytes that each of W ranks sends for a float of its tensor (``hotrec.runtime.traffic``).
 
-    For ``all_gather`` the tensor is the rank's own part, else what it sends to all, itself
-    included, or the whole input.
+    For ``all_gather`` the tensor is the rank's own part, else the message to all ranks, including
+    itself, or the whole input.
 
     Raises:
         CostsError: If the kind is not one of ``COLLECTIVES``.
@@ -153,7 +153,7 @@ def link_of(curves: Sequence[CollectiveCurve], ranks_sending: int = 1) -> Link:
     """Median latency and rate of curves; ``ranks_sending`` share the link, its rate is their sum.
 
     The rate is that of the largest messages, since smaller ones may pass a shaped link in a burst.
-    Where the time does not grow with the bytes (all sizes small) it includes the latency: a lower
+    If the time does not grow with the bytes (all sizes small), it includes the latency: a lower
     bound.
     """
     latencies_s = [curve.line().fixed_s for curve in curves]
@@ -174,7 +174,7 @@ class Network:
         among_all: Collectives of all ranks.
         in_host: Those of the ranks of a host, with several ranks on several hosts.
         among_hosts: Those of ranks of different hosts, in the same case.
-        groups: The process groups of these two.
+        groups: The process groups of ``in_host`` and ``among_hosts``.
     """
 
     world: World
@@ -184,7 +184,7 @@ class Network:
     groups: Sequence[Group] = ()
 
     def close(self) -> None:
-        """Leave the groups once nothing more is measured."""
+        """Close the groups after the last measurement."""
         for group in self.groups:
             group.close()
 
@@ -195,12 +195,12 @@ class Network:
 
     @property
     def curves(self) -> tuple[CollectiveCurve, ...]:
-        """Those that stand for the links in a world like the measured one."""
+        """The collectives that represent the links in a world like the measured one."""
         return tuple(found.curve for found in (*self.among_all, *self.in_host))
 
     @property
     def largest_bytes(self) -> float:
-        """Largest message that every collective of all ranks was measured with."""
+        """Largest message of which every collective of all ranks has a measurement."""
         return min((found.sent_bytes[-1] for found in self.among_all), default=0.0)
 
     def links(self) -> tuple[Link | None, Link | None]:
@@ -222,8 +222,8 @@ def start_network(ranks: Ranks, *, max_bytes: float, max_s: float) -> Network:
 
     Args:
         ranks: Ranks of the process group.
-        max_bytes: Largest number of bytes that a rank sends in one message.
-        max_s: Seconds that two rounds should take at most; on a slow network messages are smaller.
+        max_bytes: Maximum number of bytes that a rank sends in one message.
+        max_s: Maximum seconds of two rounds; on a slow network messages are smaller.
     """
     world = World(ranks.world_size, ranks.local_world_size)
     if ranks.world_size == 1:
@@ -253,7 +253,7 @@ def measure_overlap(ranks: Ranks, *, max_bytes: float) -> float:
     """Fraction of a transfer that a concurrent computation hides, 0..1; collective.
 
     From an all_to_all and a matrix product of about the same length: t_both = t_wire + t_compute -
-    overlap * min(t_wire, t_compute). Below 1 where sending needs processor time; 1 with one rank.
+    overlap * min(t_wire, t_compute). Below 1 if sending needs processor time; 1 with one rank.
     """
     if ranks.world_size == 1:
         return 1.0
@@ -274,7 +274,7 @@ def measure_overlap(ranks: Ranks, *, max_bytes: float) -> float:
 
     wire_s = seconds(0, sends=True, num_repeats=REPEATS_A_ROUND)
     times = max(1, round(wire_s / seconds(1, sends=False, num_repeats=REPEATS_A_ROUND)))
-    # In turn, since a link that is shaped may be faster or slower for a while.
+    # Interleaved, since a shaped link may be faster or slower for a while.
     turns = [
         (seconds(0, sends=True), seconds(times, sends=False), seconds(times, sends=True))
         for _ in range(REPEATS_A_ROUND if wire_s < SLOW_CALL_S else MIN_REPEATS)

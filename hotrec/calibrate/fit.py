@@ -61,7 +61,7 @@ def fit_corrections(
         stage_overhead_s=overhead,
         waiting_frac=waiting,
         corrections=corrections,
-        loader={},  # the stages of a run include what it takes
+        loader={},  # the stages of a run include it
     )
     return _renamed(fitted, facts)
 
@@ -69,7 +69,7 @@ def fit_corrections(
 def fit_look_ahead_factor(
     costs: Costs, predicted_s: Any, measured_s: Any, facts: Mapping[str, Any]
 ) -> Costs:
-    """Scale predictions of look-ahead so that they meet the step of a run with it.
+    """Scale predictions of look-ahead to match the step of a run with it.
 
     Its stages overlap those of other steps, so they are not corrected one by one.
 
@@ -86,7 +86,7 @@ def fit_look_ahead_factor(
         is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
         if not is_number or not math.isfinite(seconds) or seconds <= 0:
             raise CostsError(
-                f"run {what}_step_s: expected seconds above 0, got {seconds!r}. Take a run that "
+                f"run {what}_step_s: expected seconds above 0, got {seconds!r}. Use a run that "
                 "was planned with costs (placement=cost) and made more than 50 steps."
             )
     factor = costs.look_ahead_factor * measured_s / predicted_s
@@ -94,7 +94,7 @@ def fit_look_ahead_factor(
 
 
 def _renamed(costs: Costs, facts: Mapping[str, Any]) -> Costs:
-    """Fitted costs have a new name, so that no run is compared with others than it had."""
+    """Fitted costs have a new name, so that no run is compared with costs that it did not use."""
     num_fits = int(costs.facts.get("num_fits", 0)) + 1
     base = str(costs.facts.get("fitted_name", costs.name))
     return replace(
@@ -136,7 +136,7 @@ def fit_from_run(run_dir: Path, where: str) -> Costs:
     if not (isinstance(predicted, dict) and isinstance(measured, dict) and predicted and measured):
         raise CostsError(
             f"{run_dir / SUMMARY} predicted_stage_s and measured_stage_s: expected seconds by "
-            f"stage, got {predicted!r} and {measured!r}. Take a run that was planned with costs "
+            f"stage, got {predicted!r} and {measured!r}. Use a run that was planned with costs "
             "(placement=cost) and made more than 50 steps."
         )
     costs = find_costs(where)

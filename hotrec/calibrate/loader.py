@@ -21,21 +21,22 @@ from hotrec.data.packing import pack
 from hotrec.runtime.ranks import Ranks, all_gather_object, barrier
 
 SPLIT = "train"
-# Untimed batches, which bring files into memory and start the worker, and timed ones.
+# Untimed batches, which load files into memory and start the worker, and timed ones.
 NUM_WARM, NUM_BATCHES = 4, 6
 # Read between batches, so that they are not in the caches; a core's own are a few MB.
 EVICTING_BYTES = 64 << 20
-# Of a worker: its time is known to 10 ms (proc(5)), so batches that take longer need be fewer.
+# Batches of a worker: its time is known to 10 ms (proc(5)), so fewer batches suffice if they are
+# slow.
 MIN_HANDED_OVER, MAX_HANDED_OVER, HANDED_OVER_S = 10, 60, 0.5
-# The smaller batch shows what a batch takes whatever its size.
+# The smaller batch shows the cost of a batch that does not depend on its size.
 BATCH_PARTS = (4, 1)
 
 
 def measure_loader(dataset: Path, workload: CalibrationWorkload) -> dict[str, Line]:
-    """What ``Costs.loader`` holds, measured on all ranks at once; collective.
+    """Measure ``Costs.loader`` on all ranks at once; collective.
 
-    Batches are made by the training loader itself, in this process and in a worker, which spends
-    as much again on handing them over. Time of the processor counts, not of the disk.
+    The training loader itself makes the batches, in this process and in a worker, which needs as
+    much time again to transfer them. Only processor time counts, not that of the disk.
     """
     target, ranks = workload.target, workload.ranks
     num_samples = Dataset.open(dataset).num_samples(SPLIT) // ranks.world_size
@@ -49,7 +50,7 @@ def measure_loader(dataset: Path, workload: CalibrationWorkload) -> dict[str, Li
     features = workload.features(workload.samples, workload.num_ids)
     router = workload.router_on_cpu
     turns = cycle(of_rank.to("cpu") for of_rank in features)
-    # What is routed is handed over too, beyond the ids of the batches above.
+    # The result of routing is transferred too, besides the ids of the batches above.
     route = _point(features[0].values().numel(), lambda: pack(router(next(turns))))
     return {
         "read": fit_line(read, is_by_bytes=False, is_growing=True),

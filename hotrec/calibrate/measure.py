@@ -33,8 +33,8 @@ from hotrec.runtime.memory import read_fingerprint, read_memory
 from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import Ranks, all_gather_object, broadcast_object
 
-# Shares of the budget until which messages, and then messages and kernels, are measured; the rest
-# is for whole steps.
+# Shares of the budget at which the measurement of messages, and then of kernels, ends; the rest is
+# for whole steps.
 NETWORK_FRAC, KERNELS_FRAC = 0.25, 0.4
 
 
@@ -50,7 +50,7 @@ class PointSeries(Series):
 
 
 def series_of(probe: Probe, device: torch.device) -> list[PointSeries]:
-    """A kernel at each of its sizes. The work is made anew in each round, which bounds memory."""
+    """A kernel at each of its sizes. Each round creates the work again, which bounds memory."""
     return [_point_series(probe, size, device) for size in probe.sizes]
 
 
@@ -80,11 +80,11 @@ def measure_costs(
         ranks: Ranks of the process group, which must exist.
         target: Tables, model, optimizer and batch size to measure with.
         name: Name of the costs; None for the device and its processor or GPU.
-        max_bytes: Largest number of bytes that a rank sends in one message.
-        repeats: Most repeats of each size.
+        max_bytes: Maximum number of bytes that a rank sends in one message.
+        repeats: Maximum number of repeats of each size.
         budget_s: Seconds for all measurements. Each is made once even if that takes longer; on a
             slow network messages and the batches of whole steps are smaller.
-        dataset: Dataset on which the loader is timed; None leaves it out.
+        dataset: Dataset on which the loader is timed; None omits it.
 
     Returns:
         The costs, equal on every rank.
@@ -207,7 +207,7 @@ def cut_text(
     batch_size: int,
     target: CalibrationTarget,
 ) -> str | None:
-    """What was measured smaller than asked for to keep to the budget; None if nothing was."""
+    """The measurements that are smaller than configured to stay in the budget; None without any."""
     cut = []
     if network.among_all and network.largest_bytes < 0.9 * max_bytes:
         cut.append(f"messages of up to {network.largest_bytes:,.0f} bytes, not {max_bytes:,.0f}")
@@ -217,7 +217,7 @@ def cut_text(
 
 
 def _links(network: Network, copy: Line) -> tuple[Link, Link | None]:
-    """The links; a memory copy stands in for the link inside a host with one rank."""
+    """The links; with one rank per host, a memory copy represents the link inside a host."""
     intra, inter = network.links()
     if intra is not None:
         return intra, inter
@@ -229,7 +229,7 @@ def _links(network: Network, copy: Line) -> tuple[Link, Link | None]:
 
 
 def measure_memory(device: torch.device) -> tuple[int, int]:
-    """Least bytes of a device (0 on CPU) and of a host or its control group; collective."""
+    """Minimum memory of a device (0 on CPU) and of a host or its control group; collective."""
     device_bytes = 0
     if device.type == "cuda":
         device_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -241,7 +241,7 @@ def warm_memory(device: torch.device, num_bytes: int) -> None:
     """Allocate and free memory once on CPU, so that timed calls get no fresh pages.
 
     A training run reaches that state after some steps, since freed memory is kept
-    (``hotrec.runtime.memory``); half of a few timed calls would pay for page faults.
+    (``hotrec.runtime.memory``); otherwise half of a few timed calls would include page faults.
     """
     if device.type == "cpu":
         parts = [torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(num_bytes >> 20)]
@@ -254,7 +254,7 @@ def costs_table(costs: Costs) -> str:
     for curve in costs.curves:
         lines[f"{curve.kind} {curve.world.num_ranks}r/{curve.world.num_hosts}h"] = curve.line()
     if costs.look_ahead.source == "measured":
-        lines["look_ahead"] = costs.look_ahead  # of the bytes of cold rows, beside its stages
+        lines["look_ahead"] = costs.look_ahead  # for the bytes of cold rows, besides its stages
     for name, line in costs.loader.items():
         lines[f"loader {name}"] = line
     width = max(map(len, lines))

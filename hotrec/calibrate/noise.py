@@ -1,4 +1,4 @@
-"""Whether what calibration measured can be trusted."""
+"""Whether the measurements of a calibration can be trusted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_DRIFT = 0.15
 
 
 def doubts_of(hosts: Sequence[HostLoad], series: Sequence[Repeats]) -> list[str]:
-    """Why measurements are not to be trusted, each after the words "the costs"."""
+    """Reasons not to trust the measurements, each continuing "the costs"."""
     doubts = []
     if (text := disturbance(hosts)) is not None:
         doubts.append(f"were measured {text}")
@@ -37,6 +37,6 @@ def noise_text(hosts: Sequence[HostLoad], series: Sequence[Repeats]) -> str:
 
 
 def median_drift(series: Sequence[Repeats]) -> float:
-    """Median drift of those that were measured in two rounds or more."""
+    """Median drift of those that were measured in at least two rounds."""
     drifts = [one.drift for one in series if len(one.rounds) > 1]
     return float(np.median(drifts)) if drifts else 0.0

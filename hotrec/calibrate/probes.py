@@ -1,4 +1,4 @@
-"""What calibration times: the functions that training calls, on batches like its own."""
+"""The kernels that calibration times: the functions of training, on batches like its own."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def all_probes(workload: CalibrationWorkload) -> list[Probe]:
                 is_by_items=False,
             )
             for name in MOVEMENTS
-            # On CPU slots are host memory, and the two ways of fetching are one.
+            # On CPU slots are host memory, so the two ways of fetching are the same.
             if name != FETCHES[RowFetch.mapped] or workload.device.type == "cuda"
         ),
     ]
@@ -127,7 +127,7 @@ def _pool(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
 
 
 def _order_rows(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
-    """Find the owners of the distinct rows of a batch, and put them in order by owner."""
+    """Find the owners of the distinct rows of a batch, and order the rows by owner."""
     num_ranks, router = max(2, workload.ranks.world_size), workload.own_router
     routed = workload.routed(router, workload.own_samples, num_ids)
     samples = [of_batch.rows for of_batch in routed]
@@ -153,7 +153,7 @@ def _in_blocks(num_rows: Mapping[str, int], num_ranks: int) -> list[list[Shard]]
 
 
 def _order_ids(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
-    """Put the ids of a batch in order by owner of their table, and those received by table."""
+    """Order the ids of a batch by the owner of their table, and received ones by table."""
     samples = workload.features(workload.samples, num_ids)
     turns, order = cycle(samples), list(reversed(range(workload.num_columns)))
 
@@ -230,7 +230,7 @@ def _dense_update(workload: CalibrationWorkload, num_values: int, dim: int) -> W
 
 
 class _ReplayedWire(Wire):
-    """A wire that sends nothing and replays this rank's earlier messages as those of others."""
+    """A wire that sends nothing, and replays this rank's earlier messages as other ranks'."""
 
     def __init__(self, group: Any, world_size: int) -> None:
         super().__init__(group)
@@ -241,7 +241,7 @@ class _ReplayedWire(Wire):
         return self.messages.pop(0)
 
 
-# A timed call, and what prepares its argument.
+# A timed call, and the function that prepares its argument.
 Timed = tuple[Callable[[Any], object], Callable[[], Any]]
 
 
@@ -349,7 +349,7 @@ def _update(hot: _Hot) -> Timed:
     def prepare() -> None:
         rows = replicas(next(turns))
         rows.backward(torch.randn_like(rows))
-        # In place of DDP's GradBucket.
+        # Instead of DDP's GradBucket.
         bucket: Any = SimpleNamespace(buffer=lambda: hot.weight.grad, index=lambda: 0)
         replicas.reduce_gradient(None, bucket)
 
@@ -398,7 +398,7 @@ def _row_work(
         if state == "miss":
             forget()
         elif state == "hit":
-            lookup(features)  # brings the rows into the cache
+            lookup(features)  # loads the rows into the cache
         return (lookup(features), grad) if is_update else features
 
     def update(prepared: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -484,12 +484,12 @@ def _move_rows(workload: CalibrationWorkload, name: str, num_rows: int, dim: int
 def _host_rows(
     device: torch.device, num_rows: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in host memory, as the host and as the device sees them; in FBGEMM's kind of memory."""
+    """Rows in host memory of FBGEMM's kind: the host's view, and the device's."""
     shape, memory = (num_rows, width), None
     if device.type == "cuda":
         like = torch.empty(0, device=device)
         memory = torch.ops.fbgemm.new_unified_tensor(like, shape, is_host_mapped=True)
-    # Written, or all pages would be one.
+    # Written, because unwritten pages would share one physical page.
     seen = torch.ones(shape, device=device, out=memory)
     if not seen.is_cuda:
         return seen, seen
@@ -503,7 +503,7 @@ def _slot_bytes(workload: CalibrationWorkload) -> int:
 
 
 def row_spec(workload: CalibrationWorkload) -> OptimizerSpec:
-    """The optimizer of sharded rows: the configured one where the device supports it."""
+    """The optimizer of sharded rows: the configured one if the device supports it."""
     spec = workload.target.spec.embedding
     if spec.kind is OptimizerKind.adam and workload.device.type == "cpu":
         # FBGEMM has no Adam on CPU, but plans that shard rows are still predicted.

@@ -1,8 +1,8 @@
 """Correct measured kernels by whole training steps.
 
-A kernel timed alone has the cache and the memory bandwidth to itself and no Python around it. So a
-few steps of hot/cold placements and of two of TorchRec's plans are measured at two batch sizes, and
-those of look-ahead, whose communication thread competes with the layers for the cores.
+A kernel timed alone does not share the cache and the memory bandwidth, and has no Python around it.
+So a few steps of hot/cold placements and of two of TorchRec's plans are measured at two batch
+sizes, and steps of look-ahead, whose communication thread competes with the layers for the cores.
 """
 
 from __future__ import annotations
@@ -54,34 +54,34 @@ from hotrec.types import (
 # Hot and cold rows in every stage; and all rows hot, since a large replica is slower to read.
 COVERAGES = (0.8, 1.0)
 ALL_COLD = 0.0
-# Those of the steps with look-ahead: its thread has most to do where all rows are cold.
+# Coverages of the steps with look-ahead: its thread has the most work if all rows are cold.
 AHEAD_COVERAGES = (ALL_COLD, 0.8)
-# Of TorchRec's plans: two that send different numbers of bytes tell what a message takes by its
-# bytes from what it waits for ranks. Only in base are ids exposed.
+# Steps of TorchRec's plans: two that send different numbers of bytes separate the time per byte of
+# a message from the wait for other ranks. Ids are only exposed in base.
 THEIR_STEPS = (
     (TorchrecPlan.hand_tuned, PipelineKind.sparse_dist),
     (TorchrecPlan.planner, PipelineKind.base),
 )
-# With a smaller span of bytes, noise would decide the cost per byte.
+# With a smaller span of bytes, noise would determine the cost per byte.
 MIN_SPAN_BYTES = 1 << 16
 PROFILE_SAMPLES = 200_000
 # Timed steps of a batch size in a round, those before them, and batches that pipelines hold ahead.
 NUM_STEPS, NUM_WARM, NUM_AHEAD = 10, 4, 3
-# Of steps that are long for the budget. A few steps of the run's own batch tell more than many of a
-# smaller one, whose messages a shaped link may let through in a burst.
+# The same if steps are long for the budget. A few steps of the run's own batch are worth more than
+# many of a smaller one, whose messages a shaped link may send in a burst.
 MIN_STEPS, MIN_WARM = 3, 2
-# Assumed of the first case, which tells what it takes to build the next ones.
+# Assumed for the first case; it shows the time to build the next ones.
 FIRST_BUILD_S = 1.0
-# Least share of the budget for the first round of steps, even if other measurements took longer:
-# kernels alone say little of what large batches take.
+# Minimum share of the budget for the first round of steps, even if other measurements took longer:
+# kernels alone predict large batches poorly.
 MIN_FRAC = 0.2
 # Parts of a round's steps whose medians are repeats of one another.
 NUM_PARTS = 2
 # The smaller batch shows the constant part of each stage.
 BATCH_PARTS = (4, 1)
 MIN_BATCH = 32
-# What is tried for the overlap of look-ahead; and squared errors that weigh as much as an overlap
-# that is 1 from the one that was measured by itself.
+# Candidates for the overlap of look-ahead; and the squared error that weighs as much as a distance
+# of 1 from the overlap that was measured by itself.
 OVERLAPS, OVERLAP_PRIOR = tuple(tenth / 10 for tenth in range(11)), 0.01
 HOT_COLD, TORCHREC, AHEAD = "hot_cold", "torchrec", "look_ahead"
 # The kernels of each family by stage; the other stages are the same for both.
@@ -95,19 +95,19 @@ KERNELS_OF: Mapping[tuple[str, str], tuple[str, ...]] = {
     (TORCHREC, "row_update"): tuple(f"pooled_update_{tier}" for tier in TIERS),
     (TORCHREC, "optimizer"): ("replicated_update",),
 }
-# What is credible of measured over predicted seconds of a stage. Kernels that share caches, memory
-# and cores with others are slower by a small factor, and so are messages; those of tiny batches
-# need less than in a cold cache, and a shaped link lets the first bytes of each step through at
-# once, where messages were measured one after the other. Assumed.
+# Credible range of measured over predicted seconds of a stage. Kernels that share caches, memory
+# and cores with others are slower by a small factor, and so are messages. Kernels of tiny batches
+# need less time than with a cold cache, and a shaped link sends the first bytes of each step at
+# once, while messages were measured one after the other. Assumed.
 COMPUTE_FACTORS, MESSAGE_FACTORS = (0.2, 4.0), (0.5, 4.0)
-# Ranks wait for the slowest for less than the dense layers take.
+# Ranks wait for the slowest one for less than the time of the dense layers.
 WAITING_FRACS = (0.0, 1.0)
-# A stage that takes a smaller share of every step may be as far off as it likes.
+# Stages with a smaller share of every step may have any factor.
 MIN_STAGE_FRAC = 0.05
 BOUND_TOLERANCE = 1e-3
 EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
-# Exchanges of rows in one family, of pooled vectors in the other; in a third hot rows are gathered
-# in one and replicas reduced in the other.
+# Exchanges of rows in one family and of pooled vectors in the other; in the third exchange, the
+# first family gathers hot rows, and the other reduces replicas.
 OF_VECTORS = ("rows_exchange", "grads_exchange")
 OF_BOTH_FAMILIES = (*OF_VECTORS, "hot_exchange")
 
@@ -148,7 +148,7 @@ class MeasuredCase:
         return self.repeats.result.seconds
 
     def parts_s(self) -> list[float]:
-        """The same of parts of each round, which are as far apart as noise is."""
+        """The same for parts of each round, whose differences are noise."""
         steps = (np.max(by_rank, axis=0) for by_rank in self.repeats.rounds)
         return [float(np.median(part)) for of in steps for part in np.array_split(of, NUM_PARTS)]
 
@@ -173,7 +173,7 @@ def correct_by_steps(costs: Costs, cases: Sequence[MeasuredCase]) -> tuple[Costs
 def _correct(
     costs: Costs, cases: Sequence[MeasuredCase], anchors: Mapping[MeasuredCase, Anchor]
 ) -> Costs:
-    """Costs corrected by ``cases``, whose anchors predicted from ``costs`` are given."""
+    """Costs corrected by ``cases``; ``anchors`` are predicted from ``costs``."""
     fitted = fit_steps(costs, [anchors[case] for case in cases if case.family != AHEAD])
     return correct_look_ahead(fitted, [case for case in cases if case.family == AHEAD])
 
@@ -191,11 +191,12 @@ def _ratios(
 
 
 def correct_look_ahead(costs: Costs, cases: Sequence[MeasuredCase]) -> Costs:
-    """The overlap, and what else look-ahead takes, that predict its steps best; ``costs`` of none.
+    """The costs with the overlap and extra time of look-ahead that predict its steps best.
 
-    Least squares of the logarithms of predicted over measured steps. A single message beside a
-    product of matrices tells the overlap too, but of no other computation, and a link that is
-    shaped lets bursts through; it decides between overlaps that predict the steps alike.
+    Least squares of the logarithms of predicted over measured steps; ``costs`` without any case.
+    The overlap of a single message with a product of matrices was measured too, but for no other
+    computation, and a shaped link sends bursts; it only decides between overlaps that predict the
+    steps alike.
     """
     if not cases:
         return replace(costs, look_ahead=fit_look_ahead([]))
@@ -223,8 +224,8 @@ def fit_look_ahead(anchors: list[Anchor]) -> Line:
 def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
     """The costs that predict the anchors' stages best.
 
-    Stages that compute take ``overhead + factor * predicted``, those that exchange ``overhead +
-    waiting * dense layers + factor * predicted``; there is one factor per family of kernels.
+    Stages of computation take ``overhead + factor * predicted``, exchanges ``overhead + waiting *
+    dense layers + factor * predicted``; there is one factor per family of kernels.
     """
     kernels = dict(costs.kernels)
     corrections: dict[str, float] = {}
@@ -240,7 +241,7 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
             of_messages = [factor for name, factor in found.items() if name != "other"]
             beyond += _beyond(anchors, stage, of_messages, MESSAGE_FACTORS)
             # Waiting at its bound is noise of the same kind. It is a share of the dense layers,
-            # which are nothing beside the jitter of a slow link where they are small.
+            # which if small are negligible compared with the jitter of a slow link.
             shown = f"waiting in {stage}"
             beyond += _beyond(anchors, "dense", [waiting[stage]], WAITING_FRACS, shown)
             continue
@@ -281,13 +282,13 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
 
 
 def _min_s(anchors: Sequence[Anchor], stage: str) -> float:
-    """The least that the stage took where it was predicted, which bounds its overhead."""
+    """The shortest time of the stage among the cases that have it: the bound of its overhead."""
     took = [a.measured_s[stage] for a in anchors if a.predicted_s[stage] > 0]
     return min((seconds for seconds in took if seconds > 0), default=math.inf)
 
 
 def _fit_compute(points: Sequence[Point], max_s: float) -> tuple[float, list[float]]:
-    """Overhead, and the factors of items and of bytes; 1 where none was measured.
+    """Overhead, and the factors of items and of bytes; 1 if not measured.
 
     Least squares of relative errors, with the overhead up to ``max_s`` and factors in
     COMPUTE_FACTORS.
@@ -313,9 +314,9 @@ def _beyond(
     bounds: tuple[float, float],
     name: str | None = None,
 ) -> list[str]:
-    """Factors of a stage at the upper bound of what is credible, if the stage matters.
+    """Factors of a stage at the upper bound of the credible range, if the stage matters.
 
-    At the lower one the stage takes the same time whatever it does, which is its overhead.
+    At the lower bound the stage takes the same time for any work, which is its overhead.
     """
     if max(a.measured_s[stage] / a.step_s for a in anchors) < MIN_STAGE_FRAC:
         return []
@@ -328,12 +329,12 @@ def _beyond(
 
 
 def _with_delays(anchors: list[Anchor]) -> list[Anchor]:
-    """The anchors, TorchRec's with all of the time for which its pooled vectors hold ranks up.
+    """The anchors, with all delays by pooled vectors in TorchRec's exchanges of vectors.
 
-    A rank that gets its vectors late comes late to the all-reduce of the dense layers, where the
-    others wait for it, on links of 1 Gbit/s and less for up to 8% of a step. So what TorchRec's
-    steps take there beyond the fit to those with hot rows, and no longer than the vectors travel,
-    counts in the exchanges of vectors and of their gradients.
+    A rank that receives its vectors late enters the all-reduce of the dense layers late, and the
+    others wait for it, on links of 1 Gbit/s and less for up to 8% of a step. So the time of this
+    all-reduce in TorchRec's steps beyond the fit to those with hot rows, up to the transfer time of
+    the vectors, counts in the exchanges of vectors and of their gradients.
     """
     of_rows = [anchor for anchor in anchors if anchor.family != TORCHREC]
     overhead, waiting, factors = _fit_exchange(of_rows, "hot_exchange")
@@ -355,13 +356,13 @@ def _with_delays(anchors: list[Anchor]) -> list[Anchor]:
 def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, dict[str, float]]:
     """Overhead, waiting as a share of the dense layers, and factors of the prediction.
 
-    TorchRec's messages of pooled vectors have a factor of their own beside those of rows, since it
-    copies them once more, and so have its all-reduces of replicas beside those of hot rows. Ranks
-    wait for the dense layers' all-reduce in the exchange of hot gradients; the factor of "other" is
-    its exposed fraction. Least squares within WAITING_FRACS, MESSAGE_FACTORS and 0..1: of errors in
-    seconds, so that the larger batch decides, which is that of the run or nearest to it, since on a
-    shaped link no line holds for both; but relative to the step in the exchange of hot gradients,
-    where only the smaller batch tells what does not grow with it.
+    TorchRec's messages of pooled vectors have a separate factor from those of rows, since TorchRec
+    copies them once more, and so have its all-reduces of replicas and those of hot rows. Ranks wait
+    for the dense layers' all-reduce in the exchange of hot gradients; the factor of "other" is its
+    exposed fraction. Least squares within WAITING_FRACS, MESSAGE_FACTORS and 0..1. Errors are in
+    seconds, so that the larger batch dominates, which is that of the run or nearest to it: on a
+    shaped link no line fits both. In the exchange of hot gradients they are relative to the step,
+    because only the smaller batch shows the part that does not grow with the batch.
     """
 
     def predicted_s(name: str) -> Floats:
@@ -393,7 +394,7 @@ def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, dict
     matrix, wanted = (columns / unit[:, None])[used], (measured / unit)[used]
     errors = []
     if is_split:
-        # There are hardly more steps than unknowns, so a difference between the factors counts as
+        # There are few more steps than unknowns, so a difference between the factors counts as
         # an error of one more step.
         alike = float(np.median(matrix[:, 2:4].sum(axis=1)))
         errors.append([0.0, 0.0, alike, -alike])
@@ -421,18 +422,18 @@ def _point(anchor: Anchor, stage: str, is_by_family: bool) -> Point:
 
 @dataclass(eq=False)
 class _Run:
-    """A case to measure, and what was measured of it.
+    """A case to measure, and its measurements.
 
     Args:
-        case: What is built in each round.
+        case: The case that is built in each round.
         coverage: Fraction of lookups that are hot; None for TorchRec's plans.
         shardings: How TorchRec's plan shards the tables; None for placements with hot rows.
-        sizes: Batch sizes, rising.
+        sizes: Batch sizes, increasing.
         num_warm: Untimed steps of each size in a round.
         num_steps: Timed steps after them.
         took_s: Seconds of the last round.
-        build_s: Of these, what building the case took.
-        measured: By batch size.
+        build_s: Seconds of building the case, included in ``took_s``.
+        measured: Measurements by batch size.
     """
 
     case: Case
@@ -448,7 +449,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class StepTarget:
-    """What whole steps are measured on: tables, and how often each row is looked up."""
+    """The data of whole steps: tables, and how often each row is looked up."""
 
     workload: CalibrationWorkload
     samples: ZipfTables
@@ -457,7 +458,7 @@ class StepTarget:
 
     @staticmethod
     def of(workload: CalibrationWorkload) -> StepTarget:
-        """The target, whose tables take at most its cap on each rank."""
+        """The target, with tables cut to its memory cap on each rank."""
         target = workload.target
         max_rows = workload.ranks.world_size * target.cap_bytes // (4 * workload.dim)
         samples = target.samples(cut_tables(target.table_rows, max_rows))
@@ -466,7 +467,7 @@ class StepTarget:
         return StepTarget(workload, samples, counts, histograms)
 
     def subject(self, batch_size: int) -> Subject:
-        """What the cases train, in batches of this size."""
+        """The subject of the cases, in batches of this size."""
         subject = self.workload.target.subject.on(self.samples.schema)
         return replace(subject, batch_size=batch_size)
 
@@ -489,7 +490,7 @@ class StepTarget:
             )
         ]
         found += [_Run(self.case(HOT_COLD, coverage), coverage) for coverage in COVERAGES]
-        # On one rank it has nothing to exchange ahead, but on a device rows to fetch.
+        # On one rank there is nothing to exchange ahead, but a device has rows to fetch.
         if self.workload.ranks.device.type == "cuda" or self.workload.ranks.world_size > 1:
             found += [_Run(self.case(AHEAD, coverage), coverage) for coverage in AHEAD_COVERAGES]
         return found
@@ -530,15 +531,16 @@ def measure_steps(
     max_repeats: int = NUM_STEPS,
     after_turn: Callable[[], object] = lambda: None,
 ) -> tuple[list[MeasuredCase], int]:
-    """Measure steps of every case, in rounds until each is known or time is up; collective.
+    """Measure steps of every case, in rounds until all are exact enough or time is up; collective.
 
     Returns the cases, and the largest batch size with which all of them were measured.
 
     Args:
         workload: Tables, model and ranks.
-        costs: Costs before any correction, by which steps are fitted into the budget.
+        costs: Costs before any correction, to fit the steps into the budget.
         budget: Clock of all measurements.
-        max_repeats: Most timed steps of each case and batch size, in whole rounds of NUM_STEPS.
+        max_repeats: Maximum number of timed steps of each case and batch size, in whole rounds of
+            NUM_STEPS.
         after_turn: Called after each case.
     """
     target = StepTarget.of(workload)
@@ -567,9 +569,9 @@ def measure_steps(
 
 
 def _fit_in(target: StepTarget, run: _Run, costs: Costs, seconds: float, draw_s: float) -> None:
-    """Choose batch sizes, and steps of each, that take so many seconds; collective.
+    """Choose batch sizes and numbers of steps that fit the given seconds; collective.
 
-    Batches become smaller only where MIN_WARM and MIN_STEPS do not fit. To draw a sample takes
+    Batches become smaller only if MIN_WARM and MIN_STEPS do not fit. Drawing a sample takes
     ``draw_s``.
     """
     batch_size = target.workload.target.batch_size
@@ -601,7 +603,7 @@ def _measure(target: StepTarget, run: _Run) -> None:
     runner = build_runner(subject, run.case, batches, ranks)
     run.build_s = time.perf_counter() - start_s
     if not run.measured:
-        # The plan that was made before, unless another amount of memory was free.
+        # The previous plan, unless another amount of memory was free.
         shardings = run.shardings and target.shardings_of(
             broadcast_object(runner.trainable.sharding)
         )
@@ -622,7 +624,7 @@ def _measure(target: StepTarget, run: _Run) -> None:
 
 
 def choose_hot(counts: Mapping[str, Rows], coverage: float) -> Partition:
-    """The hot rows that take a fraction of the lookups."""
+    """The hot rows that serve a fraction of the lookups."""
     if coverage == ALL_COLD:
         return choose_all_cold(counts)
     return choose_coverage(counts, coverage=coverage) if coverage < 1 else choose_all_hot(counts)
@@ -635,10 +637,10 @@ Times = tuple[dict[str, float], list[list[float]]]
 def _time_steps(runner: Runner, ranks: Ranks, num_warm: int, num_steps: int) -> Times:
     """Time consecutive steps; collective. The seconds are those of the ranks together.
 
-    A barrier before each step would end the overlap of look-ahead, and bring ranks to TorchRec's
-    exchanges at the same moment, as nothing does in training. There, gloo's all-to-all between two
-    ranks sends first one way and then the other: it announces that it can receive only after what
-    it sends itself.
+    A barrier before each step would end the overlap of look-ahead, and make ranks enter TorchRec's
+    exchanges at the same moment, unlike in training. In that case, gloo's all-to-all between two
+    ranks sends first in one direction and then in the other: it announces that it can receive only
+    after its own send.
     """
     runner.drain()  # so that the ranks begin together
     block = run_block(runner, num_warm + num_steps, num_warm, ranks.device, clock=runner.clock)
@@ -650,7 +652,7 @@ def _time_steps(runner: Runner, ranks: Ranks, num_warm: int, num_steps: int) -> 
 def typical_stages(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Mean over the ranks, and over the half of the steps that are neither short nor long.
 
-    The stages add up to such a step, which medians do not where messages are now fast, now slow.
+    The stages add up to such a step; medians would not, if the speed of messages varies.
 
     Args:
         of_ranks: Seconds of each step (steps,) by stage.

@@ -1,7 +1,7 @@
 """Kernels timed on all ranks at once, in rounds, and a straight line through their times.
 
-Noise comes in phases: a call that is repeated in a row may fall into one of them, and nothing in
-its own repeats says so. So all calls take turns, and those that are still noisy take more turns.
+Noise comes in phases: consecutive repeats of a call may all fall into one of them, which is not
+visible in the repeats. So the calls are interleaved in rounds, and noisy ones get more rounds.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from hotrec.runtime.ranks import all_gather_object, barrier, broadcast_object
 # A call that takes longer is warmed up once and timed MIN_REPEATS times in a row.
 SLOW_CALL_S = 0.05
 MIN_REPEATS = 2
-# Untimed calls: the first ones allocate, load and compile, and on CPU it takes several until the
-# allocator reuses freed memory, as it does in training.
+# Untimed calls: the first ones allocate, load and compile, and on CPU the allocator reuses freed
+# memory, as in training, only after several.
 NUM_WARM = 3
 # Written between calls on CPU: more than a core's own cache, less than the shared one.
 FILLED_BYTES = 8 << 20
 # Minimum number of rounds of every call, if time allows; fewer would not show drift.
 MIN_ROUNDS = 2
 REPEATS_A_ROUND = 4
-# A call is measured no more when the relative standard error of its median is below.
+# The measurement of a call ends when the relative standard error of its median is below this.
 MAX_ERROR = 0.03
 
 
@@ -85,7 +85,7 @@ def time_on_all_ranks(
 
     Calls that take longer than SLOW_CALL_S are warmed up once and repeated MIN_REPEATS times.
     """
-    # All ranks must repeat equally often, or a barrier would wait for ever.
+    # All ranks must have the same number of repeats, or a barrier would wait forever.
     if max(all_gather_object(_once(run, prepare, device))) > SLOW_CALL_S:
         num_warm, num_repeats = 1, min(num_repeats, MIN_REPEATS)
     for _ in range(num_warm - 1):
@@ -109,7 +109,7 @@ def slowest_median(times_by_rank: Sequence[Sequence[float]]) -> Timing:
 
 @dataclass(frozen=True)
 class Work:
-    """One call of a kernel, which receives what ``prepare`` made, untimed.
+    """One call of a kernel, with the result of ``prepare``, which is not timed.
 
     Items and bytes are counted as ``hotrec.cost_model.costs.KERNELS`` does.
     """
@@ -122,9 +122,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Probe:
-    """A kernel, what makes its work of (items, dimension), and the sizes to measure.
+    """A kernel, the function that makes its work of (items, dimension), and the sizes to measure.
 
-    Costs per item and per byte can be told apart only if ``sizes`` has two dimensions.
+    Costs per item and per byte can only be separated if ``sizes`` has two dimensions.
     """
 
     name: str
@@ -168,7 +168,7 @@ def fit_line(
     """Fit a line with non-negative parts by least squares of (predicted - measured) / measured.
 
     With ``is_growing`` it is not constant: noise at small sizes can hide the cost per item, and a
-    planner would take a constant line for infinite bandwidth.
+    constant line would mean infinite bandwidth for a planner.
 
     Raises:
         CostsError: If there are fewer points than coefficients, or a time is not above 0.
@@ -191,14 +191,14 @@ def fit_line(
 
 
 class Budget:
-    """Seconds for all measurements, by rank 0's clock, so that all ranks go on or stop alike."""
+    """Seconds for all measurements, by rank 0's clock, so that all ranks continue or stop alike."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._start_s = time.perf_counter()
 
     def own_s(self) -> float:
-        """Seconds since the start by this rank's clock, to show and not to decide by."""
+        """Seconds since the start by this rank's clock: for display, not for decisions."""
         return time.perf_counter() - self._start_s
 
     def spent_s(self) -> float:
@@ -230,7 +230,7 @@ class Repeats:
 
     @property
     def drift(self) -> float:
-        """Relative standard deviation of the rounds' medians; 0 of one round."""
+        """Relative standard deviation of the rounds' medians; 0 with one round."""
         medians = [self.timing(by_rank).seconds for by_rank in self.rounds]
         return float(np.std(medians, ddof=1) / np.mean(medians)) if len(medians) > 1 else 0.0
 
@@ -257,7 +257,7 @@ class Series(Repeats):
 
     def run_round(self) -> None:
         """Measure once more; collective."""
-        # Later rounds only bring data and code back into the caches.
+        # In later rounds, warm-up only loads data and code into the caches again.
         num_warm = 1 if self.rounds else NUM_WARM
         self.rounds.append(self.measure(num_warm, REPEATS_A_ROUND))
 
@@ -274,10 +274,10 @@ def run_rounds(
     """Measure in rounds until every error is below MAX_ERROR or time is up; collective.
 
     Args:
-        series: What to measure. Those without any measurement are measured once in any case.
+        series: The calls to measure. Those without any measurement are measured once in any case.
         budget: Clock of the measurements.
         until_s: Seconds of the budget at which to stop.
-        max_repeats: Most timed calls of each.
+        max_repeats: Maximum number of timed calls of each.
         after_turn: Called after each measurement.
         after_round: Called after each round.
     """

@@ -21,15 +21,15 @@ from hotrec.runtime.ranks import Group, Ranks
 from hotrec.types import Partition, Rows, Schema, Table
 
 T = TypeVar("T")
-# Each call reads another batch, as each step does, or its rows would still be in the CPU cache.
-# Enough for all calls of one size, warm-up included; a few of large batches fill that cache too,
-# and to draw and route more would take longer than to time them.
+# Each call reads another batch, like each step, or its rows would still be in the CPU cache. Enough
+# for all calls of one size, warm-up included; for large batches a few fill that cache too, and
+# drawing and routing more would take longer than timing them.
 NUM_SAMPLES, MIN_SAMPLES, SAMPLED_IDS = 10, 3, 1 << 21
-# Smaller batches are measured with this many ids, or the cost of the call would hide theirs.
+# Smaller batches are measured with this many ids, or the cost of the call would hide that of ids.
 MIN_IDS = 8192
-# Twice a batch is measured too where that has no more ids.
+# Twice a batch is also measured, unless it has more ids.
 MAX_IDS = 1 << 20
-# Most bytes that are copied or moved at once: rows of a step, of which it reads fewer than ids.
+# Maximum bytes that are copied or moved at once: the rows of a step, which are fewer than its ids.
 MAX_MOVED_BYTES = 64 << 20
 # Bytes per row in ZipfTables and in a router's map.
 SAMPLED_ROW_BYTES = 20
@@ -37,16 +37,16 @@ SAMPLED_ROW_BYTES = 20
 
 @dataclass(frozen=True)
 class CalibrationTarget:
-    """Model and batch that costs are measured for.
+    """Model and batch for which costs are measured.
 
     Args:
-        subject: Model, optimizers and batch size, on a table of its own for each feature
-            (``table_per_feature``); a table that several share counts once for each.
+        subject: Model, optimizers and batch size, on a separate table for each feature
+            (``table_per_feature``); a shared table counts once for each of its features.
         cap_bytes: Memory per rank for tables; the largest tables are cut to fit.
-        zipf_exponents: Skew of the ids of each feature (``fit_zipf_exponent``), which decides how
-            often a batch repeats a row; None for DEFAULT_EXPONENT.
-        bag_lengths: Lengths of some of the data's bags, by feature, among which batches draw; None
-            for one id each. What a bag costs is in the cost of its ids, so it depends on these.
+        zipf_exponents: Skew of the ids of each feature (``fit_zipf_exponent``), which determines
+            how often a batch repeats a row; None for DEFAULT_EXPONENT.
+        bag_lengths: Lengths of some of the data's bags, by feature, to draw from; None for one id
+            each. The cost of a bag is part of the cost of its ids, so it depends on these.
     """
 
     subject: Subject
@@ -106,9 +106,9 @@ class CalibrationTarget:
         )
 
     def small(self, max_rows: int) -> CalibrationTarget:
-        """The target with the features alone whose tables are small, for probes without a model.
+        """The target with only the features of small tables, for probes without a model.
 
-        Tables with at most ``max_rows`` rows are, or else the smallest ones, which are cut to that.
+        Small are tables with at most ``max_rows`` rows, or else the smallest ones, cut to that.
         """
         bound = max(max_rows, min(self.table_rows))
         kept = [at for at, rows in enumerate(self.table_rows) if rows <= bound]
@@ -127,7 +127,7 @@ class CalibrationTarget:
 def cut_tables(table_rows: Sequence[int], max_rows: int) -> list[int]:
     """Cut the largest tables to a common size so that all have at most ``max_rows`` together.
 
-    Small tables keep their size, since it decides whether they stay in the CPU cache.
+    Small tables keep their size, since it determines whether they stay in the CPU cache.
     """
     left, height = max_rows, 0
     for number, rows in enumerate(sorted(table_rows)):
@@ -243,7 +243,7 @@ class CalibrationWorkload:
         return self._drawn[key]
 
     def routed(self, router: Router, samples: ZipfTables, num_ids: int) -> list[RoutedGroup]:
-        """These batches as ``router`` routes them."""
+        """These batches, routed by ``router``."""
         key = (id(router), num_ids)
         if key not in self._routed:
             batches = self.features(samples, num_ids)

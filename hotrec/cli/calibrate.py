@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 # Used without a dataset: the columns of the Criteo logs, tables larger than the cache.
 STAND_IN_TABLES, STAND_IN_ROWS, STAND_IN_DENSE = 26, 100_000, 13
-# First bags of each feature, which tell their lengths and how often ids repeat.
+# First bags of each feature, to estimate their lengths and how often ids repeat.
 NUM_BAGS, MAX_LOOKUPS = 16_384, 1 << 18
 
 

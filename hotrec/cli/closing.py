@@ -250,7 +250,7 @@ def _next_stage(command: str, figures: Figures, words: Sequence[str]) -> Lines:
     own = [word for word in words if not word.startswith(_OF_A_STAGE)]
     given = dict(word.partition("=")[::2] for word in own)
     if command == "calibrate" and not {"data", "experiment"} & given.keys():
-        return []  # it has a stand-in, a plan does not
+        return []  # it has a fallback, a plan does not
     if command == "calibrate" and "plan.world_size" not in given:
         own.append(f"plan.world_size={given.get('launch.num_ranks', 1)}")
     if command == "plan":

@@ -16,7 +16,7 @@ from hotrec.config.fields import VARIANTS
 from hotrec.config.reference import Key, keys_of, keys_of_choices
 from hotrec.config.roots import ROOTS
 
-_MOST_COLUMNS, _INDENT = 100, 8
+_MAX_COLUMNS, _INDENT = 100, 8
 _FLAGS = """Flags:
   --cfg job         print every key with its value under these overrides
   --multirun, -m    run every combination of values separated by commas
@@ -151,7 +151,7 @@ def _shown(key: Key) -> str:
 def _filled(text: str, first: int, rest: int) -> str:
     return textwrap.fill(
         text,
-        min(_MOST_COLUMNS, shutil.get_terminal_size().columns),
+        min(_MAX_COLUMNS, shutil.get_terminal_size().columns),
         initial_indent=" " * first,
         subsequent_indent=" " * rest,
         break_long_words=False,

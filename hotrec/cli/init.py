@@ -24,7 +24,7 @@ from hotrec.data.sample import Sample, read_sample
 logger = logging.getLogger(__name__)
 
 # With fewer steps a model learns little, so a short log is trained in smaller batches.
-_LEAST_STEPS, _LEAST_BATCH, _MOST_RANKS = 300, 64, 2
+_MIN_STEPS, _MIN_BATCH, _MAX_RANKS = 300, 64, 2
 
 
 def run(config: InitConfig, run_dir: Path) -> dict[str, Any]:
@@ -159,10 +159,10 @@ def first_settings(sample: Sample, num_ranks: int | None = None) -> dict[str, in
         sample: Rows of the log.
         num_ranks: Number of ranks; None to choose it for this host.
     """
-    num_ranks = num_ranks or min(_MOST_RANKS, len(os.sched_getaffinity(0)))
+    num_ranks = num_ranks or min(_MAX_RANKS, len(os.sched_getaffinity(0)))
     num_train = 0.8 * sample.num_rows
     batch_size = TrainerConfig().batch_size
-    while batch_size > _LEAST_BATCH and num_train < _LEAST_STEPS * num_ranks * batch_size:
+    while batch_size > _MIN_BATCH and num_train < _MIN_STEPS * num_ranks * batch_size:
         batch_size //= 2
     settings = {"launch.num_ranks": num_ranks} if num_ranks > 1 else {}
     if batch_size < TrainerConfig().batch_size:

@@ -1,7 +1,7 @@
-"""Raw records as the inputs of an exported model, encoded as ``hotrec prepare`` encodes a log.
+"""Encodes raw records as inputs of an exported model, as ``hotrec prepare`` encodes a log.
 
-Needs numpy, and nothing else of hotrec, and is copied into every export; tensors, which
-``hotrec.models.plain`` takes, also need torch.
+Only needs numpy, and no other module of hotrec, and is copied into every export; tensors, the
+inputs of ``hotrec.models.plain``, also need torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 DESCRIPTION = "model.json"
-# Version 1 named no null values, and means by no name.
+# Version 1 had no null values, and no names of means.
 FORMAT_VERSION = 2
 # A record of the log: values by the names of its columns.
 Record = Mapping[str, Any]
@@ -33,7 +33,7 @@ Ids = Rows | tuple[Rows, Rows]
 Hashes = npt.NDArray[np.uint64]
 
 _WHOLE = re.compile(r"(-?[0-9]+)\.0*")
-_WHOLE_BELOW = 2.0**53  # a larger float stands for several integers
+_WHOLE_BELOW = 2.0**53  # a larger float represents several integers
 _BRACKETS = re.compile(r"[ \t\r\n]*\[(.*)\][ \t\r\n]*", re.DOTALL)
 _OF_UTC = re.compile(r"[ ]?(?:UTC|GMT|[zZ])$")
 _OFFSET = re.compile(r"(:.*?)[ ]([+-][0-9]{2}(?::?[0-9]{2})?)$")
@@ -48,13 +48,13 @@ _START, _FACTORS, _MASK = 0x9E3779B97F4A7C15, (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A8
 
 
 def load_encoder(directory: str | Path) -> Encoder:
-    """Load what encodes raw records for a model that ``hotrec export`` wrote.
+    """Load the encoder of raw records for a model that ``hotrec export`` wrote.
 
     Args:
         directory: The exported directory.
 
     Raises:
-        ValueError: If the directory holds no model, or one that was not trained on a log.
+        ValueError: If the directory has no model, or one that was not trained on a log.
     """
     directory = Path(directory)
     path = directory / DESCRIPTION
@@ -67,8 +67,8 @@ def load_encoder(directory: str | Path) -> Encoder:
         raise ValueError(f"{expected}, got {reason}. Run `hotrec export`.") from error
     if version != FORMAT_VERSION:
         raise ValueError(
-            f"{path}: expected format version {FORMAT_VERSION}, which says how raw values are "
-            f"encoded, got {version!r}. Export the model again."
+            f"{path}: expected format version {FORMAT_VERSION} of the encoding of raw "
+            f"values, got {version!r}. Export the model again."
         )
     if encoding is None:
         raise ValueError(
@@ -83,7 +83,7 @@ def load_encoder(directory: str | Path) -> Encoder:
         return Encoder(encoding, document["architecture"]["dense"], lookups)
     except (OSError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{expected} that says how each column is encoded, got {type(error).__name__}: "
+            f"{expected} with the encoding of each column, got {type(error).__name__}: "
             f"{error}. Export the model again."
         ) from error
 
@@ -91,14 +91,14 @@ def load_encoder(directory: str | Path) -> Encoder:
 class Encoder:
     """Turns records into the inputs of a model; made by ``load_encoder``.
 
-    A value may be a text, a number, a truth value, a date or time, a list or an array of them, or
-    None, and be as the log had it or of the type that it stands for: ``7`` and ``"7"`` are one id.
-    A column that a record lacks is a missing value.
+    A value may be a text, a number, a bool, a date or time, a list or an array of these, or None.
+    It may have the form of the log or the type that it represents: ``7`` and ``"7"`` are one id. A
+    column that a record lacks is a missing value.
 
     Attributes:
         columns: The columns of the log that are read.
-        num_ids: Ids so far, by prepared column, of those whose table has a vocabulary.
-        num_unknown: Those of them that the vocabulary does not hold, so that the model reads row 0.
+        num_ids: Number of ids so far, by prepared column, if its table has a vocabulary.
+        num_unknown: Number of them that are not in the vocabulary, so that the model reads row 0.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Encoder:
         """The inputs of ``PlainModel.forward``, as tensors.
 
         Raises:
-            ValueError: If a value is none that the column can have; it names record and column.
+            ValueError: If a value is invalid for its column; the message has record and column.
         """
         import torch
 
@@ -154,7 +154,7 @@ class Encoder:
         offsets (B + 1,); see ``padded``.
 
         Raises:
-            ValueError: If a value is none that the column can have; it names record and column.
+            ValueError: If a value is invalid for its column; the message has record and column.
         """
         records = list(records)
         for number, record in enumerate(records):
@@ -192,7 +192,7 @@ class Encoder:
         return dense, ids
 
     def _vectors(self, column: Mapping[str, Any], records: Sequence[Record]) -> _Floats:
-        """The vectors of a column, float64 (B, width), NaN where one, or a number, is missing."""
+        """The vectors of a column, float64 (B, width), NaN if one, or a part of it, is missing."""
         source, width = column["source"], column["width"]
 
         def numbers_of(value: Any) -> list[float]:
@@ -321,10 +321,10 @@ class Encoder:
 
 
 def padded(rows: Ids) -> Rows:
-    """Rows of a feature as int64 (B, L) with -1 where there is none, as the ONNX graph takes them.
+    """Rows of a feature as int64 (B, L), padded with -1: an input of the ONNX graph.
 
     Args:
-        rows: Of ``Encoder.arrays``.
+        rows: Rows from ``Encoder.arrays``.
     """
     if not isinstance(rows, tuple):
         return rows[:, None]
@@ -340,7 +340,7 @@ _Floats = npt.NDArray[np.float64]
 
 
 def _parsed(parse: Callable[[Any], Any], value: Any, number: int, source: str) -> Any:
-    """What is made of a column's value in the record of this number."""
+    """The encoded value of a column in the record of this number."""
     try:
         return parse(_scalar(value))
     except (ValueError, ArithmeticError) as error:
@@ -383,7 +383,7 @@ def _text(value: Any) -> str | None:
 
 
 def _time_ms(moment: date) -> float:
-    """A date or time as milliseconds since 1970; UTC where it has no offset."""
+    """A date or time as milliseconds since 1970; UTC if it has no offset."""
     if not isinstance(moment, datetime):
         moment = datetime(moment.year, moment.month, moment.day, tzinfo=UTC)
     elif moment.tzinfo is None:
@@ -392,14 +392,14 @@ def _time_ms(moment: date) -> float:
 
 
 def _ms_of(text: str, form: str) -> float:
-    """A date or time in text as milliseconds since 1970; infinite if it is none of this form."""
+    """A date or time in text as milliseconds since 1970; infinite if it does not have this form."""
     try:
         text = text.strip()
         if form == "iso":
             zoned = _OFFSET.sub(r"\1\2", _OF_UTC.sub("+00:00", text))
             return _time_ms(datetime.fromisoformat(zoned))
         moment = datetime.strptime(text, form)
-        # Digits alone do not say where a year ends: "9010100" is no "%y%m%d%H".
+        # In digits alone the end of a year is ambiguous: "9010100" is not a "%y%m%d%H".
         is_other = text.isdigit() and moment.strftime(form) != text
         return np.inf if is_other else _time_ms(moment)
     except (ValueError, OverflowError, AttributeError):
@@ -407,7 +407,7 @@ def _ms_of(text: str, form: str) -> float:
 
 
 def _float_of(text: str, column: Mapping[str, Any]) -> float:
-    """A number as a column has it in text; infinite if it is none."""
+    """A number as in the text of a column; infinite if it is not a number."""
     decimal, thousands, ignored = (column[key] for key in ("decimal", "thousands", "ignore"))
     text = "".join(c for c in text if c not in ignored).strip(
         " \t\u00a0\u202f" if ignored else " \t"
@@ -423,7 +423,7 @@ def _float_of(text: str, column: Mapping[str, Any]) -> float:
 
 
 def _whole(text: str) -> str:
-    """An id; one that is written as 1234.0 is 1234."""
+    """An id, with 1234.0 shortened to 1234."""
     whole = _WHOLE.fullmatch(text)
     return whole[1] if whole else text
 
@@ -491,7 +491,7 @@ class _Vocabulary(Lookup):
                 f"{path}: expected {num_rows - 1} hashes of type uint64, got {hashes.dtype} of "
                 f"shape {hashes.shape}. Export the model again."
             )
-        # They rise, and stay mapped, until a vocabulary grows.
+        # They are increasing, and stay mapped, until a vocabulary grows.
         is_rising = bool((hashes[1:] > hashes[:-1]).all())
         self._order = None if is_rising else np.argsort(hashes, kind="stable")
         self._hashes = hashes if self._order is None else hashes[self._order]
@@ -537,7 +537,7 @@ def hash_file(table: str) -> str:
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """The path of a regular file of the directory, to which no link leads."""
+    """The path of a regular file of the directory, not reached by a link."""
     path = os.path.realpath(directory / name)
     if path != os.path.join(os.path.realpath(directory), *name.split("/")):
         raise ValueError(
@@ -558,7 +558,7 @@ def _mix(state: int) -> int:
 
 
 def hash_text(text: str) -> int:
-    """The 64-bit hash of a text, by which rows are found."""
+    """The 64-bit hash of a text, used to look up its row."""
     data = text.encode()
     state = _mix(len(data) + _START & _MASK)
     for begin in range(0, len(data), 8):

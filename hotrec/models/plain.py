@@ -1,7 +1,7 @@
 """A trained model as a plain PyTorch module, read from the directory that ``hotrec export`` wrote.
 
-Needs torch and safetensors, and nothing else of hotrec, and is copied into every export;
-a model of your own also needs the package of its class. ``hotrec.models.encoder`` makes its inputs.
+Only needs torch and safetensors, and no other module of hotrec, and is copied into every export; a
+model of your own also needs the package of its class. ``hotrec.models.encoder`` makes its inputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 DESCRIPTION, DENSE_FILE, TABLES_DIR = "model.json", "dense.safetensors", "tables"
-# Version 1 had no hashes, and could not be encoded for.
+# Version 1 had no hashes, which the encoder needs.
 FORMAT_VERSION, VERSIONS = 2, (1, 2)
 WEIGHT, SCALE = "weight", "scale"
 # The tensors of a table, by the type of its rows.
@@ -41,7 +41,7 @@ Ids = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Architecture:
-    """The shape of a model, in values that JSON has.
+    """The shape of a model, in types of JSON.
 
     Args:
         kind: "dlrm", "dcnv2", "deepfm", "din", "mmoe", "two_tower", or "own" for a class of your
@@ -83,7 +83,7 @@ class TableRows(nn.Module):
 
     Args:
         weight_RD: Rows, float32, float16 or int8.
-        scale_R: For int8, what to multiply each row by, float32.
+        scale_R: For int8, the factor of each row, float32.
         is_mean: Whether a bag is the mean of its rows; else their sum.
     """
 
@@ -108,7 +108,7 @@ class TableRows(nn.Module):
             values_K, offsets = ids
             source, positions_K = self.weight, values_K
             if source.dtype is not torch.float32:
-                # Summed in float32, whatever they are stored in.
+                # Summed in float32, for any type of the stored rows.
                 source = self.rows(values_K)
                 positions_K = torch.arange(values_K.size(0), device=values_K.device)
             mode = "mean" if self.is_mean else "sum"
@@ -191,9 +191,9 @@ class DeepFm(nn.Module):
 class Attention(nn.Module):
     """DIN's sums of the ids of sequences, by their relevance to a feature (Zhou et al. 2018, 4.3).
 
-    The weight of an id with vector k is what layers make of ``[q, k, q - k, q * k]``, q being the
-    feature's vector; it is no softmax, as in the paper. A place without an id has the vector 0: its
-    weight multiplies nothing and gets no gradient, so that sums need no mask.
+    The weight of an id with vector k is the output of layers for ``[q, k, q - k, q * k]``, q being
+    the feature's vector; as in the paper it is not a softmax. A place without an id has the vector
+    0: its weight multiplies 0 and gets no gradient, so that sums need no mask.
 
     Args:
         features: Names of the features, in the order of their vectors, after the dense one.
@@ -270,7 +270,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class DenseLayers(nn.Module):
-    """Everything but the tables; on "meta" for ``load_state_dict(assign=True)``."""
+    """All layers except the tables; on "meta" for ``load_state_dict(assign=True)``."""
 
     def __init__(self, shape: Architecture, device: str = "meta") -> None:
         super().__init__()
@@ -379,10 +379,10 @@ def import_class(path: str, key: str) -> type:
 
     Args:
         path: Such as ``my_package.my_model.MyModel``.
-        key: What messages name.
+        key: The configuration key, for messages.
 
     Raises:
-        ValueError: If nothing of that path can be imported, or it is no class.
+        ValueError: If nothing with this path can be imported, or it is not a class.
     """
     module, _, name = path.rpartition(".")
     expected = f"{key}: expected the import path of a class, such as my_package.my_module.MyClass"
@@ -400,7 +400,7 @@ def import_class(path: str, key: str) -> type:
 
 
 def make_layers(shape: Architecture, device: str = "cpu") -> nn.Module:
-    """The layers of a model: all of it but the tables.
+    """The layers of a model: everything except the tables.
 
     Those of a class of your own are made by ``MyModel(dense=, features=, embedding_dim=, labels=,
     **args)``: the names of the dense columns, of the features and of the labels, D, and the
@@ -462,7 +462,7 @@ class PlainModel(nn.Module):
                 f"weights: expected those of {shape.target or shape.kind}, {sorted(expected)}, got "
                 f"{sorted(dense)}. Export the model again."
             )
-        # Buffers are no weights: the class makes them.
+        # Buffers are not weights: the class makes them.
         self.layers.load_state_dict(dict(dense), strict=False, assign=shape.has_bottom)
         self.tables = nn.ModuleDict(tables)
         self.eval().requires_grad_(False)
@@ -471,14 +471,14 @@ class PlainModel(nn.Module):
         """Logits (B,), or (B, L) with several labels; their sigmoid is the predicted rate.
 
         Args:
-            dense_BN: Dense columns, float32 (B, N), transformed as ``model.json`` says.
+            dense_BN: Dense columns, float32 (B, N), transformed as in ``model.json``.
             ids: Rows by feature: integers (B,) for one each; (B, L) with -1 where there is none;
                 or the pair of ids (K,) and offsets (B + 1,), bag b being
                 ``ids[offsets[b]:offsets[b + 1]]``.
 
         Raises:
             ValueError: If a feature is missing.
-            IndexError: If an id is no row of its table, on CPU.
+            IndexError: If an id is not a row of its table, on CPU.
         """
         missing = [name for name, _ in self.shape.features if name not in ids]
         if missing:
@@ -497,20 +497,20 @@ def load_model(
     """Load a model that ``hotrec export`` wrote, on the CPU, in evaluation mode.
 
     The tables are mapped from their files, and read as their rows are looked up. Nothing outside
-    the directory is read, unless ``allow_code`` says so.
+    the directory is read without ``allow_code``.
 
     Args:
         directory: The exported directory.
         allow_code: Whether the class that ``model.json`` names may be imported, for a model of your
             own. Importing runs its code: allow it for directories that you trust.
-        check_values: Whether each row is read once to see that its values are finite. False leaves
-            rows unread until they are looked up.
+        check_values: Whether to read each row once to check that its values are finite. If False,
+            rows are not read until they are looked up.
 
     Returns:
-        A module of PyTorch alone; see ``PlainModel.forward`` for what it takes.
+        A plain PyTorch module; see ``PlainModel.forward`` for its inputs.
 
     Raises:
-        ValueError: If the directory holds no whole model of this format.
+        ValueError: If the directory has no complete model of this format.
     """
     directory = Path(directory)
     description = read_description(directory)
@@ -544,7 +544,7 @@ def read_description(directory: Path, name: str = DESCRIPTION) -> dict[str, Any]
     """The content of ``model.json``.
 
     Raises:
-        ValueError: If it is missing, of another version, or describes no model.
+        ValueError: If it is missing, of another version, or not the description of a model.
     """
     path = directory / name
     try:
@@ -569,7 +569,7 @@ def read_description(directory: Path, name: str = DESCRIPTION) -> dict[str, Any]
 
 
 def _check_description(description: Mapping[str, Any], version: int) -> None:
-    """Raise an error of what a description has that no export writes."""
+    """Raise an error for an entry of a description that no export writes."""
     shape = Architecture(**description["architecture"])
     tables = {table["name"]: table for table in description["tables"]}
     read = [table for _, table in shape.features]
@@ -601,10 +601,10 @@ def _is_count(value: object) -> bool:
 
 
 def file_within(directory: Path, name: str) -> Path:
-    """The path of a regular file of a directory, to which no link leads.
+    """The path of a regular file of a directory, not reached by a link.
 
     Raises:
-        ValueError: If it is a link or outside, so that something else would be read, or no file.
+        ValueError: If it is a link or outside, so that something else would be read, or not a file.
     """
     path = os.path.realpath(directory / name)
     if path != os.path.join(os.path.realpath(directory), name):
@@ -621,10 +621,10 @@ def file_within(directory: Path, name: str) -> Path:
 
 
 def check_dense_file(path: Path, description: Mapping[str, Any]) -> None:
-    """Check that the weights of the layers are those that a description was written with.
+    """Check that the weights of the layers belong to a description.
 
     Raises:
-        ValueError: If they are another model's.
+        ValueError: If they are those of another model.
     """
     expected = description.get("dense_sha256")
     if expected is None and description["format_version"] == 1:
@@ -641,7 +641,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a file, mapped into memory.
 
     Raises:
-        ValueError: If it is no whole file of safetensors.
+        ValueError: If it is not a complete file of safetensors.
     """
     try:
         return dict(load_file(path))
@@ -668,10 +668,10 @@ def check_rows(
         held: The tensors.
         form: "fp32", "fp16" or "int8"; None for any of them.
         shape: Number of rows, and D.
-        check_values: Whether to look for values that are not finite, too.
+        check_values: Whether to check for values that are not finite, too.
 
     Raises:
-        ValueError: If they are not what the table has.
+        ValueError: If they do not match the table.
     """
     found = {name: tensor.dtype for name, tensor in held.items()}
     forms = FORMS.values() if form is None else (FORMS[form],)
@@ -710,7 +710,7 @@ def load_tables(
     """The tables of an exported model, mapped into memory.
 
     Raises:
-        ValueError: If one is not whole, or not what the description says.
+        ValueError: If one is incomplete, or does not match the description.
     """
     shape = Architecture(**description["architecture"])
     tables = {}

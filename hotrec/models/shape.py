@@ -1,4 +1,4 @@
-"""What a model's shape follows from: the columns that it names, and the work of its layers."""
+"""The shape of a model from the columns that it names, and the work of its layers."""
 
 from __future__ import annotations
 

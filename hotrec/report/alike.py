@@ -13,7 +13,7 @@ _SHOWN_HASH = 8
 def differences(run: Run, other: Run) -> list[str]:
     """The differences in data and evaluation of two runs; empty if their quality is comparable.
 
-    Each is "what X vs. Y"; unknown facts are included.
+    Each is "fact X vs. Y"; unknown facts are included.
     """
     pairs = [
         ("dataset", *map(_dataset, (run, other))),

@@ -12,7 +12,7 @@ from hotrec.report.read import Run, parse_object
 COMPARED_JSON = "compare.json"
 # If the interval of a ratio is wider than this, the blocks disagree: on a quiet machine it is a
 # fifth of it.
-MOST_WIDE = 1.5
+MAX_WIDTH = 1.5
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Comparison:
         if self.doubts:
             return " ".join(self.doubts)
         ratio = self.ratio(run, other)
-        if ratio.high / ratio.low > MOST_WIDE:
+        if ratio.high / ratio.low > MAX_WIDTH:
             return f"Their blocks of steps disagree ({ratio.text})."
         return None
 

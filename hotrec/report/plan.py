@@ -112,13 +112,13 @@ class RecordedPrediction:
             named.setdefault(self.name(name), name)
         self.order = list(named.values())
         """Plans that differ: the baseline, the chosen one, then the others by their step."""
-        # Where a baseline was chosen, it is compared with what it was chosen over.
+        # A chosen baseline is compared with the fastest of hotrec's plans.
         if self.chosen in baselines and self.placed is not None:
             ends = [self.chosen, self.placed]
         self.compared = list(dict.fromkeys(ends))
         trial = document.get("trial") or {}
         self.trial: Mapping[str, Mapping[str, Any]] = trial.get("plans") or {}
-        """What a trial measured, by plan."""
+        """The measurements of a trial, by plan."""
 
     def describe(self) -> str:
         """Such as ``4 ranks on 2 hosts, batch 2,048 per rank, cpu``."""
@@ -133,7 +133,7 @@ class RecordedPrediction:
         return min(names, key=lambda name: self.plans[name]["step_s"], default=None)
 
     def name(self, plan: str) -> str:
-        """A plan as a user knows it, such as ``hotrec, 1,650 hot rows, look_ahead``."""
+        """Display name of a plan, such as ``hotrec, 1,650 hot rows, look_ahead``."""
         title: str = self.plans[plan]["title"]
         return title
 
@@ -184,7 +184,7 @@ def _check_needed(document: Document, names: Sequence[str], where: str) -> None:
 
 
 def plan_report_text(document: Document) -> str:
-    """The content of ``plan.txt``: what was chosen and why; see ``RecordedPrediction``."""
+    """The content of ``plan.txt``: the choice and its reason; see ``RecordedPrediction``."""
     prediction = RecordedPrediction(document)
     return render_text(Page(f"hotrec plan: {prediction.describe()}", plan_sections(prediction)))
 

@@ -1,7 +1,7 @@
 """Reads run directories, and raises one clear error for a file that cannot be read.
 
-All files but one of ``summary.json`` and ``metrics.jsonl`` are optional; the page says what is
-missing. ``hotrec/runtime/figures.py`` declares what is in them.
+One of ``summary.json`` and ``metrics.jsonl`` is required, and all other files are optional; the
+page lists the missing ones. ``hotrec/runtime/figures.py`` declares their fields.
 """
 
 from __future__ import annotations

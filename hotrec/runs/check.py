@@ -31,7 +31,7 @@ from hotrec.train.schedule import count_steps
 
 
 def check_settings(config: Config, *, device: str) -> None:
-    """Check what needs no data.
+    """Check the settings that need no data.
 
     Args:
         config: A validated configuration.
@@ -61,7 +61,7 @@ def check_settings(config: Config, *, device: str) -> None:
 
 
 def check_with_data(config: Config, dataset: Dataset, *, world_size: int) -> int:
-    """Check what needs the dataset, but no plan.
+    """Check the settings that need the dataset, but no plan.
 
     Returns:
         The steps of the run; a lower bound for order=all_hot.

@@ -34,13 +34,13 @@ _TRAINER = ("batch_size", "seed", "precision", "compile", "grad_clip_norm")
 
 @dataclass(frozen=True)
 class _RecordedRun:
-    """A run as it recorded itself.
+    """A recorded run.
 
     Args:
         run_dir: Its directory.
-        job: The run in values.
-        plan: The plan that it recorded.
-        facts: What must agree between runs for a comparison of their plans.
+        job: The run as plain values.
+        plan: The recorded plan.
+        facts: Facts that runs must share for a comparison of their plans.
     """
 
     run_dir: Path

@@ -1,7 +1,7 @@
 """The changes of a model since an earlier export.
 
     delta.json                   the new model.json
-    dense.safetensors            weights of all layers but the tables
+    dense.safetensors            weights of all layers except the tables
     tables/<table>.safetensors   row (r,) and weight (r, D) of the changed rows; for int8 also
                                  scale (r,)
     vocab/<table>.parquet        value and row of the raw ids that are new or took another's row

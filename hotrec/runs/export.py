@@ -1,11 +1,11 @@
 """Export a run's model: tables, vocabularies and layers in files that need no hotrec to read.
 
     model.json                   architecture, features, dense columns, tables; the checkpoint
-    dense.safetensors            weights of all layers but the tables tables/<table>.safetensors
-    weight (R, D) in the dataset's row order; for int8 also scale (R,) vocab/<table>.parquet
-    value and row of each raw id, if the table has a vocabulary vocab/<table>.npy            the
-    hash of the value of row 1, 2, ..., which the encoder reads model.onnx                   with
-    export.onnx=true
+    dense.safetensors            weights of all layers except the tables
+    tables/<table>.safetensors   weight (R, D) in the dataset's row order; for int8 also scale (R,)
+    vocab/<table>.parquet        value and row of each raw id, if the table has a vocabulary
+    vocab/<table>.npy            the hash of the value of row 1, 2, ..., which the encoder reads
+    model.onnx                   with export.onnx=true
 
 Tables are copied a chunk at a time. With ``since`` only changes are written: see
 ``hotrec.runs.delta``.
@@ -121,11 +121,11 @@ class Trained:
     """A run's checkpoint with its dataset.
 
     Args:
-        spec: What was trained.
+        spec: The model and its training rules.
         dataset: Its dataset.
         checkpoint: Directory of the checkpoint.
         step: Number of updates before it.
-        source: The log that the dataset was prepared from; None if the run does not know it.
+        source: The log that the dataset was prepared from; None if not recorded.
     """
 
     spec: ModelSpec

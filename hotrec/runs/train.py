@@ -187,7 +187,7 @@ class _Start:
         machine: The ranks to plan for.
         resume_from: The checkpoint to resume from; None for a new run.
         warm: The run that provides the first weights; None for initial ones.
-        listeners: Take the lines that rank 0 writes.
+        listeners: Called with the lines that rank 0 writes.
     """
 
     run_dir: Path
@@ -367,7 +367,7 @@ def make_run_machine(config: Config, ranks: Ranks) -> Machine:
 
 
 def placement_name(asked: str, plan: Plan) -> str:
-    """The placement for reports: as it was asked for, or which of TorchRec's plans was chosen."""
+    """The placement for reports: as configured, or the chosen plan of TorchRec."""
     return asked if plan.torchrec_plan is None else f"torchrec {plan.torchrec_plan.name}"
 
 

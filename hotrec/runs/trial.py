@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 # A trial takes this share of the predicted run, within these bounds in seconds.
 SHARE, MIN_S, MAX_S = 0.01, 5.0, 60.0
-# It may take so many times its seconds, where two candidates or MIN_ROUNDS need that.
+# It may exceed its seconds by this factor if two candidates or MIN_ROUNDS need that.
 OVERRUN = 1.3
 # Duration and number of steps of a block. Blocks of one candidate differ by more than the variance
 # of their steps: many short blocks are more informative than a few long ones (11 ms per step on two
@@ -286,7 +286,7 @@ class _Contender:
         trainable, loader = candidate.build()
         self._pipeline: Pipeline = trainable.pipeline()
         self._batches = _repeat(loader)
-        # It goes on with its first block.
+        # The first block continues from here.
         self.step_s = self._measure(candidate.num_warm, candidate.num_warm, drains=False)
         self._block_steps = candidate.block_steps(self.step_s)
 

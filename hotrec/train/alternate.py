@@ -82,17 +82,17 @@ class Alternation:
         return self._is_all_hot
 
     def advance(self) -> None:
-        """Count the next batch as taken."""
+        """Advance to the next batch."""
         is_all_hot = self.next_is_all_hot()
         self._left[is_all_hot] -= 1
         self._left_in_block -= 1
 
     def knows(self, step: int) -> bool:
-        """Whether the loss after ``step`` has been seen."""
+        """Whether the loss after ``step`` was added."""
         return self._last_step == step
 
     def add_quality(self, step: int, quality: Quality) -> None:
-        """Take the quality after ``step``, the same on every rank; blocks to come may change."""
+        """Add the quality after ``step``, the same on every rank; later blocks may change."""
         loss, before = quality.log_loss, self._last_loss
         self._last_loss, self._last_step = loss, step
         if before is None:

@@ -297,8 +297,8 @@ def _parts(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
 class _Bucket:
     """Parameters whose gradients are averaged in one message and that are updated together.
 
-    The message holds the gradients / W, then a flag per parameter that says whether this rank has a
-    gradient: a gradient that no rank has stays None. With W > 1 it takes one copy of the gradients.
+    The message has the gradients / W, then a flag per parameter: whether this rank has a gradient.
+    A gradient that no rank has stays None. With W > 1 it takes one copy of the gradients.
     The parameters have one type and device; ``layers`` are theirs if gradients are deferred.
     """
 

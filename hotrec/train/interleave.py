@@ -1,11 +1,11 @@
-"""Interleaved blocks: models train in turn, so that what disturbs the machine disturbs all of them.
+"""Interleaved blocks: models alternate, so that disturbances of the machine affect all of them.
 
 A block is consecutive steps of one model with nothing in flight before and after them. If models
-took turns step by step, what a pipeline leaves in flight when it returns from a step would run in
-another model's time. The first steps of a block refill the overlap and are not counted.
+alternated step by step, work that a pipeline leaves in flight when it returns from a step would run
+in another model's time. The first steps of a block refill the overlap and are not counted.
 
-A trial of plans, a benchmark and the whole steps of a calibration are made of such blocks. Who
-takes part in a round, how long blocks are, and when to stop is up to them.
+A trial of plans, a benchmark and the whole steps of a calibration consist of such blocks. They
+choose the contenders of a round, the length of blocks, and when to stop.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 
 class Contender(Protocol):
-    """A model on this rank that trains in turn with others."""
+    """A model on this rank whose training is interleaved with that of others."""
 
     def step(self) -> None:
         """One training step."""
 
     def drain(self) -> None:
-        """Wait until no rank has anything of this model in flight; collective."""
+        """Wait until no rank has work of this model in flight; collective."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Block:
     Args:
         returned_s: When the pipeline returned from each step.
         ended_s: When no rank had anything in flight any more.
-        num_skipped: First steps, which are not counted.
+        num_skipped: Number of first steps that are not counted.
         cpu_s: CPU time of all threads of this process.
         main_cpu_s: CPU time of the main thread.
     """
@@ -54,7 +54,7 @@ class Block:
 
     @property
     def mean_step_s(self) -> float:
-        """Seconds of a counted step on this rank, the mean."""
+        """Mean seconds of a counted step on this rank."""
         start_s = self.returned_s[self.num_skipped - 1] if self.num_skipped else 0.0
         return (self.returned_s[-1] - start_s) / (len(self.returned_s) - self.num_skipped)
 
@@ -77,13 +77,13 @@ def run_block(
     """Time consecutive steps of one contender; collective.
 
     Args:
-        contender: What trains; nothing of others may be in flight.
-        num_steps: Number of steps, those included that are not counted.
+        contender: The model to train; no other may have work in flight.
+        num_steps: Number of steps, including those that are not counted.
         num_skipped: Number of first steps that are not counted.
         device: Device of this rank.
         clock: Adds up the stages of the counted steps.
-        drains: Whether the block ends with nothing in flight. A contender that goes on with its
-            next block need not.
+        drains: Whether the block ends with nothing in flight. Not needed if the same contender
+            continues with the next block.
     """
     is_cuda = device.type == "cuda"
 

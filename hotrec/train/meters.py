@@ -29,7 +29,7 @@ from hotrec.types import STAGES
 
 MAX_KEPT_STEPS = 4096
 # Number of steps that the clock stores before they are added up.
-MOST_PENDING_STEPS = 256
+MAX_PENDING_STEPS = 256
 # Values kept for a step, in seconds: its stages, the exposed communication, and the whole step.
 EXPOSED, STEP = len(STAGES), len(STAGES) + 1
 # Counting makes a step several times slower, and bytes hardly vary between steps.
@@ -130,7 +130,7 @@ class StageTimes:
     def end_step(self, step: int, step_s: float) -> None:
         """Record that the last measured step took ``step_s`` from the end of the one before."""
         self._pending.append((step, step_s))
-        if len(self._pending) >= MOST_PENDING_STEPS:
+        if len(self._pending) >= MAX_PENDING_STEPS:
             self._add_up()
 
     def _add_up(self) -> None:

@@ -46,7 +46,7 @@ _ADDED = ("num_moved", "moved_bytes", "pause_s")
 
 @dataclass(frozen=True)
 class Counts:
-    """Counters of a model and its batches; None for what is not counted.
+    """Counters of a model and its batches; None if not counted.
 
     Args:
         num_dense_values: Parameters of the dense layers.
@@ -282,7 +282,7 @@ class Metrics:
             # Discard the evaluation's cache counts; the check-up at the end of the segment has
             # counted its steps.
             self._counts.of_caches()
-        # The last one is reported, so it comes last.
+        # The last entry is reported, so this one moves to the end.
         self._quality.pop(split, None)
         self._quality[split] = quality.to_json()
         self._evaluated[split] = self.position.step

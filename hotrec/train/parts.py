@@ -22,7 +22,7 @@ from hotrec.train.watch import Watch
 
 
 class Part(Protocol):
-    """Something that runs every so many steps, where no batch is in flight."""
+    """An activity at an interval of steps, while no batch is in flight."""
 
     every_steps: int
     """A segment ends with each multiple of this number of steps; 0 for never."""
@@ -41,7 +41,8 @@ class Parts:
         watch: Check-ups with the other ranks, signals, replicas.
         evaluation: Evaluations, early stopping, days ahead.
         checkpoints: Checkpoints, and the one to resume from.
-        between: Any others, in this order; a checkpoint after the same segment has their effects.
+        between: Any others, in this order; a checkpoint after the same segment includes their
+            effects.
     """
 
     ranks: Ranks
@@ -53,7 +54,7 @@ class Parts:
 
     @property
     def every(self) -> list[int]:
-        """Numbers of steps after which a segment ends, by part."""
+        """Intervals of steps of the parts; a segment ends at each multiple of one."""
         parts: Sequence[Part | Evaluation | Saver] = (
             *self.between,
             self.evaluation,

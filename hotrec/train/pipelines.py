@@ -512,7 +512,8 @@ def make_pipeline(
         device: The device of the model.
         grad_clip_norm: Clips the joint norm of the dense layers' mean gradients to this value; None
             disables clipping. Rows are not clipped: their owners update them in backward.
-        hot_exchange: How look_ahead reduces gradients of hot rows; in others their tables know.
+        hot_exchange: How look_ahead reduces gradients of hot rows; for others it is set in their
+            tables.
         may_read_late: Whether sparse_dist reads features that the model computes in its forward.
 
     Raises:

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves checkpoints one after the other, each in the background or synchronously.
+    """Saves one checkpoint at a time, in the background or synchronously.
 
     Args:
         metrics: The position of the run, and its callbacks.
@@ -122,7 +122,7 @@ class Saver:
         must_stop: bool,
         must_save: bool,
     ) -> None:
-        """Save after a segment if that is due, after the checkpoint before; collective.
+        """Save after a segment if due, once the previous checkpoint is written; collective.
 
         The pipeline must be drained, so that weights, loader position and step agree.
         """

@@ -1,8 +1,8 @@
 """The check-up of all ranks every few steps: requests to stop or to save, and metrics.
 
-A check-up is one small all-reduce of losses, requests, and counts. Besides the model's own
-exchanges it is the only one, and besides reading the counters of caches the only wait for the
-device. Its result is the same on every rank.
+A check-up is one small all-reduce of losses, requests, and counts. It is the only collective
+besides the model's exchanges, and the only device synchronization besides reading the counters of
+caches. Its result is the same on every rank.
 """
 
 from __future__ import annotations

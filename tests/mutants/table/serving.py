@@ -184,7 +184,7 @@ MUTANTS = [
         "report.blocks_disagree",
         "Nothing is claimed of blocks that disagree.",
         "hotrec/report/compared.py",
-        "if ratio.high / ratio.low > MOST_WIDE:",
+        "if ratio.high / ratio.low > MAX_WIDTH:",
         "if ratio.high / ratio.low < 0:",
         "unit/report/test_compared.py",
     ),

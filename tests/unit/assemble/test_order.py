@@ -102,8 +102,8 @@ def test_a_resumed_run_refuses_stale_samples_and_a_new_one_replaces_them(
     ("num_hot", "words", "said"),
     [
         ((10, 1000), ["trainer.eval_every_steps=5"], "90 of 90 (100.0%) are all-hot"),
-        ((8, 900), ["trainer.eval_every_steps=5"], "in blocks of 0.5 of each kind's at first"),
-        ((8, 900), [], "; no evaluation changes that"),
+        ((8, 900), ["trainer.eval_every_steps=5"], "in blocks of initially 0.5 of each kind"),
+        ((8, 900), [], "; the length is fixed, without evaluations"),
         ((0, 1), [], "0 of 90 (0.0%) are all-hot"),
     ],
 )

@@ -248,7 +248,9 @@ def test_a_plan_of_torchrec_is_read_where_look_ahead_was_asked_for(folder: Path)
 )
 def test_a_recorded_plan_that_is_damaged_is_refused(folder: Path, prediction: Any) -> None:
     record(folder / "damaged", prediction)
-    with pytest.raises(ArtifactError, match=r"prediction\.json: expected the plan that the run"):
+    with pytest.raises(
+        ArtifactError, match=r"prediction\.json: expected the recorded plan of the run"
+    ):
         read_settled_plan(job_of(folder, "placement=cost"), folder / "damaged", ON)
 
 
@@ -294,7 +296,7 @@ def test_a_saved_partition_of_another_situation_is_told(
     make(folder, "placement=coverage", run="there")
     saved = ("placement=saved", f"placement.partition_dir={folder / 'there' / PARTITION}")
     propose_plan(folder, *saved)
-    assert "another situation" not in caplog.text
+    assert "different conditions" not in caplog.text
     propose_plan(folder, *saved, on=replace(ON, world_size=4, local_world_size=4))
     assert "num_ranks 4 instead of 2, ranks_per_host 4 instead of 2. Another" in caplog.text
 

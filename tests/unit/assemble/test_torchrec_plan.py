@@ -342,7 +342,7 @@ def test_tables_that_do_not_fit(on: Machine, tier: ColdTier, message: str) -> No
         ValueError, match=rf"^plan for 2 ranks on .*: .* to fit {message}"
     ) as caught:
         plan_of(None, on, tier)
-    need = re.search(r"got (\d+) bytes in the mean over the ranks", str(caught.value))
+    need = re.search(r"got (\d+) bytes on average over the ranks", str(caught.value))
     assert need is not None
     assert plan_of(
         None, replace(on, device_bytes=2 * int(need[1]), host_bytes=3 * int(need[1])), tier

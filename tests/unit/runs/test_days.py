@@ -94,7 +94,7 @@ def test_what_has_no_next_day_is_refused(tmp_path: Path, one_rank: Ranks) -> Non
     with pytest.raises(ValueError, match="expected the days of the 90 samples of split train"):
         run(tmp_path / "one", tmp_path / "run", one_rank)
     write_synthetic(SyntheticSpec([60, 20], num_dense=2, num_train=90), tmp_path / "two")
-    with pytest.raises(ValueError, match=r"order\.evaluate_ahead: expected two days or more"):
+    with pytest.raises(ValueError, match=r"order\.evaluate_ahead: expected at least two days"):
         run(tmp_path / "two", tmp_path / "run", one_rank)
     with pytest.raises(ValueError, match=r"trainer\.num_epochs: expected 1 with order\.evaluate_a"):
         config_of(tmp_path, "trainer.num_epochs=2")

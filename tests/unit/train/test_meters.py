@@ -12,7 +12,7 @@ from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.stages import mark
 from hotrec.train import meters
 from hotrec.train.meters import (
-    MOST_PENDING_STEPS,
+    MAX_PENDING_STEPS,
     KeptSteps,
     Meter,
     StageTimes,
@@ -120,9 +120,9 @@ def test_exposed_communication_is_the_median_of_the_sums(one_rank: Ranks, time: 
 
 def test_the_clock_is_emptied_on_the_way(time: Time) -> None:
     times = StageTimes(CPU, compared_from_step=0)
-    for step in range(3 * MOST_PENDING_STEPS):
+    for step in range(3 * MAX_PENDING_STEPS):
         make_step(times, time, step, dense=1.0)
-        assert times._clock.num_steps < MOST_PENDING_STEPS
+        assert times._clock.num_steps < MAX_PENDING_STEPS
     assert times.end_line()["stage_s"]["dense"] == 1.0
 
 
