@@ -23,6 +23,7 @@ from hotrec.config.roots import (
     HotRowsRule,
 )
 from hotrec.cost_model.profile import Profile, Sampling
+from hotrec.models.zoo import make_checked_layers
 from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.planner.policies import (
     choose_all_cold,
@@ -57,10 +58,10 @@ def make_subject(
         ValueError: If the model names a column that is not in the schema.
     """
     embedding, dense = optimizer_specs(optimizer)
-    return Subject(
-        ModelSpec(schema, architecture_of(model, schema), embedding, dense, seed=seed),
-        batch_size,
-    )
+    shape = architecture_of(model, schema)
+    if model.names_columns:
+        make_checked_layers(shape, seed)
+    return Subject(ModelSpec(schema, shape, embedding, dense, seed=seed), batch_size)
 
 
 def subject_of(config: BenchRootConfig, schema: Schema) -> Subject:

@@ -343,13 +343,13 @@ class OwnedRows:
         """
         if len(self._parts) == 1:
             return self._parts[0][2].look_up(positions_K)
-        if positions_K.numel() == 0:  # takes part in the exchange of gradients
+        if not self._parts:  # takes part in the exchange of gradients
             return torch.empty(0, self._dim, device=positions_K.device, requires_grad=True)
         order_K, rows = self._split(positions_K, self._by_position)
+        # Parts without rows as well: FBGEMM counts passes, by which Adam corrects its bias.
         found = [
             part.look_up(rows_K)
             for rows_K, (_, _, part) in zip(rows, self._by_position, strict=True)
-            if rows_K.numel()
         ]
         rows_KD: torch.Tensor = Joined.apply(found[0].detach()[:0], torch.cat(found), order_K)
         return rows_KD

@@ -492,7 +492,7 @@ def _between(curves_LJK: Floats, curve: Rows | int, points_J: Rows, numbers_P: R
 # ------------------------------------------------------------------ the search
 
 
-class _Start(NamedTuple):
+class _StartPoint(NamedTuple):
     """An initial placement.
 
     Args:
@@ -526,14 +526,14 @@ def _search(problem: _Problem, others: Sequence[Rows]) -> tuple[float, Rows]:
     return step_s, best
 
 
-def _starts(problem: _Problem, count: int) -> list[_Start]:
+def _starts(problem: _Problem, count: int) -> list[_StartPoint]:
     """The best placements at prices, and the one with the least memory if none of them fits."""
     exposures = (0.0, 1.0) if problem.memory.start > 1 else (0.0,)
     num_dims = len(problem.is_of_dim_DT)
     alike = [np.tile(kinds, (num_dims, 1)) for kinds in KINDS]
     apart = [np.array(kinds) for kinds in itertools.product(KINDS, repeat=2)]
     of_starts = apart if count > 1 and num_dims == 2 else alike
-    found: list[_Start] = []
+    found: list[_StartPoint] = []
     for exposed, kinds_DF in itertools.product(exposures, of_starts):
         best = min(found, key=lambda start: start.step_s, default=None)
         found += _priced(problem, 1.0, exposed, kinds_DF, best)
@@ -544,7 +544,7 @@ def _starts(problem: _Problem, count: int) -> list[_Start]:
     return distinct
 
 
-def _infeasible(problem: _Problem, smallest: _Start) -> InfeasibleError:
+def _infeasible(problem: _Problem, smallest: _StartPoint) -> InfeasibleError:
     """The error of the options with the least memory."""
     need_M = smallest.taken_TK.sum(axis=0)[problem.memory]
     worst = int((need_M / problem.sizes_M).argmax())
@@ -556,8 +556,8 @@ def _infeasible(problem: _Problem, smallest: _Start) -> InfeasibleError:
 
 
 def _priced(
-    problem: _Problem, computed: float, exposed: float, kinds_DF: Mask, best: _Start | None
-) -> list[_Start]:
+    problem: _Problem, computed: float, exposed: float, kinds_DF: Mask, best: _StartPoint | None
+) -> list[_StartPoint]:
     """The independent choices of tables, with prices for memories that are full.
 
     Args:
@@ -579,7 +579,7 @@ def _priced(
     seconds_TLJ = np.where(is_wanted_TLJ, problem.of_hot_TLJK @ prices_K, np.inf)
     held_s_TCH = problem.of_held_TCHK @ prices_K
 
-    def choose(prices_M: Floats) -> tuple[float, _Start]:
+    def choose(prices_M: Floats) -> tuple[float, _StartPoint]:
         """The cheapest options and what they cost."""
         costs_TLJ = seconds_TLJ + grid.bytes_TLJM @ (prices_M / problem.sizes_M)
         held_costs_TCH = held_s_TCH + grid.held_bytes_TCHM @ (prices_M / problem.sizes_M)
@@ -598,7 +598,9 @@ def _priced(
             taken_TK[t] += problem.of_held_TCHK[t, c, best]
         raised_TF = grid.raised_TLJF[all_T, modes, at]
         step_s = problem.step_of(taken_TK, raised_TF)
-        start = _Start(step_s, _columns(modes, hot, held), taken_TK, raised_TF, prices_M.copy())
+        start = _StartPoint(
+            step_s, _columns(modes, hot, held), taken_TK, raised_TF, prices_M.copy()
+        )
         return float(costs_TP.min(axis=1).sum()), start
 
     prices_M = problem.unit_s * PRICES[0] ** 2 * np.isfinite(problem.limits_M)

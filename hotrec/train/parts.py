@@ -21,7 +21,7 @@ from hotrec.train.signals import signals_held_back
 from hotrec.train.watch import Watch
 
 
-class Part(Protocol):
+class PeriodicPart(Protocol):
     """An activity at an interval of steps, while no batch is in flight."""
 
     every_steps: int
@@ -50,12 +50,12 @@ class Parts:
     watch: Watch
     evaluation: Evaluation
     checkpoints: Saver
-    between: Sequence[Part] = ()
+    between: Sequence[PeriodicPart] = ()
 
     @property
     def every(self) -> list[int]:
         """Intervals of steps of the parts; a segment ends at each multiple of one."""
-        parts: Sequence[Part | Evaluation | Saver] = (
+        parts: Sequence[PeriodicPart | Evaluation | Saver] = (
             *self.between,
             self.evaluation,
             self.checkpoints,

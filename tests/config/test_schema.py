@@ -31,8 +31,8 @@ READ_BY_NAME |= {"dense_layer_sizes", "over_layer_sizes", "deep_layer_sizes", "n
 READ_BY_NAME |= {"expert_layer_sizes", "item_columns", "tower_layer_sizes", "args"}
 READ_BY_NAME |= {"attention", "attention_layer_sizes"}
 READ_BY_NAME |= {"cross_num_layers", "cross_low_rank_dim", "_target_"}
-# By the property keeps_best.
-READ_BY_NAME |= {"keep_best"}
+# By the properties keeps_best and first_decay_step.
+READ_BY_NAME |= {"keep_best", "decay_start_step"}
 # Those of the page of a benchmark, see hotrec.bench.job.SETTINGS.
 READ_BY_NAME |= set(SETTINGS)
 

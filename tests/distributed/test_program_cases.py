@@ -622,7 +622,7 @@ def computes_its_features(choice: Choice) -> None:
     """TorchRec's own pipeline reads those in line."""
     error = r'not pipelined.*pipeline="base"' if choice.is_traced else None
     if choice.is_ahead:
-        error = r'expected the traced features of the batch, got different ones.*pipeline="base"'
+        error = r'expected the features of the batch, got others.*pipeline="base"'
     trains_or_refuses(choice, Computing, None if choice.is_plain else error)
 
 

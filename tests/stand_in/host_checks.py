@@ -95,5 +95,5 @@ def calibration_cuts_long_bags() -> None:
             work.run(prepared)
         longest[probe.name] = max(figures(log.entries).longest.values(), default=0)
     assert max(longest.values()) <= MAX_BAG_IDS, longest
-    unpooled = ("order_row", "read_device", "read_host", "read_hit", "read_miss", "update_device")
+    unpooled = ("read_device", "read_host", "read_hit", "read_miss", "update_device")
     assert min(longest[name] for name in unpooled) > MAX_BAG_IDS // 4, longest

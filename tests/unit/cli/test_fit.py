@@ -223,5 +223,5 @@ def test_a_run_on_text_is_scored_with_by_the_command(monkeypatch: pytest.MonkeyP
     for given, said in ((source, "a log of format delimited"), (None, "no log")):
         trained = SimpleNamespace(data=DataSpec(source=given))
         monkeypatch.setattr(module, "read_config", lambda *_, trained=trained: trained)
-        with pytest.raises(ValueError, match=rf"^run .*got one of {said}\. .*`hotrec predict`"):
+        with pytest.raises(ValueError, match=rf"^run .*, got {said}\. .*`hotrec predict`"):
             predict("run", TABLE)

@@ -13,7 +13,7 @@ from hotrec.runs.compare import _check_alike
 
 def recorded(name: str, **changed: Any) -> Any:
     facts = {"dataset": "d", "batch_size": 8, "order": {"kind": "shuffled"}, **changed}
-    return SimpleNamespace(run_dir=Path(name), facts=lambda: facts)
+    return SimpleNamespace(run_dir=Path(name), facts=facts)
 
 
 def test_runs_that_differ_in_more_than_their_plans_are_refused() -> None:
