@@ -456,7 +456,7 @@ class ScheduleConfig:
         yield (
             self.decay_start_step == 0 or self.decay_start_step >= self.warmup_steps,
             f"decay_start_step: expected 0 or at least warmup_steps {self.warmup_steps}, got "
-            f"{self.decay_start_step}. Let the decay start after the warm-up.",
+            f"{self.decay_start_step}. Start the decay after the warm-up.",
         )
         for name in ("decay_start_step", "num_decay_steps"):
             value = getattr(self, name)

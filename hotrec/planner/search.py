@@ -499,14 +499,12 @@ class _StartPoint(NamedTuple):
         step_s: The step's seconds.
         options_T3: An option for each table, int64 (T, 3).
         taken_TK: Their cost without FLAGS.
-        raised_TF: The flags they raise.
         prices_M: The prices of memory at which they are cheapest.
     """
 
     step_s: float
     options_T3: Rows
     taken_TK: Floats
-    raised_TF: Mask
     prices_M: Floats
 
 
@@ -598,9 +596,7 @@ def _priced(
             taken_TK[t] += problem.of_held_TCHK[t, c, best]
         raised_TF = grid.raised_TLJF[all_T, modes, at]
         step_s = problem.step_of(taken_TK, raised_TF)
-        start = _StartPoint(
-            step_s, _columns(modes, hot, held), taken_TK, raised_TF, prices_M.copy()
-        )
+        start = _StartPoint(step_s, _columns(modes, hot, held), taken_TK, prices_M.copy())
         return float(costs_TP.min(axis=1).sum()), start
 
     prices_M = problem.unit_s * PRICES[0] ** 2 * np.isfinite(problem.limits_M)

@@ -286,7 +286,7 @@ class _Contender:
         trainable, loader = candidate.build()
         self._pipeline: Pipeline = trainable.pipeline()
         self._batches = _repeat(loader)
-        # The first block continues from here.
+        # A rough time; the pipeline stays filled, and its next block continues from here.
         self.step_s = self._measure(candidate.num_warm, candidate.num_warm, drains=False)
         self._block_steps = candidate.block_steps(self.step_s)
 

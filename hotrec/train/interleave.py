@@ -77,13 +77,13 @@ def run_block(
     """Time consecutive steps of one contender; collective.
 
     Args:
-        contender: The model to train; no other may have work in flight.
+        contender: The model to train; exact times need that no other has work in flight.
         num_steps: Number of steps, including those that are not counted.
         num_skipped: Number of first steps that are not counted.
         device: Device of this rank.
         clock: Adds up the stages of the counted steps.
-        drains: Whether the block ends with nothing in flight. Not needed if the same contender
-            continues with the next block.
+        drains: Whether the block ends with nothing in flight. Otherwise the contender's pipeline
+            stays filled, and its next block continues from there.
     """
     is_cuda = device.type == "cuda"
 

@@ -175,7 +175,7 @@ class Metrics:
         return self.position.step == segment.last_step
 
     def is_due(self, segment: Segment, every_steps: int) -> bool:
-        """Whether something with an interval of ``every`` steps is due after a segment."""
+        """Whether something with an interval of ``every_steps`` is due after a segment."""
         is_reached = every_steps > 0 and segment.last_step % every_steps == 0
         return is_reached and self.is_whole(segment)
 

@@ -99,6 +99,7 @@ class Parts:
             pipeline = stack.enter_context(trainable.pipeline())
             stack.enter_context(self.metrics.running(position, num_steps, pipeline))
             stack.callback(self.checkpoints.abandon)
+            self.checkpoints.restart_clock()  # loading a checkpoint makes none late
             self.evaluation.make_up(pipeline, num_steps)
             yield pipeline, batches
 

@@ -523,7 +523,7 @@ def make_pipeline(
         return LookAheadPipeline(model, optimizer, device, spec, hot_exchange, grad_clip_norm)
     if spec.kind.value not in TORCHREC_PIPELINES:
         kinds = [PipelineKind.look_ahead.value, *TORCHREC_PIPELINES]
-        raise ValueError(f"pipeline: expected one of {kinds}, got {spec.kind.value}.")
+        raise ValueError(f"pipeline: expected one of {kinds}, got {spec.kind.value}. Choose one.")
     return TorchRecPipeline(
         spec.kind.value, model, optimizer, device, grad_clip_norm, may_read_late=may_read_late
     )

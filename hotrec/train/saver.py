@@ -99,10 +99,8 @@ class Saver:
             hot_set=self._hot_set.of_model,
         )
         logger.info("resuming from step %d, %s", position.step, path)
-        state, best = (
-            same_verdict(lambda: read_facts(path, None).get("best")),
-            self._evaluation.best,
-        )
+        state = same_verdict(lambda: read_facts(path, None).get("best"))
+        best = self._evaluation.best
         if best is not None and state is not None:
             best.load_state_dict(state)
         return position
@@ -111,6 +109,10 @@ class Saver:
         """Restore the random generators from the checkpoint, once the loader has started."""
         if self._checkpoints is not None and self._checkpoints.resume_from is not None:
             restore_random_state(self._checkpoints.resume_from)
+
+    def restart_clock(self) -> None:
+        """Count the seconds until a checkpoint is late from now."""
+        self._saved_s = time.perf_counter()
 
     def save(
         self,
@@ -148,7 +150,7 @@ class Saver:
         )
         if not self._in_background:
             self.finish()
-        self._saved_s = time.perf_counter()
+        self.restart_clock()
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if any; collective."""

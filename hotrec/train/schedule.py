@@ -44,8 +44,8 @@ def next_segment(
     Args:
         start_step: The steps made so far.
         num_steps: The steps of the run.
-        every: A segment ends with each multiple of these numbers of steps,
-        ends: and with each of these steps.
+        every: A segment ends with each multiple of these numbers of steps.
+        ends: A segment also ends with each of these steps.
     """
     lasts = [num_steps, *(end for end in ends if end > start_step)]
     lasts += [start_step - start_step % number + number for number in every]

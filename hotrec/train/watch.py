@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,9 +58,11 @@ class Watch:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Record signals to stop inside the block."""
-        with stop_on_signals() as self.stop_request, ExitStack() as stack:
-            stack.callback(gc.unfreeze)
-            yield
+        with stop_on_signals() as self.stop_request:
+            try:
+                yield
+            finally:
+                gc.unfreeze()
 
     def enter(self, step: int) -> None:
         """Report the start of a step to the watchdog."""

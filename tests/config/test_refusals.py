@@ -44,6 +44,14 @@ BAD_CHOICE = [
     ("placement=coverage +placement.overrides={t0: warm}", "placement.overrides.t0:", "'warm'"),
 ]
 OUT_OF_RANGE = [
+    (
+        "optimizer.schedule.warmup_steps=5 optimizer.schedule.decay_start_step=3",
+        *("optimizer.schedule.decay_start_step: expected 0 or at least warmup_steps 5", "got 3"),
+    ),
+    (
+        "optimizer.schedule.num_decay_steps=9",
+        *("optimizer.schedule.num_decay_steps: expected 0 with decay=constant", "got 9"),
+    ),
     ("trainer.batch_size=0", "trainer.batch_size: expected a value at least 1, got 0", ""),
     ("optimizer=adam optimizer.beta2=1", "optimizer.beta2: expected a value", "below 1"),
     ("placement=coverage placement.coverage_frac=1.5", "placement.coverage_frac:", "at most 1"),

@@ -1,10 +1,10 @@
-"""Short runs train as recorded, bit for bit: the cases of ``benchmarks/same_training.py``.
+"""Short runs train as recorded, bit for bit: eight cases of ``benchmarks/same_training.py``.
 
 The bits depend on the processor's vector instructions and on the packages. Where these are not
 those of the record, losses and evaluations are compared within a tolerance, weights not at all, and
 messages and hot rows exactly. A commit that changes the record says why the numbers moved.
 
-``make test`` trains eight of them, ``make test-more`` all.
+``benchmarks/same_training.py check`` trains all.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_training_is_as_recorded(
     # By this name the script starts its commands, which elsewhere import torch each time.
     monkeypatch.setattr(subprocess, "Popen", forked.Process)
     expected = json.loads(RECORD.read_text())
-    cases = {name: case for name, case in all_cases().items() if name in CASES}
+    cases = {name: all_cases()[name] for name in CASES}
     found = record(tmp_path / "found.json", cases, checkout=REPOSITORY, num_jobs=1)
     there, here = ({**made["made_on"], "commit": ""} for made in (expected, found))
     different = check(expected, found, list(cases), 0.0 if here == there else ELSEWHERE)

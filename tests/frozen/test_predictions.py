@@ -210,6 +210,7 @@ def changed(
     differences = [f"only on one side: {cell}" for cell in found.keys() ^ recorded.keys()]
     for cell in found.keys() & recorded.keys():
         expected = dict(recorded[cell])
+        differences += [f"{cell}: {key} is new" for key in found[cell].keys() - expected.keys()]
         if not is_same_processor:
             del expected["sha256"]
             expected["step_s"] = pytest.approx(expected["step_s"], rel=1e-9)

@@ -157,8 +157,8 @@ def train(
     model = shard(task, plan, sharders, device, data_parallel=not is_ahead)
     initialize_embeddings(model, SEED)
     optimizer = make_optimizer(model, spec, OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1))
-    spec = PipelineSpec(PipelineKind[pipeline_kind], window=0)
-    pipeline = make_pipeline(spec, model, optimizer, device, hot_exchange=exchange)
+    of_pipeline = PipelineSpec(PipelineKind[pipeline_kind], window=0)
+    pipeline = make_pipeline(of_pipeline, model, optimizer, device, hot_exchange=exchange)
     pipeline.start()
     stream = (make_batch(step) for step in range(NUM_STEPS))
     losses = [pipeline.progress(stream)[0] for _ in range(NUM_STEPS)]

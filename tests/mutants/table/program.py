@@ -152,7 +152,7 @@ MUTANTS = [
         "A package imports those below it alone.",
         "hotrec/data/order.py",
         "from hotrec.types import Rows\n",
-        "from hotrec.train.schedule import Cadence as Cadence\nfrom hotrec.types import Rows\n",
+        "from hotrec.train.schedule import Segment as Segment\nfrom hotrec.types import Rows\n",
         "policy/test_layers.py::test_imports_point_down",
     ),
     mutant(

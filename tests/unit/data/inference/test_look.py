@@ -48,7 +48,10 @@ def test_kinds_of_arrow(values: Any, kind: str) -> None:
         (np.where(USERS % 5 == 0, np.nan, PRICES), "not supported: numbers with NaN or infinity"),
         (pa.array([{"a": 1}] * NUM), "not supported: type struct"),
         (pa.array([b"\xff"] * NUM), "not supported: type binary"),
-        (pa.array([[0.5] * (1 + user % 3) for user in USERS]), "not supported: lists of"),
+        (
+            pa.array([[0.5] * (1 + user % 3) for user in USERS]),
+            "not supported: lists of numbers of different",
+        ),
     ],
 )
 def test_what_is_not_read(values: Any, why: str) -> None:

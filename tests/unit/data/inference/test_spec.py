@@ -289,7 +289,11 @@ def test_a_weekday_needs_two_weeks() -> None:
         ({"at": pa.array([5] * logs.NUM, pa.timestamp("s"))}, "at: too few distinct times", True),
         ({"event_time": NO_TIMES}, "event_time: skipped: name suggests times", True),
         ({"timestamp": np.arange(logs.NUM) * 1000 + 61}, "timestamp: skipped: name suggests", True),
-        ({"meta": pa.array([{"a": 1}] * logs.NUM)}, "meta: skipped: not supported", False),
+        (
+            {"meta": pa.array([{"a": 1}] * logs.NUM)},
+            "meta: skipped: not supported: type struct",
+            False,
+        ),
         ({"at": TIMES, "dt": TIMES}, "dt: also times: use time=dt to split by them", False),
         ({"bought": (logs.CLICKS & (logs.ITEMS < 20)).astype(int)}, "bought: alone: all of", False),
     ],
