@@ -16,8 +16,10 @@ from tests.helpers.forked import Process, exit_code_of, leave, serve
 
 def import_program() -> None:
     """Import all of hotrec, and what its commands import later."""
+    from hydra.core.hydra_config import HydraConfig
+
     import hotrec
-    from tests.helpers.quiet import log_little
+    from tests.helpers.quiet import compose_once, log_little
 
     for module in pkgutil.walk_packages(hotrec.__path__, "hotrec."):
         if module.name != "hotrec.__main__":
@@ -25,6 +27,10 @@ def import_program() -> None:
     for name in ("matplotlib.pyplot", "torch.distributed.run", "torch.utils.tensorboard"):
         importlib.import_module(name)
     log_little()
+    compose_once()
+    # Grammars and schemas are read at the first composing.
+    hotrec.cli.store.compose_config("config", ["experiment=synthetic_smoke"])
+    HydraConfig.instance().cfg = None
     # A command sets its handlers before torch is imported, which then adds none.
     logging.getLogger().handlers.clear()
 
