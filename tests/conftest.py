@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import socket
 from collections.abc import Iterator
@@ -10,12 +11,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.helpers.quiet import compose_once
+
 if TYPE_CHECKING:
     from hotrec.runtime.ranks import Ranks
 
 
 def pytest_collection_finish() -> None:
     """Have no collection of garbage walk over what the imports of all tests have made."""
+    compose_once()
     gc.collect()
     gc.freeze()
 
@@ -28,6 +32,15 @@ def _run_dir_of_no_other_test() -> Iterator[None]:
     os.environ.pop("HOTREC_RUN_DIR", None)
     if before is not None:
         os.environ["HOTREC_RUN_DIR"] = before
+
+
+@pytest.fixture(autouse=True)
+def _loader_workers_of_no_other_test() -> Iterator[None]:
+    """Every later command in this process would wait for them, some seconds for each."""
+    yield
+    if multiprocessing.active_children():
+        gc.collect()
+    assert not [child for child in multiprocessing.active_children() if child.daemon]
 
 
 @pytest.fixture(scope="module")

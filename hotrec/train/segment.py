@@ -43,6 +43,8 @@ class SegmentBatches(Iterator[Batch]):
         while index < self.num_steps:  # ``cut`` may lower it meanwhile
             yield self.first_step + index
             index += 1
+        # The pipeline holds this object, often in a cycle: the loader's workers end without it.
+        self._source = iter(())
 
     def cut(self) -> None:
         """Return no more batches."""

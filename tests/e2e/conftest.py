@@ -50,9 +50,6 @@ def hotrec(*words: str, cwd: Path, timeout_s: float = 150, **variables: str) -> 
 
 def hotrec_here(*words: str, cwd: Path, **variables: str) -> Outcome:
     """``hotrec`` in this process, which has imported torch already; for commands without ranks."""
-    from tests.helpers.quiet import compose_once
-
-    compose_once()
     out, err = StringIO(), StringIO()
     with (
         chdir(cwd),

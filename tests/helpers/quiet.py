@@ -11,17 +11,18 @@ hotrec makes no use: half of a command's processor time before it starts.
 
 from __future__ import annotations
 
-from hydra._internal.hydra import Hydra
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from torchrec.distributed import logger
-
 
 def log_little() -> None:
     """Leave the texts out in this process."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+    from torchrec.distributed import logger
+
     logger._get_input_from_func = lambda *_args, **_kwargs: ""
     dynamic_rendezvous.get_method_name = lambda depth=2: ""
 
 
 def compose_once() -> None:
     """Leave the mode at what Hydra's own configuration and that of hotrec have: none."""
+    from hydra._internal.hydra import Hydra
+
     Hydra.get_mode = lambda *_args, **_kwargs: None  # type: ignore[method-assign]
