@@ -31,6 +31,7 @@ from hotrec.types import (
 )
 from tests.distributed.parity_cases import Case, build_hot_cold, rank_batch
 from tests.helpers.ranks import run_ranks
+from tests.helpers.samples import sample
 from tests.helpers.tiny import TinyLoader
 
 KINDS = [OptimizerKind.sgd, OptimizerKind.adagrad, OptimizerKind.rowwise_adagrad]
@@ -252,7 +253,7 @@ def test_steps_are_computed_while_rows_of_later_ones_are_moved(
 
 @pytest.mark.parametrize(
     ("world_size", "num_cases", "seed"),
-    [*((1, 20, seed) for seed in range(6)), (2, 8, 20), (3, 6, 30)],
+    [*((1, 20, seed) for seed in sample(range(6), 0, 2)), (2, 8, 20), (3, 6, 30)],
 )
 def test_slots_change_no_bit(world_size: int, num_cases: int, seed: int) -> None:
     # In processes of their own, since the threads of a process group outlive its pipelines.

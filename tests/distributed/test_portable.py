@@ -52,11 +52,12 @@ from tests.helpers.reference import (
     TinyClickModel,
     mean_loss,
 )
+from tests.helpers.samples import is_whole
 from tests.helpers.tiny import TinyLoader
 
 WORLD_SIZES = (1, 2, 3, 4)
 # By each world size; HOTREC_PORTABLE_CASES=40 makes it 160 in all.
-NUM_LOADED = int(os.environ.get("HOTREC_PORTABLE_CASES", "12"))
+NUM_LOADED = int(os.environ.get("HOTREC_PORTABLE_CASES", "12" if is_whole() else "6"))
 SAVED_STEP, LAST_STEP = 3, 8
 TOLERANCE = 1e-5
 DENSE = OptimizerSpec(OptimizerKind.adam, learning_rate=0.01, eps=1e-3)

@@ -34,6 +34,7 @@ from hotrec.cli import plan, prepare, profile
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.data import OutlineSpec, OutlineTableSpec
 from tests.frozen.record import FROZEN, is_updated, write_json
+from tests.helpers.samples import sample
 
 RECORD = FROZEN / "predictions.json"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -191,7 +192,8 @@ def made_on() -> dict[str, Any]:
 def test_predictions_are_the_recorded_ones(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The page shows the document, and drawing it takes as long as the choice.
     monkeypatch.setattr(plan, "write_plan_page", lambda document, run_dir: None)
-    found = {name: summarize(predict(name, folder)) for name in CELLS}
+    names = list(CELLS) if is_updated() else sample(list(CELLS), 0, 3)
+    found = {name: summarize(predict(name, folder)) for name in names}
     if is_updated():
         write_json(RECORD, {"made_on": made_on(), "cells": found})
     record = json.loads(RECORD.read_text())
@@ -199,7 +201,8 @@ def test_predictions_are_the_recorded_ones(folder: Path, monkeypatch: pytest.Mon
     versions = {name: (recorded[name], here[name]) for name in PACKAGES}
     if any(there != now for there, now in versions.values()):
         pytest.skip(f"TorchRec's plans and numpy's digits are those of {versions}")
-    differences = changed(found, record["cells"], is_same_processor=recorded == here)
+    expected = {name: record["cells"][name] for name in names}
+    differences = changed(found, expected, is_same_processor=recorded == here)
     assert not differences, "\n".join(differences)
 
 
