@@ -27,12 +27,13 @@ export OMP_NUM_THREADS ?= 1
 
 # Fast tests first: a typo shows within seconds, before ranks are started.
 FAST_TESTS := $(wildcard tests/policy tests/unit tests/config tests/frozen)
-# Of what is around the program: benchmark scripts, launchers, the wheel. CI runs them as well.
-MORE_TESTS := $(wildcard tests/benchmarks tests/launch)
+# Of what is around the program: benchmark scripts, launchers, the wheel, the rehearsal of a GPU. CI
+# runs them as well.
+MORE_TESTS := $(wildcard tests/benchmarks tests/launch tests/stand_in)
 # Files with a table of which make test runs a sample, see tests/README.md.
 SAMPLED_TESTS := $(shell grep -rl --include=test_*.py helpers.samples tests)
 # Files that take a minute before the many short ones, so that no worker is left alone with one.
-LONG_TESTS := $(wildcard tests/distributed tests/faults tests/stand_in)
+LONG_TESTS := $(wildcard tests/distributed tests/faults)
 OTHER_TESTS := $(LONG_TESTS) $(filter-out $(FAST_TESTS) $(LONG_TESTS) $(MORE_TESTS) tests/data \
     tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 # Tests side by side, by file; 0 for one after the other.
@@ -82,7 +83,7 @@ test: $(INSTALLED_DEV) ## Install what the tests need, then run the suite.
 durations: ## Print how long each file of tests took in the last make test.
 	$(BIN)/python -m tests.durations build/tests.xml
 
-test-more: ## Run the tests of benchmark scripts, launchers and the wheel, and whole tables.
+test-more: ## Run the tests of benchmark scripts, launchers, the wheel and the stand-in, and whole tables.
 	HOTREC_TESTS_WHOLE=1 $(MAKE) test TESTS="$(MORE_TESTS) $(SAMPLED_TESTS)"
 
 faults: $(INSTALLED_DEV) ## Run every case of damaged files, bad data and signals.

@@ -27,6 +27,9 @@ class SegmentBatches(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         if len(self._num_samples) >= self.num_steps:
+            # The pipeline keeps this object, often in a cycle. Without the source the loader's
+            # workers end with the run.
+            self._source = iter(())
             raise StopIteration
         mark("ids_exchange")
         start = time.perf_counter()
@@ -43,8 +46,6 @@ class SegmentBatches(Iterator[Batch]):
         while index < self.num_steps:  # ``cut`` may lower it meanwhile
             yield self.first_step + index
             index += 1
-        # The pipeline holds this object, often in a cycle: the loader's workers end without it.
-        self._source = iter(())
 
     def cut(self) -> None:
         """Return no more batches."""

@@ -1,4 +1,4 @@
-"""What ranks with the stand-in check; ``tests/distributed/test_stand_in.py`` names the checks."""
+"""What ranks with the stand-in check; ``tests/stand_in/test_device.py`` names the checks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Host memory that the device maps, checked by ranks with the stand-in.
 
-``tests/distributed/test_stand_in_host.py`` names the checks.
+``tests/stand_in/test_host.py`` names the checks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whether all collectives of a rank, of every thread and group, are called in one order.
 
-Ranks with the stand-in run ``train``; ``tests/distributed/test_stand_in_order.py`` compares them.
+Ranks with the stand-in run ``train``; ``tests/stand_in/test_order.py`` compares them.
 """
 
 from __future__ import annotations

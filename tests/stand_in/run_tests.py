@@ -1,8 +1,7 @@
 """pytest in a process that has the stand-in for a CUDA device, so that no test of a GPU skips.
 
-    python -m tests.stand_in.run_tests tests/gpu -q [--sample=N]
+    python -m tests.stand_in.run_tests tests/gpu -q
 
-With ``--sample=N``, of every test function that has several cases about one in N, always the same.
 A test that skips fails the run, and so does an operator of FBGEMM of which operators.json does not
 say that the CUDA wheel has it. Ranks that a test spawns import this module before anything else,
 and so have the stand-in as well: all of them the one device of a host with one GPU.
@@ -13,7 +12,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
-import zlib
 
 from tests.stand_in import device  # before torch
 
@@ -39,30 +37,10 @@ class NothingSkips:
             self.skipped.append(report.nodeid)
 
 
-class Sample:
-    """Leaves out cases by a hash of their names, but the one with the smallest."""
-
-    def pytest_addoption(self, parser: pytest.Parser) -> None:
-        parser.addoption("--sample", type=int, default=1)
-
-    def pytest_collection_modifyitems(
-        self, config: pytest.Config, items: list[pytest.Function]
-    ) -> None:
-        num = config.getoption("--sample")
-        smallest = {item.function: item for item in sorted(items, key=_hash_of, reverse=True)}
-        items[:] = [
-            item for item in items if _hash_of(item) % num == 0 or smallest[item.function] is item
-        ]
-
-
-def _hash_of(item: pytest.Item) -> int:
-    return zlib.crc32(item.nodeid.encode())
-
-
 def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)
     plugin = NothingSkips()
-    code = int(pytest.main([*arguments, "-p", "no:cacheprovider"], plugins=[plugin, Sample()]))
+    code = int(pytest.main([*arguments, "-p", "no:cacheprovider"], plugins=[plugin]))
     for name in plugin.skipped:
         print(f"{name}: expected it to run on the stand-in, got it skipped.")
     release = importlib.metadata.version("fbgemm-gpu-cpu").partition("+")[0]

@@ -1,7 +1,4 @@
-"""tests/gpu on the stand-in: no test of a GPU waits for one to be found wrong.
-
-``make test`` runs a quarter of the cases of each test, ``make test-more`` all of them.
-"""
+"""tests/gpu on the stand-in: no test of a GPU waits for one to be found wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import sys
 
 import pytest
 
-from tests.helpers.samples import is_whole
 from tests.stand_in.build import why_not
 from tests.stand_in.log import REPOSITORY
 
@@ -22,7 +18,7 @@ def test_tests_of_a_gpu_pass() -> None:
     # Of a process alone, whatever started this one.
     ours = ("PYTEST_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    words = ["tests/gpu", "-q", "--no-header", *([] if is_whole() else ["--sample=4"])]
+    words = ["tests/gpu", "-q", "--no-header"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.stand_in.run_tests", *words],
         cwd=REPOSITORY,

@@ -301,7 +301,7 @@ MUTANTS = [
         "hotrec/embedding/prefetch/row_ahead.py",
         "        self._thread.will_use(*grads)\n",
         "",
-        "distributed/test_stand_in.py::test_memory_outlives_its_uses_on_other_streams"
+        "stand_in/test_device.py::test_memory_outlives_its_uses_on_other_streams"
         "[look_ahead-device]",
     ),
     mutant(
@@ -310,6 +310,6 @@ MUTANTS = [
         "hotrec/embedding/pooling.py",
         "longest = longest if source.is_cuda else 0",
         "longest = 0",
-        "distributed/test_stand_in.py::test_no_kernel_gets_a_long_segment",
+        "stand_in/test_device.py::test_no_kernel_gets_a_long_segment",
     ),
 ]

@@ -15,6 +15,6 @@ pytestmark = [
 
 def test_every_case_is_given_pinned_batches() -> None:
     """Else the host would be blocked in each copy of those cases alone that route beforehand."""
-    (found,) = run_on_device("tests.distributed.bench_on_device:pageable_copies", timeout_s=200)
+    (found,) = run_on_device("tests.stand_in.bench:pageable_copies", timeout_s=200)
     assert len(found) == 14
     assert {name: copies for name, copies in found.items() if copies} == {}

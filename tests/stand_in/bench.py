@@ -1,4 +1,4 @@
-"""What a rank with the stand-in does for ``test_bench_on_device.py``."""
+"""What a rank with the stand-in does for ``test_bench.py``."""
 
 from __future__ import annotations
 
