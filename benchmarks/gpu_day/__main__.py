@@ -184,11 +184,15 @@ def _run(words: list[str], log: Any, limit_s: float, is_rehearsal: bool) -> int 
     if is_rehearsal:
         environment["PYTHONPATH"] = f"{STAND_IN}:{os.environ.get('PYTHONPATH', REPOSITORY)}"
         environment.setdefault("OMP_NUM_THREADS", "1")
+    # A signal between the start of the process and the block that ends it would leave it behind.
+    signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     process = subprocess.Popen(
         words, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT,
         start_new_session=True,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, signals),
     )  # fmt: skip
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         return process.wait(max(limit_s, 0.0))
     except subprocess.TimeoutExpired:
         return None
