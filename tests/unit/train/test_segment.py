@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -24,6 +25,18 @@ def test_segment_takes_its_batches_and_no_more(time: Time) -> None:
     assert [batches.num_samples(step) for step in (5, 6, 7)] == [1, 2, 3]
     assert batches.wait_s == 6.0
     assert next(source).number == 3
+
+
+def test_an_ended_segment_does_not_hold_the_loader(time: Time) -> None:
+    """A pipeline holds its last segment, and workers live as long as what iterates over them."""
+    source = numbered_batches(time)
+    is_held = weakref.ref(source)
+    batches = SegmentBatches(source, Segment(1, 2, is_last=True))
+    del source
+    next(batches), next(batches)
+    assert is_held() is not None
+    assert next(batches, None) is None
+    assert is_held() is None
 
 
 def test_cut_segment_ends_with_the_batches_taken_so_far(time: Time) -> None:
