@@ -396,7 +396,7 @@ class CachedRows:
             held = self._mover.copy_to_host(self._mover.read_slots(slots))
             self._mover.put_back(rows.cpu(), held, int(self.update_count))
         if self._is_rounded and not self.slots.has_batches:
-            self._first = self.slots.clear()
+            self._first = self.slots.clear(self.slots.last_reserved)
 
     def refresh(self, rows: Rows) -> None:
         """Refetch rows that were written in host memory, with no batch in flight."""

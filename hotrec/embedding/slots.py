@@ -135,10 +135,14 @@ class SlotMap:
     @property
     def has_batches(self) -> bool:
         """Whether batches have slots, or are announced."""
-        return bool(self._held or self._announced) or self._last_known > self._last_reserved
+        return bool(self._held or self._announced) or self._last_known > self.last_reserved
 
-    def clear(self) -> Moves:
-        """Reset slots, counts and batch numbers; returns the initial rows to fetch."""
+    def clear(self, last: int = -1) -> Moves:
+        """Reset slots and counts; returns the initial rows to fetch.
+
+        Args:
+            last: The batch before the next one: numbers may go on while the slots begin anew.
+        """
         device = self._pairs.device
         self._counts.fill_(-0.0)
         self._reads.zero_()
@@ -153,8 +157,8 @@ class SlotMap:
         self._held: deque[tuple[int, int]] = deque()  # batches with slots, and how many
         self._num_held = 0
         # Slots that only batches up to these read: may be evicted; equal to host memory.
-        self._released = self._unchanged = -1
-        self._last_reserved = self._last_known = -1
+        self._released = self._unchanged = last
+        self.last_reserved = self._last_known = last
         self._announced: deque[tuple[torch.Tensor, int]] = deque()
         rows = rows[: self.num_slots]
         self._num_filled, self._hand = rows.numel(), 0
@@ -170,7 +174,7 @@ class SlotMap:
 
     def _learn(self) -> None:
         """Mark the rows of as many announced batches as there are bits."""
-        while self._announced and self._announced[0][1] <= self._last_reserved + MAX_KNOWN:
+        while self._announced and self._announced[0][1] <= self.last_reserved + MAX_KNOWN:
             rows, number = self._announced.popleft()
             found = self._find(rows)[1]
             pairs = self._pairs.index_select(0, found)
@@ -207,7 +211,7 @@ class SlotMap:
         put_rows(self._pairs, found, pairs)
         self._held.append((number, rows.numel()))
         self._num_held += rows.numel()
-        self._last_reserved = number
+        self.last_reserved = number
         self._learn()
         self._count(rows.numel(), moves)
         return found - self._num_rows, moves
@@ -261,10 +265,11 @@ class SlotMap:
         here = slice(self._num_rows + begin, self._num_rows + end)
         counts, reads = self._counts[here], self._reads[here]
         # The bits as a number, turned so that this batch has the highest and the next one the next.
+        # It is rounded after that: the same batches are worth the same under all numbers.
         turn = number % MAX_KNOWN
-        low = reads & (_ALL_BITS >> turn)
-        worth = torch.add(counts, low, alpha=-FORESEEN_WORTH * 2.0**turn)
-        worth.add_(reads >> (MAX_KNOWN - turn), alpha=-FORESEEN_WORTH)
+        turned = (reads & (_ALL_BITS >> turn)).bitwise_left_shift_(turn)
+        turned.bitwise_or_(reads >> (MAX_KNOWN - turn))
+        worth = torch.add(counts, turned, alpha=-FORESEEN_WORTH)
         is_held = self._last_use[1 + begin : 1 + end] > self._released
         return worth.add_(is_held, alpha=-IN_FLIGHT)
 

@@ -168,6 +168,47 @@ def test_flush_takes_no_more_memory_than_a_part_of_the_slots(
     assert host.weights[:9, 0].tolist() == [0, 0, 1, 2, 4, 4, 6, 7, 7]
 
 
+@pytest.mark.parametrize("last", [20, 30, 149])
+def test_slots_that_begin_anew_evict_as_those_of_a_resumed_run(last: int) -> None:
+    """Whose batches are counted from 0, while those of the run that went on are not."""
+
+    def evictions(after: int) -> list[list[int]]:
+        slots = SlotMap(400, 60, np.empty(0, POPULAR_ROW), torch.device("cpu"))
+        slots.clear(after)
+        random = np.random.default_rng(3)
+        batches = [torch.from_numpy(random.choice(400, 20, replace=False)) for _ in range(120)]
+        # Rows whose known reads differ in the last of 31 batches only.
+        for ahead, rows in enumerate(batches[:32]):
+            slots.foresee(rows, after + 1 + ahead)
+        evicted = []
+        for at, rows in enumerate(batches):
+            number = after + 1 + at
+            evicted.append(slots.reserve(rows, number)[1].out_rows.tolist())
+            slots.release(number, is_changed=True)
+            if at + 32 < len(batches):
+                slots.foresee(batches[at + 32], number + 32)
+        return evicted
+
+    assert evictions(last) == evictions(-1)
+    assert sum(map(len, evictions(-1))) > 1000
+
+
+def test_the_worth_of_known_reads_does_not_depend_on_the_numbers_of_their_batches() -> None:
+    """More batches are known than a float has digits."""
+
+    def worth(first: int) -> list[float]:
+        slots = SlotMap(1000, 500, np.empty(0, POPULAR_ROW), torch.device("cpu"))
+        slots.clear(first - 2)
+        slots.reserve(torch.arange(500), first - 1)
+        slots.release(first - 1, is_changed=False)
+        is_read = np.random.default_rng(3).random((31, 500)) < 0.5
+        for ahead, reads in enumerate(is_read):
+            slots.foresee(torch.from_numpy(np.flatnonzero(reads)), first + ahead)
+        return slots._minus_worth(0, 500, first).tolist()
+
+    assert [first for first in range(1, 60) if worth(first) != worth(0)] == []
+
+
 def test_rows_that_were_written_in_host_memory_are_read_after_a_restart() -> None:
     rows, host = make_rows(popular=((0, 0.5),))
     rows.reserve(torch.tensor([0, 5]), 7)
