@@ -2,6 +2,9 @@
 
 ``HotReducer.plan`` exchanges slots, as integers, as soon as the ids are known; ``HotPlan.reduce``
 then sends values only and sums in rank order, so that replicas stay bitwise equal.
+
+Ranks of several hosts first sum inside their host, so a row crosses the network once per host that
+touches it, and not once per rank; see ``HotReducer``.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from hotrec.embedding.messages import (
 from hotrec.embedding.update_rules import RowSums
 from hotrec.routing.sorting import sort_keys
 from hotrec.runtime.comm_thread import HostInts, ints_on
+from hotrec.runtime.hosts import TwoLevelWire
 from hotrec.runtime.wire import Wire
 from hotrec.types import HotExchange, WireType
 
@@ -99,8 +103,14 @@ def _reduce_touched(shapes: Shapes, wire: Wire, slots: Tensors, counts: RowCount
     return [total.rows_U for total in sums], mean
 
 
-def _reduce_by_owner(shapes: Shapes, wire: Wire, slots: Tensors) -> Reduction:
-    """Rank s mod W owns slot s: it sums the rows of the slot, and every rank gathers the sums."""
+def _reduce_by_owner(
+    shapes: Shapes, wire: Wire, slots: Tensors, rail: HotReducer | None = None
+) -> tuple[HotExchange, Reduction]:
+    """Rank s mod W owns slot s: it sums the rows of the slot, and every rank gathers the sums.
+
+    With ``rail``, ``wire`` is that of a host and W its ranks. Between the sum and the gathering,
+    owners of the same slots on all hosts average their sums by ``rail``, whose slot s div W is s.
+    """
     dims, ones, world_size = [dim for _, dim in shapes], [1] * len(shapes), wire.world_size
     # Slots keep their order within each owner.
     by_owner = [sort_keys(slots_U % world_size, world_size) for slots_U in slots]
@@ -116,6 +126,10 @@ def _reduce_by_owner(shapes: Shapes, wire: Wire, slots: Tensors) -> Reduction:
         )
     ]
     owned = [total.rows_U for total in sums]
+    plan: HotPlan | None = None
+    if rail is not None:
+        plan = rail.plan([slots_O // world_size for slots_O in owned])
+        owned = [union * world_size + wire.rank for union in plan.unions]
     num_owned = gather_counts(wire, ints_on(owned[0].device, [part.numel() for part in owned]))
     unordered = gather_rows(wire, [slots_O.int() for slots_O in owned], num_owned, ones)
     unions = [
@@ -130,13 +144,16 @@ def _reduce_by_owner(shapes: Shapes, wire: Wire, slots: Tensors) -> Reduction:
         ]
         arrived = exchange_rows(wire, sent, num_to, num_from, dims)
         totals = [total(rows_KD) for total, rows_KD in zip(sums, arrived, strict=True)]
+        if plan is not None:
+            totals = plan.mean(totals)
         gathered = gather_rows(wire, totals, num_owned, dims)
         return [
             rows_KD.index_select(0, order_K)
             for rows_KD, (_, order_K) in zip(gathered, unions, strict=True)
         ]
 
-    return [union for union, _ in unions], mean
+    exchange = HotExchange.owners if plan is None else plan.exchange
+    return exchange, ([union for union, _ in unions], mean)
 
 
 def _exchange_owner_counts(wire: Wire, owners: Tensors) -> tuple[RowCounts, RowCounts]:
@@ -212,6 +229,11 @@ class HotReducer:
 
     Call it from one thread, in the same order on every rank. With auto, each step uses the
     reduction that sends the fewest bytes. Only the dense reduction needs memory of size H x D.
+
+    With ``hosts``, ranks sum inside their host in fp32, each the slots s with s mod G its local
+    rank; the reduction is chosen and made between the G-th parts of the hosts, in the wire's type,
+    and the means are gathered inside. A host sends as much as a rank of the flat reduction would
+    among one rank per host.
     """
 
     def __init__(
@@ -220,8 +242,14 @@ class HotReducer:
         wire: Wire,
         exchange: HotExchange = HotExchange.auto,
         device: torch.device | str = "cpu",
+        hosts: TwoLevelWire | None = None,
     ) -> None:
         self._shapes = list(shapes)
+        self._inside = self._rail = None
+        if hosts is not None:
+            self._inside = inside = hosts.inside
+            of_rail = [(len(range(inside.rank, h, inside.world_size)), dim) for h, dim in shapes]
+            self._rail = HotReducer(of_rail, hosts.rail, exchange, device)
         self._wire = wire
         self._exchange = exchange
         self._device = torch.device(device)
@@ -245,20 +273,26 @@ class HotReducer:
         if self._wire.world_size == 1:
             return HotPlan(HotExchange.touched_rows, list(slots), list)
         own = [slots_U.numel() for slots_U in slots]
-        if counts is None:
+        if counts is None and self._inside is None:
             counts = gather_counts(self._wire, ints_on(self._device, own))
-        if counts[self._wire.rank] != own:
+        if counts is not None and counts[self._wire.rank] != own:
             raise ValueError(
                 f"hot exchange counts of rank {self._wire.rank}: expected {own} (the numbers of "
                 f"slots), got {counts[self._wire.rank]}. Use the same batch for the counts and the "
                 "plan."
             )
+        if self._inside is not None:
+            exchange, (unions, mean) = _reduce_by_owner(
+                self._shapes, self._inside, slots, self._rail
+            )
+            return HotPlan(exchange, unions, mean)
+        assert counts is not None
         exchange = self._choose(counts)
         match exchange:
             case HotExchange.touched_rows:
                 unions, mean = _reduce_touched(self._shapes, self._wire, slots, counts)
             case HotExchange.owners:
-                unions, mean = _reduce_by_owner(self._shapes, self._wire, slots)
+                _, (unions, mean) = _reduce_by_owner(self._shapes, self._wire, slots)
             case _:
                 buffer = self._own_buffer if buffer is None else buffer
                 unions, mean = _reduce_dense(self._shapes, self._wire, slots, counts, buffer)

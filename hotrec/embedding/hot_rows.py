@@ -18,7 +18,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.hot_reduce import HotReducer
 from hotrec.runtime.comm_thread import CommunicationThread, HostInts
-from hotrec.runtime.ranks import Group, finish_others
+from hotrec.runtime.hosts import TwoLevelWire, make_two_levels
+from hotrec.runtime.ranks import Group, finish_others, world_size
 from hotrec.runtime.stages import mark
 from hotrec.runtime.traffic import counted_by_sender
 from hotrec.runtime.wire import Wire
@@ -109,6 +110,7 @@ class HotReplicas:
         self._reducer: HotReducer | None = None
         self._thread: CommunicationThread | None = None
         self._own_group: Group | None = None
+        self._hosts: TwoLevelWire | None = None
         self.begins_T = table_begins(num_rows_T).to(weight.device)
         # Slots with gradients of backward passes that the hook has not reduced.
         self.touched: list[_Touched] = []
@@ -149,14 +151,22 @@ class HotReplicas:
             self._thread = CommunicationThread(device, "hot gradients")
             weakref.finalize(self, self._thread.close)
         wire = Wire(self._own_group or group, self._wire_type)
-        return HotReducer([(sum(self.num_rows_T), self.dim)], wire, self._exchange, device=device)
+        if wire.world_size == world_size():
+            with counted_by_sender():
+                self._hosts = make_two_levels(self._wire_type, "hot gradients")
+        shapes = [(sum(self.num_rows_T), self.dim)]
+        return HotReducer(shapes, wire, self._exchange, device, self._hosts)
 
     def close(self) -> None:
-        """Stop the hook's thread and close its group; the next training forward makes new ones."""
+        """Stop the hook's thread and close its groups; the next training forward makes new ones."""
+        after = None
         if self._thread is not None and self._own_group is not None:
             self._thread.close()
-            self._own_group.close(after=self._thread.join)
-        self._reducer = self._thread = self._own_group = None
+            after = self._thread.join
+            self._own_group.close(after)
+        if self._hosts is not None:
+            self._hosts.close(after)
+        self._reducer = self._thread = self._own_group = self._hosts = None
 
     def set_reduced(self, slots_U: torch.Tensor, grad_UD: torch.Tensor) -> None:
         """Set the gradient of the next update, which overwrites it; replaces ``weight.grad``."""

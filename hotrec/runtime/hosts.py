@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hotrec.runtime.ranks import all_gather_object, rank
+import torch
+
+from hotrec.runtime.ranks import Group, all_gather_object, rank
+from hotrec.runtime.wire import Wire
+from hotrec.types import WireType
 
 # Number of consecutive ranks that count as a host: a domain of fast links such as NVLink may be
 # larger or smaller than a host, and tests pretend hosts.
@@ -92,3 +96,48 @@ def gather_levels() -> Levels:
             f"{len(hosts)} ranks on all of them, got {sorted(asked)}. Correct or unset it."
         )
     return find_levels([at // int(text) for at in range(len(hosts))])
+
+
+class TwoLevelWire:
+    """Sums over all ranks of which each host sends every value once, in the wire's type.
+
+    Inside a host values are summed in fp32, in the order of local ranks. Call it from one thread,
+    in the same order on every rank.
+
+    Args:
+        hosts: The hosts; all ranks take part.
+        wire_type: Type in which float32 values are sent between hosts.
+        name: Its purpose, shown by torch's flight recorder.
+    """
+
+    def __init__(self, hosts: Hosts, wire_type: WireType, name: str) -> None:
+        self._groups = [
+            Group(f"{name} inside hosts", hosts.members),
+            Group(f"{name} between hosts", hosts.rails),
+        ]
+        self.inside, self.rail = Wire(self._groups[0]), Wire(self._groups[1], wire_type)
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        """Add up over all ranks, in place; the same bits on all ranks.
+
+        Of n values a rank sends (G-1)/G n inside its host, then 2 (H-1)/H n/G on its rail, then
+        (G-1)/G n inside again: a host sends what one rank of a flat all-reduce over hosts would.
+        """
+        flat, local = values.view(-1), self.inside.world_size
+        length = -(-flat.numel() // local)
+        sizes = [max(0, min(length, flat.numel() - length * at)) for at in range(local)]
+        own = sizes[self.inside.rank]
+        share = self.inside.all_to_all(flat, sizes, [own] * local).view(local, own).sum(0)
+        self.rail.all_reduce(share)
+        flat.copy_(self.inside.all_gather_joined(share, sizes))
+
+    def close(self, after: Callable[[], None] | None = None) -> None:
+        """Leave its groups; see ``Group.close``."""
+        for group in self._groups:
+            group.close(after)
+
+
+def make_two_levels(wire_type: WireType, name: str) -> TwoLevelWire | None:
+    """A ``TwoLevelWire`` over all ranks, None where one level is the rule; a collective."""
+    hosts = gather_levels().hosts
+    return None if hosts is None else TwoLevelWire(hosts, wire_type, name)

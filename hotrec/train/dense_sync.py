@@ -19,6 +19,7 @@ from torchrec.distributed.types import ShardedModule
 
 from hotrec.embedding.torchrec import is_compiled, parameters_of, tensors_of
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread
+from hotrec.runtime.hosts import make_two_levels
 from hotrec.runtime.ranks import Group, all_gather_object, backend_of, world_size
 from hotrec.runtime.stages import mark
 from hotrec.runtime.wire import Wire
@@ -44,6 +45,9 @@ class Sender:
             CommunicationThread(torch.device("cpu"), "dense gradients"),
         )
         self._wire, self._exact_wire = Wire(self._group, wire_type), Wire(self._group)
+        # A flat sum in 16 bits goes to all peers directly, so a host would send it once per rank.
+        is_flat = wire_type is WireType.fp32
+        self._two_levels = None if is_flat else make_two_levels(wire_type, "dense gradients")
 
     def start(self, message: torch.Tensor, num_values: int) -> _Future | None:
         """Start to sum ``message`` over the ranks, in place.
@@ -69,15 +73,16 @@ class Sender:
         if self._wire.type_of(message) is WireType.fp32:
             self._exact_wire.all_reduce(message)
             return
-        self._wire.all_reduce(message[:num_values])
+        (self._two_levels or self._wire).all_reduce(message[:num_values])
         self._exact_wire.all_reduce(message[num_values:])
 
     def close(self) -> None:
-        """Stop its thread after the queued messages, and close its group."""
-        if self.is_in_line:
-            return
-        self._thread.close()
-        self._group.close(after=self._thread.join)
+        """Stop its thread after the queued messages, and close its groups."""
+        if not self.is_in_line:
+            self._thread.close()
+            self._group.close(after=self._thread.join)
+        if self._two_levels is not None:
+            self._two_levels.close(after=self._thread.join)
 
 
 def share_first(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ from hotrec.embedding.tables import sharded_collections
 from hotrec.routing.features import RoutedFeatures
 from hotrec.routing.split import samples_reading, select_samples
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread, record_use
+from hotrec.runtime.hosts import make_two_levels
 from hotrec.runtime.ranks import (
     Group,
     backend_of,
@@ -116,8 +117,9 @@ class RowsAhead:
         shapes = [(replica.rows.shape[0], replica.dim) for replica in self._replicas]
         # None without hot rows, or with one rank, whose gradients are the mean.
         has_reducer = bool(shapes) and wire.world_size > 1
+        self._hosts = make_two_levels(wire_type, "hot rows ahead") if has_reducer else None
         self._reducer = (
-            HotReducer(shapes, wire, hot_exchange, device=device) if has_reducer else None
+            HotReducer(shapes, wire, hot_exchange, device, self._hosts) if has_reducer else None
         )
         self._num_updates = max((group.owned.num_updates for group in self._groups), default=0)
         self._known: deque[PrefetchedBatch] = deque()  # after those requested
@@ -421,7 +423,7 @@ class RowsAhead:
             group.owned.flush()
 
     def close(self) -> None:
-        """Restore the collections' forward, stop the thread and close its group."""
+        """Restore the collections' forward, stop the thread and close its groups."""
         for hook in self._hooks:
             hook.remove()
         for collection in self._collections:
@@ -431,6 +433,8 @@ class RowsAhead:
         for group in self._groups:
             group.owned.close()
         self._group.close(after=self._thread.join)
+        if self._hosts is not None:
+            self._hosts.close(after=self._thread.join)
         leave(COMMUNICATION)
 
 
