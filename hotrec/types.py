@@ -294,6 +294,18 @@ class HotExchange(Enum):
     auto = "auto"
 
 
+class Levels(Enum):
+    """How rows travel between hosts of several ranks; auto is replaced by one of the others.
+
+    ``one``: every rank requests its rows from their owners. ``two``: a row crosses the network once
+    for all ranks of a host that read it, and is distributed inside the host.
+    """
+
+    auto = "auto"
+    one = "one"
+    two = "two"
+
+
 class ColdTier(Enum):
     """TorchRec's compute kernel of sharded rows, of which the UVM kernels need CUDA; or ``cached``.
 
@@ -347,6 +359,7 @@ class PipelineSpec:
         depth: Batches whose rows look-ahead exchanges in advance.
         window: Further batches whose rows it knows, to choose which rows stay in slots.
         micro_batches: Whether it first computes the samples that need no row of another rank.
+        levels: How unpooled rows travel between hosts of several ranks; auto only in a request.
     """
 
     kind: PipelineKind = PipelineKind.sparse_dist
@@ -354,6 +367,7 @@ class PipelineSpec:
     depth: int = 1
     window: int = 32
     micro_batches: bool = False
+    levels: Levels = Levels.one
 
     @property
     def narrow_frac(self) -> float:

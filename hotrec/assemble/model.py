@@ -141,7 +141,9 @@ def build_unsharded(
     else:
         assert placed is not None, plan.label
         embeddings = HotColdEmbeddingBagCollection(tables, placed, device=META)
-        sharders = [HotColdSharder(spec.embedding, plan.tables.hot_exchange, pipeline.wire)]
+        sharders = [
+            HotColdSharder(spec.embedding, plan.tables.hot_exchange, pipeline.wire, pipeline.levels)
+        ]
         constraints = placement_constraints(placed, cache_stats, machine.device)
     built = build_architecture(spec.architecture, embeddings, spec.seed, dense_device)
     check_modules(built)

@@ -26,6 +26,7 @@ from hotrec.embedding.torchrec import Kernel, kernels
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.sorting import sort_keys
 from hotrec.runtime.comm_thread import HostInts, ints_on
+from hotrec.runtime.hosts import Hosts
 from hotrec.runtime.stages import backward_point, mark_backward
 
 MAX_ROWS = 1 << 31  # of a rank, for positions to fit into int32
@@ -47,11 +48,14 @@ class RequestedRows:
 
     order_U: torch.Tensor | None  # the batch's cold rows in the order of their owners, int64
     positions_U: torch.Tensor  # their positions on the owner in that order, in the type sent
-    num_to_W: torch.Tensor | None  # rows requested from each rank, int64; None for one rank
+    num_to_W: torch.Tensor | None  # rows of each owner in that order, int64; None for one rank
 
 
 class RowOwners:
     """Finds the owners of the cold rows of one group from the shards of each rank.
+
+    Requested rows are in the order of their owners' ranks. With ``hosts`` they are in that of the
+    owners' local ranks and, of each local rank, of hosts; see ``hotrec.embedding.relay``.
 
     Raises:
         RuntimeError: if the shards do not contain every row of every table exactly once.
@@ -63,13 +67,16 @@ class RowOwners:
         num_rows: Mapping[str, int],
         shards: Sequence[Sequence[Shard]],
         device: torch.device,
+        hosts: Hosts | None = None,
     ) -> None:
         self._world_size = len(shards)
+        order = range(len(shards)) if hosts is None else [r for rail in hosts.rails for r in rail]
+        place_of = {rank: place for place, rank in enumerate(order)}
         ends_of = dict(zip(tables, accumulate(num_rows[table] for table in tables), strict=True))
         begins = {table: end - num_rows[table] for table, end in ends_of.items()}
         num_all = max(ends_of.values())
         pieces = sorted(
-            (begins[shard.table] + shard.first_row, shard.num_rows, rank, shard.position)
+            (begins[shard.table] + shard.first_row, shard.num_rows, place_of[rank], shard.position)
             for rank, of_rank in enumerate(shards)
             for shard in of_rank
             if shard.num_rows
@@ -84,8 +91,8 @@ class RowOwners:
                 f"got a gap or an overlap at row {wrong[0]} of the concatenated tables. Use the "
                 "pinned torchrec (see `hotrec doctor`)."
             )
-        most = max(shard.position + shard.num_rows for of_rank in shards for shard in of_rank)
-        self._sent_type = torch.int32 if most <= MAX_ROWS else torch.int64
+        self.num_positions = max(s.position + s.num_rows for of_rank in shards for s in of_rank)
+        self.sent_type = torch.int32 if self.num_positions <= MAX_ROWS else torch.int64
         if self._world_size == 1:  # which has whole tables: keys are positions
             begins = {shard.table: shard.position for shard in shards[0]}
         self._begins_T = torch.tensor([begins[table] for table in tables], device=device)
@@ -109,7 +116,7 @@ class RowOwners:
         _, order_U = sort_keys(owner_U, self._world_size)
         num_to_W = lengths_S.new_zeros(self._world_size).index_add_(0, self._rank_S, lengths_S)
         return RequestedRows(
-            order_U, position_U.index_select(0, order_U).to(self._sent_type), num_to_W
+            order_U, position_U.index_select(0, order_U).to(self.sent_type), num_to_W
         )
 
 

@@ -35,7 +35,9 @@ from hotrec.embedding.cached_rows import is_cached, refresh_slots, use_cached_ro
 from hotrec.embedding.cpu_rows import use_cpu_rows
 from hotrec.embedding.fused import fused_params
 from hotrec.embedding.hot_rows import HotReplicas, HotRowCounts
+from hotrec.embedding.messages import row_counts
 from hotrec.embedding.owned_rows import Joined, OwnedRows, RequestedRows, RowOwners
+from hotrec.embedding.relay import Relay
 from hotrec.embedding.torchrec import (
     RowCollection,
     keep_buckets,
@@ -46,6 +48,7 @@ from hotrec.embedding.torchrec import (
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.comm_thread import HostInts
+from hotrec.runtime.hosts import TwoLevelWire
 from hotrec.runtime.ranks import all_gather_object
 from hotrec.runtime.stages import mark
 from hotrec.types import HotExchange, Placement, Rows, WireType
@@ -101,6 +104,70 @@ class IdsRequest(Awaitable[Awaitable["IdsRequest"]]):
                 tensor.record_stream(stream)
 
 
+class RelayedRequest(Awaitable[Awaitable["RelayedRequest"]]):
+    """The same through a relay, see ``hotrec.embedding.relay``.
+
+    Waiting for it completes the exchange inside the host, and starts the one on the rail.
+    """
+
+    def __init__(self, requested: RequestedRows, owners: RowOwners, hosts: TwoLevelWire) -> None:
+        super().__init__()
+        assert requested.num_to_W is not None
+        self.order_U = requested.order_U
+        self._owners, self._hosts = owners, hosts
+        self._positions_U = requested.positions_U
+        self._num_to_W, self._num_from_W = requested.num_to_W, torch.empty_like(requested.num_to_W)
+        self._work: Any = dist.all_to_all_single(
+            self._num_from_W, self._num_to_W, group=hosts.inside.group, async_op=True
+        )
+
+    def _wait_impl(self) -> Awaitable[RelayedRequest]:
+        self._work.wait()
+        counts = HostInts(torch.stack([self._num_to_W, self._num_from_W])).wait()
+        inside, num_hosts = self._hosts.inside, self._hosts.rail.world_size
+        by_host = row_counts(counts, num_hosts)
+        # To and from each local rank.
+        self.num_asked_G = [sum(row) for row in by_host[: inside.world_size]]
+        self.num_relayed_G = [sum(row) for row in by_host[inside.world_size :]]
+        positions_K = inside.all_to_all(self._positions_U, self.num_asked_G, self.num_relayed_G)
+        self.relay = Relay(positions_K.long(), by_host[inside.world_size :], self._owners)
+        union = RequestedRows(None, self.relay.positions_U, self.relay.num_to_H)
+        return _AnsweredByRelay(self, IdsRequest(union, self._hosts.rail.group).wait())
+
+    def take(self, on_rail: IdsRequest) -> RelayedRequest:
+        """Complete it with the relay's own request."""
+        self.positions_R = on_rail.positions_R
+        self.num_requested_W, self.num_served_W = on_rail.num_requested_W, on_rail.num_served_W
+        return self
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        for tensor in (self.order_U, self.positions_R, *self.relay.tensors):
+            if tensor is not None:
+                tensor.record_stream(stream)
+
+
+class _AnsweredByRelay(Awaitable[RelayedRequest]):
+    def __init__(self, request: RelayedRequest, on_rail: Awaitable[IdsRequest]) -> None:
+        super().__init__()
+        self._request, self._on_rail = request, on_rail
+
+    def _wait_impl(self) -> RelayedRequest:
+        return self._request.take(self._on_rail.wait())
+
+
+class _Spread(torch.autograd.Function):
+    """Rows of a relay's union (U, D) -> those that the ranks of its host requested, (K, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_UD: torch.Tensor, relay: Relay) -> torch.Tensor:
+        ctx.relay = relay
+        return rows_UD.index_select(0, relay.index_K)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.relay.sums(grads[0].contiguous()), None
+
+
 class _PositionsArriving(Awaitable[IdsRequest]):
     def __init__(self, request: IdsRequest, work: Any, sent_U: torch.Tensor) -> None:
         super().__init__()
@@ -111,6 +178,8 @@ class _PositionsArriving(Awaitable[IdsRequest]):
         self._request.positions_R = self._request.positions_R.long()
         return self._request
 
+
+AnyRequest = IdsRequest | RelayedRequest
 
 # Lookups in progress: hot rows, and an awaitable of the cold ones, in the order of their owners.
 StartedRows = tuple[torch.Tensor | None, Awaitable[torch.Tensor] | None]
@@ -126,6 +195,7 @@ class ShardSettings:
     exchange: HotExchange
     wire_type: WireType
     module_fqn: str | None
+    hosts: TwoLevelWire | None = None  # for unpooled rows in two levels
 
 
 def _hook_up(
@@ -190,7 +260,7 @@ class ShardedRows(RowCollection):
         self._num_hot = len(hot_tables)
         self.dim, self.spec = module.embedding_dim(), spec
         self._keys = [config.name for config in module.embedding_configs()]
-        self._group, self._device = env.process_group, device
+        self._group, self._device, self.hosts = env.process_group, device, settings.hosts
         self._codecs = None
         if codecs is not None:
             self._codecs = codecs[CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL.name]
@@ -210,9 +280,9 @@ class ShardedRows(RowCollection):
         self.owners: RowOwners | None = None
         if cold_tables:
             num_rows = {config.name: config.num_embeddings for config in module.embedding_configs()}
-            self.owners = RowOwners(
-                cold_tables, num_rows, all_gather_object(self.owned.shards), device
-            )
+            shards = all_gather_object(self.owned.shards)
+            hosts = None if self.hosts is None else self.hosts.hosts
+            self.owners = RowOwners(cold_tables, num_rows, shards, device, hosts)
 
     @property
     def _cold_lookups(self) -> list[Any]:
@@ -222,12 +292,15 @@ class ShardedRows(RowCollection):
         """The number of distinct hot rows of a batch."""
         return sum(rows.length_per_key()[: self._num_hot])
 
-    def request(self, rows: KeyedJaggedTensor) -> IdsRequest | None:
+    def request(self, rows: KeyedJaggedTensor) -> AnyRequest | None:
         """Start to request the cold rows of a batch from their owners; None without cold tables."""
         if self.owners is None:
             return None
         with torch.no_grad():
-            return IdsRequest(self.find_owners(rows), self._group)
+            requested = self.find_owners(rows)
+            if self.hosts is not None:
+                return RelayedRequest(requested, self.owners, self.hosts)
+            return IdsRequest(requested, self._group)
 
     def find_owners(self, rows: KeyedJaggedTensor) -> RequestedRows:
         """Find the owners of the cold rows of a batch."""
@@ -257,7 +330,7 @@ class ShardedRows(RowCollection):
                 lookup.purge()
 
     def start_lookups(
-        self, rows: KeyedJaggedTensor, request: IdsRequest | None, hot_counts: HotRowCounts | None
+        self, rows: KeyedJaggedTensor, request: AnyRequest | None, hot_counts: HotRowCounts | None
     ) -> StartedRows:
         """Look up this rank's rows and start to send them to the ranks that requested them.
 
@@ -274,7 +347,7 @@ class ShardedRows(RowCollection):
                 served_RD,
                 request.num_served_W,
                 request.num_requested_W,
-                self._group,
+                self._group if self.hosts is None else self.hosts.rail.group,
                 self._codecs,
             )
             mark("rows_exchange")
@@ -286,16 +359,26 @@ class ShardedRows(RowCollection):
             mark("row_lookup")
         return hot, cold
 
-    def join(self, started: StartedRows, request: IdsRequest | None) -> torch.Tensor:
+    def join(self, started: StartedRows, request: AnyRequest | None) -> torch.Tensor:
         """The rows of ``start_lookups``, float (U, D), in the order of the batch's rows."""
         hot_HD, arriving = started
         if arriving is None or request is None:
             assert hot_HD is not None
             return hot_HD
         cold_CD = arriving.wait().view(-1, self.dim)
+        if isinstance(request, RelayedRequest):
+            cold_CD = self._distribute(cold_CD, request)
         if hot_HD is None and request.order_U is None:
             return cold_CD
         if hot_HD is None:
             hot_HD = cold_CD.detach()[:0]
         joined_UD: torch.Tensor = Joined.apply(hot_HD, cold_CD, request.order_U)
         return joined_UD
+
+    def _distribute(self, rows_UD: torch.Tensor, request: RelayedRequest) -> torch.Tensor:
+        """Send the rows of the union to the ranks of this host, and receive this rank's (C, D)."""
+        assert self.hosts is not None
+        served_KD: torch.Tensor = _Spread.apply(rows_UD, request.relay)
+        nums = request.num_relayed_G, request.num_asked_G
+        arriving = send_rows(served_KD, *nums, self.hosts.inside.group, None)
+        return arriving.wait().view(-1, self.dim)

@@ -6,6 +6,7 @@ the previous step, and pools after ``output_dist``.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -40,7 +41,7 @@ from hotrec.embedding.pooling import pool_rows
 from hotrec.embedding.row_exchange import (
     COLD_SHARDINGS,
     HOT_SHARDINGS,
-    IdsRequest,
+    AnyRequest,
     ShardedRows,
     ShardSettings,
     StartedRows,
@@ -49,8 +50,9 @@ from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.features import RoutedFeatures
 from hotrec.routing.popularity import Popularity
 from hotrec.routing.router import Router
+from hotrec.runtime.hosts import make_two_levels
 from hotrec.runtime.stages import mark
-from hotrec.types import HotExchange, Partition, Rows, WireType
+from hotrec.types import HotExchange, Levels, Partition, Rows, WireType
 
 
 class HotColdContext(EmbeddingCollectionContext):
@@ -61,7 +63,7 @@ class HotColdContext(EmbeddingCollectionContext):
         # the ``__init__`` of a plain parent.
         super().__init__()
         self.routed: RoutedFeatures | None = None
-        self.requests: list[IdsRequest | None] = []
+        self.requests: list[AnyRequest | None] = []
         self.hot_counts: list[HotRowCounts | None] = []
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -236,7 +238,7 @@ class ShardedHotColdEmbeddingBagCollection(
         return _PooledAwaitable(partial(self._pool, output, ctx.routed, ctx.requests))
 
     def _pool(
-        self, started: Started, routed: RoutedFeatures, requests: list[IdsRequest | None]
+        self, started: Started, routed: RoutedFeatures, requests: list[AnyRequest | None]
     ) -> KeyedTensor:
         mark("dense")
         of_dims, from_owners = started
@@ -278,6 +280,7 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
         spec: The update rule of both halves.
         exchange: How gradients of hot rows are reduced; None for the placement's choice.
         wire_type: The type in which rows, pooled vectors and their gradients are sent.
+        levels: How unpooled rows travel between hosts; where two do not apply, in one.
     """
 
     def __init__(
@@ -285,11 +288,13 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
         spec: OptimizerSpec,
         exchange: HotExchange | None = None,
         wire_type: WireType = WireType.fp32,
+        levels: Levels = Levels.one,
     ) -> None:
         super().__init__(fused_params(spec))
         self._spec = spec
         self._exchange = exchange
         self._wire_type = wire_type
+        self._levels = levels
 
     def shard(
         self,
@@ -312,8 +317,16 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
         if exchange is None:
             is_dense = module.placement.is_hot_dense
             exchange = HotExchange.dense if is_dense else HotExchange.auto
-        settings = ShardSettings(env, device, self._spec, exchange, self._wire_type, module_fqn)
-        return ShardedHotColdEmbeddingBagCollection(module, params, settings)
+        hosts = None
+        if has_cold and self._levels is Levels.two:
+            hosts = make_two_levels(self._wire_type, "rows")
+        settings = ShardSettings(
+            env, device, self._spec, exchange, self._wire_type, module_fqn, hosts
+        )
+        sharded = ShardedHotColdEmbeddingBagCollection(module, params, settings)
+        if hosts is not None:
+            weakref.finalize(sharded, hosts.close)
+        return sharded
 
     def shardable_parameters(
         self, module: HotColdEmbeddingBagCollection

@@ -140,8 +140,21 @@ class RowSums:
 
     def __init__(self, keys_K: torch.Tensor, limit: int) -> None:
         sorted_K, self._order_K = sort_keys(keys_K, limit)
-        self.rows_U, counts_U = torch.unique_consecutive(sorted_K, return_counts=True)
-        self._offsets_U = counts_U.cumsum(0) - counts_U
+        self.rows_U, self._counts_U = torch.unique_consecutive(sorted_K, return_counts=True)
+        self._offsets_U = self._counts_U.cumsum(0) - self._counts_U
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """For the streams that use it."""
+        return [self.rows_U, self._order_K, self._counts_U, self._offsets_U]
+
+    @property
+    def index_K(self) -> torch.Tensor:
+        """The place in ``rows_U`` of each key, int64 (K,)."""
+        num_U, num_K = self.rows_U.numel(), self._order_K.numel()
+        places_U = torch.arange(num_U, device=self.rows_U.device)
+        sorted_K = torch.repeat_interleave(places_U, self._counts_U, output_size=num_K)
+        return torch.empty_like(sorted_K).index_copy_(0, self._order_K, sorted_K)
 
     def __call__(self, values_KD: torch.Tensor) -> torch.Tensor:
         """The sums (U, D) of the distinct keys ``rows_U``, ascending."""

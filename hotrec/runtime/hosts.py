@@ -47,7 +47,7 @@ class Hosts:
 
 
 @dataclass(frozen=True)
-class Levels:
+class FoundHosts:
     """The hosts between which exchanges have two levels, or why they have one.
 
     Args:
@@ -59,26 +59,26 @@ class Levels:
     why: str
 
 
-def find_levels(host_of_rank: Sequence[object]) -> Levels:
+def find_hosts(host_of_rank: Sequence[object]) -> FoundHosts:
     """Decide from the host of every rank, in rank order."""
     sizes: dict[object, int] = {}
     for host in host_of_rank:
         sizes[host] = sizes.get(host, 0) + 1
     largest, smallest = max(sizes.values()), min(sizes.values())
     if len(sizes) == 1:
-        return Levels(None, "one level: all ranks are on one host")
+        return FoundHosts(None, "one level: all ranks are on one host")
     if largest == 1:
-        return Levels(None, "one level: one rank per host")
+        return FoundHosts(None, "one level: one rank per host")
     if largest != smallest:
-        return Levels(None, f"one level: hosts have {smallest} to {largest} ranks")
+        return FoundHosts(None, f"one level: hosts have {smallest} to {largest} ranks")
     changes = sum(a != b for a, b in zip(host_of_rank, host_of_rank[1:], strict=False))
     if changes != len(sizes) - 1:
-        return Levels(None, "one level: the ranks of a host are not consecutive")
-    return Levels(Hosts(len(sizes), largest), f"{len(sizes)} hosts of {largest} ranks")
+        return FoundHosts(None, "one level: the ranks of a host are not consecutive")
+    return FoundHosts(Hosts(len(sizes), largest), f"{len(sizes)} hosts of {largest} ranks")
 
 
-def gather_levels() -> Levels:
-    """``find_levels`` for the ranks of the process group; a collective.
+def gather_hosts() -> FoundHosts:
+    """``find_hosts`` for the ranks of the process group; a collective.
 
     Raises:
         ValueError: if HOTREC_RANKS_PER_HOST does not divide the ranks, or differs between them.
@@ -88,14 +88,14 @@ def gather_levels() -> Levels:
     own: object = (os.environ.get("GROUP_RANK", ""), socket.gethostname())
     hosts = all_gather_object(own)
     if asked == {""}:
-        return find_levels(hosts)
+        return find_hosts(hosts)
     text = min(asked)
     if len(asked) > 1 or not text.isdecimal() or not int(text) or len(hosts) % int(text):
         raise ValueError(
             f"environment {RANKS_PER_HOST} of rank {rank()}: expected one divisor of the "
             f"{len(hosts)} ranks on all of them, got {sorted(asked)}. Correct or unset it."
         )
-    return find_levels([at // int(text) for at in range(len(hosts))])
+    return find_hosts([at // int(text) for at in range(len(hosts))])
 
 
 class TwoLevelWire:
@@ -111,6 +111,7 @@ class TwoLevelWire:
     """
 
     def __init__(self, hosts: Hosts, wire_type: WireType, name: str) -> None:
+        self.hosts = hosts
         self._groups = [
             Group(f"{name} inside hosts", hosts.members),
             Group(f"{name} between hosts", hosts.rails),
@@ -139,5 +140,5 @@ class TwoLevelWire:
 
 def make_two_levels(wire_type: WireType, name: str) -> TwoLevelWire | None:
     """A ``TwoLevelWire`` over all ranks, None where one level is the rule; a collective."""
-    hosts = gather_levels().hosts
+    hosts = gather_hosts().hosts
     return None if hosts is None else TwoLevelWire(hosts, wire_type, name)

@@ -29,6 +29,7 @@ from hotrec.types import (
     POPULAR_ROW,
     Exchange,
     HotExchange,
+    Levels,
     OptimizerKind,
     Partition,
     PipelineKind,
@@ -90,6 +91,7 @@ class Case:
     window: int = 0
     row_type: WireType = WireType.fp32
     row_fetch: RowFetch = RowFetch.staged
+    levels: Levels = Levels.one
     tables: tuple[PlainTable, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -392,7 +394,7 @@ def build_hot_cold(case: Case) -> tuple[DistributedModelParallel, CombinedOptimi
     spec = spec_of(case)
     model = shard_task(
         task,
-        HotColdSharder(spec, case.exchange),
+        HotColdSharder(spec, case.exchange, levels=case.levels),
         placement_constraints(placement, device=device.type),
         device=case.device,
         data_parallel=case.pipeline != "look_ahead",

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hotrec.runtime.hosts import RANKS_PER_HOST, TwoLevelWire, gather_levels
+from hotrec.runtime.hosts import RANKS_PER_HOST, TwoLevelWire, gather_hosts
 from hotrec.runtime.traffic import count_sent_bytes
 from hotrec.types import HotExchange, WireType
 from tests.distributed.setups import assert_same_on_ranks
@@ -28,7 +28,7 @@ def draw(num: int, rank: int) -> torch.Tensor:
 def check_sums(ranks_per_host: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     with mock.patch.dict("os.environ", {RANKS_PER_HOST: str(ranks_per_host)}):
-        hosts = gather_levels().hosts
+        hosts = gather_hosts().hosts
     assert hosts is not None
     assert hosts.members[rank // ranks_per_host][rank % ranks_per_host] == rank
     for wire_type in WireType:
@@ -48,7 +48,7 @@ def check_sums(ranks_per_host: int) -> None:
 
 def check_hot_rows(ranks_per_host: int) -> None:
     with mock.patch.dict("os.environ", {RANKS_PER_HOST: str(ranks_per_host)}):
-        hosts = gather_levels().hosts
+        hosts = gather_hosts().hosts
     assert hosts is not None
     for wire_type in WireType:
         wire = TwoLevelWire(hosts, wire_type, "test")
@@ -63,7 +63,7 @@ def check_hot_rows(ranks_per_host: int) -> None:
 def bytes_between_hosts(ranks_per_host: int) -> int:
     """What this rank sends on its rail in a sum of 2,400 values in bf16."""
     with mock.patch.dict("os.environ", {RANKS_PER_HOST: str(ranks_per_host)}):
-        hosts = gather_levels().hosts
+        hosts = gather_hosts().hosts
     assert hosts is not None
     wire = TwoLevelWire(hosts, WireType.bf16, "test")
     with count_sent_bytes() as whole:

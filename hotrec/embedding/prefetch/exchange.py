@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from hotrec.embedding.flat import put_rows
 from hotrec.embedding.hot_reduce import HotPlan
 from hotrec.embedding.messages import RowCounts, exchange_rows, row_counts
 from hotrec.embedding.owned_rows import RequestedRows
+from hotrec.embedding.prefetch.classes import Hop, RowsByClass, Sides, sort_by_class
+from hotrec.embedding.relay import Relay
 from hotrec.embedding.row_exchange import ShardedRows
 from hotrec.embedding.slots import TooFewSlotsError
+from hotrec.embedding.update_rules import RowSums
 from hotrec.routing.features import RoutedFeatures, RoutedGroup
-from hotrec.routing.sorting import sort_keys
 from hotrec.runtime.comm_thread import CommunicationFuture, HostInts, ints_on, record_use
 from hotrec.runtime.stages import named_range
 from hotrec.runtime.watchdog import COMMUNICATION, enter
@@ -24,97 +27,22 @@ from hotrec.runtime.wire import Wire
 
 
 @dataclass
-class Selection:
-    """Some of the rows of each group."""
+class RowRequest:
+    """The cold rows of a batch, by group.
 
-    indices: list[torch.Tensor | None]  # int64, in rank order; None for all rows in order
-    counts: RowCounts
-
-    def of(self, group: int, values: torch.Tensor) -> torch.Tensor:
-        """Select from a group's (rows, ...) values."""
-        index = self.indices[group]
-        return values if index is None else values.index_select(0, index)
-
-    def rows(self, group: int, order_U: torch.Tensor | None) -> torch.Tensor | None:
-        """The selected rows of ``order_U``; None for 0..U - 1."""
-        return self.indices[group] if order_U is None else self.of(group, order_U)
-
-
-class RowsByClass:
-    """The rows of each group, sorted by rank and, within a rank, by class; see ``sort_by_class``.
-
-    Both sides of an exchange sort the same rows by the same classes, so a range of classes has the
-    same rows in the same order on both. Selecting a range does not wait for the device.
+    Hops are those of a row from its owner to the ranks that read it: one over all ranks or, with
+    hosts, one from owners to relays and one from relays to the ranks of their host.
     """
 
-    def __init__(
-        self, classes: Sequence[torch.Tensor], num_classes: int, counts: RowCounts
-    ) -> None:
-        self.classes, self.num_classes, self.counts = classes, num_classes, counts
-        self.orders: list[torch.Tensor] = []
-        self.ends: list[list[int]] = []  # by group, of the classes of each rank
-
-    def select(self, first: int, end: int) -> Selection:
-        """The rows of the classes first..end - 1."""
-        indices: list[torch.Tensor | None] = []
-        counts: RowCounts = [[] for _ in self.counts]
-        for order_K, ends in zip(self.orders, self.ends, strict=True):
-            bounds, pieces = [0, *ends], []
-            for rank, row in enumerate(counts):
-                begin = bounds[rank * self.num_classes + first]
-                until = bounds[rank * self.num_classes + end]
-                pieces.append(order_K[begin:until])
-                row.append(until - begin)
-            indices.append(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
-        return Selection(indices, counts)
-
-
-def sort_by_class(parts: Sequence[RowsByClass]) -> None:
-    """Sort the rows of all parts at once, and read the ends of classes in one copy."""
-    groups = [
-        (part, group, class_K) for part in parts for group, class_K in enumerate(part.classes)
-    ]
-    sizes = [row[group] for part, group, _ in groups for row in part.counts]
-    widths = [part.num_classes for part, _, _ in groups for _ in part.counts]
-    *firsts, num_keys = accumulate(widths, initial=0)
-    keys = torch.cat([class_K for _, _, class_K in groups]).long()
-    torch._foreach_add_(keys.split(sizes), firsts)
-    sorted_K, order_K = sort_keys(keys, num_keys)
-    ends_here = HostInts(
-        torch.searchsorted(sorted_K, torch.arange(1, num_keys + 1, device=keys.device))
-    ).wait()
-    begin = at = 0
-    for part, _, class_K in groups:
-        end, until = begin + class_K.numel(), at + part.num_classes * len(part.counts)
-        part.orders.append(order_K[begin:end] - begin if begin else order_K[begin:end])
-        part.ends.append([value - begin for value in ends_here[at:until]])
-        begin, at = end, until
-
-
-Sides = tuple[RowsByClass, RowsByClass]  # the requested rows, and those requested from this rank
-
-
-@dataclass
-class RowRequest:
-    """The cold rows of a batch on both sides of the exchange, by group."""
-
     requested: list[RequestedRows]
-    num_requested: RowCounts  # from each rank
-    num_served: RowCounts  # that each rank requests from this one
+    hops: list[Hop]
     positions: list[torch.Tensor]  # of the rows requested from this rank, int64 (R,), in rank order
     places: list[torch.Tensor] = field(default_factory=list)  # of the same
-    # Class 0 is a lag of 1, the last class depth + 1 or more.
-    by_lag: Sides | None = None
-    # Class 0 are the urgent rows, which some rank reads in the next batch too, class 1 the others;
-    # None until there is a next batch.
-    by_need: Sides | None = None
-
-    def select(self, sides: Sides | None, first: int, end: int) -> tuple[Selection, Selection]:
-        """The requested and the served rows of some classes, or all if there are no classes."""
-        if sides is not None:
-            return sides[0].select(first, end), sides[1].select(first, end)
-        indices: list[torch.Tensor | None] = [None] * len(self.requested)
-        return Selection(indices, self.num_requested), Selection(indices, self.num_served)
+    relays: list[Relay] = field(default_factory=list)  # empty without hosts
+    # Float (U, D) of each relay, allocated and filled like those of the batch.
+    relayed: list[torch.Tensor] = field(default_factory=list)
+    # For urgent and for late rows, by group: the sums over the ranks of this host.
+    sums: list[list[RowSums]] = field(default_factory=list)
 
 
 @dataclass
@@ -131,7 +59,7 @@ class PrefetchedBatch:
     # Float (U, D), hot rows first; allocated at the request, filled while the batch waits.
     rows: list[torch.Tensor] = field(default_factory=list)
     request: RowRequest | None = None  # None if no cold rows are exchanged
-    hot_counts: RowCounts = field(default_factory=list)  # [rank][group with hot rows]
+    hot_counts: RowCounts | None = None  # [rank][group with hot rows], if they are exchanged here
     hot_slots: list[torch.Tensor] = field(default_factory=list)  # of the same groups
     hot_plan: HotPlan | None = None  # None without hot rows, and in evaluation
     first_rows: CommunicationFuture[None] | None = None  # all rows but those with a lag of 1
@@ -175,13 +103,23 @@ class ColdExchange:
     does not use classes, and reads all rows of s + 1 at once in exchange_urgent(s), after running
     send_late(s).
 
-    ``groups`` have the same order on all ranks; only the communication thread uses ``wire``.
+    With hosts, relays drop the duplicates of their host (``hotrec.embedding.relay``), and every row
+    and every gradient crosses twice: between relays and owners, then inside hosts. The owner's
+    classes hold for all ranks of a host, so its partial sum of a row crosses once.
+
+    Args:
+        groups: Embedding dimensions, in the same order on all ranks.
+        wires: Used by the communication thread alone: over all ranks or, with hosts, over the rail
+            of this rank, then over its host.
+        depth: See ``RowsAhead``.
+        device: See ``RowsAhead``.
+        window: See ``RowsAhead``.
     """
 
     def __init__(
         self,
         groups: Sequence[ShardedRows],
-        wire: Wire,
+        wires: Sequence[Wire],
         depth: int,
         device: torch.device,
         window: int = 0,
@@ -190,14 +128,15 @@ class ColdExchange:
         self._cold = [index for index, group in enumerate(groups) if group.owners is not None]
         self._hot = [index for index, group in enumerate(groups) if group.hot is not None]
         self._dims = [groups[index].dim for index in self._cold]
-        self._wire = wire
+        self._wires = wires
+        self._world_size = math.prod(wire.world_size for wire in wires)
         self._depth = depth
         self._window = window
         self._device = device
         self._is_cached = any(group.is_cached for group in groups)
         self.is_alone = (
             device.type == "cuda"
-            and wire.world_size == 1
+            and self._world_size == 1
             and all(groups[index].owned.is_on_device for index in self._cold)
         )
         # The last batch that reads the row at each place; initially long ago. A slot is only reused
@@ -213,33 +152,75 @@ class ColdExchange:
         enter(COMMUNICATION, "ids_exchange")
         with named_range("ids_exchange"):
             requested = self._find_owners(batch)
-            num_requested: RowCounts = [[] for _ in range(self._wire.world_size)]
-            if self._wire.world_size == 1:
-                num_requested = [[part.positions_U.numel() for part in requested]]
+            if len(self._wires) == 1:
+                batch.request = self._send_to_owners(batch, requested)
             elif requested:
-                num_to_G = [part.num_to_W for part in requested if part.num_to_W is not None]
-                num_to_WG = HostInts(torch.stack(num_to_G, dim=1)).wait()
-                num_requested = row_counts(num_to_WG, len(requested))
-            num_hot = [batch.num_hot[index] for index in self._hot]
-            # The same message includes the number of touched hot rows, for the hot reducer.
-            counts = self._exchange_counts([[*row, *num_hot] for row in num_requested])
-            batch.hot_counts = [row[len(requested) :] for row in counts]
-            if requested:
-                num_served = [row[: len(requested)] for row in counts]
-                batch.request = self._send_request(requested, num_requested, num_served)
-                if self._window:
-                    for index, positions_R in zip(self._cold, batch.request.positions, strict=True):
-                        self._groups[index].owned.foresee(positions_R, batch.number)
+                batch.request = self._send_to_relays(requested)
+            if self._window and batch.request is not None:
+                for index, positions_R in zip(self._cold, batch.request.positions, strict=True):
+                    self._groups[index].owned.foresee(positions_R, batch.number)
 
-    def _exchange_counts(self, sent: RowCounts) -> RowCounts:
+    def _send_to_owners(
+        self, batch: PrefetchedBatch, requested: list[RequestedRows]
+    ) -> RowRequest | None:
+        [wire] = self._wires
+        num_requested: RowCounts = [[] for _ in range(wire.world_size)]
+        if wire.world_size == 1:
+            num_requested = [[part.positions_U.numel() for part in requested]]
+        elif requested:
+            num_requested = _counts(requested)
+        num_hot = [batch.num_hot[index] for index in self._hot]
+        # The same message includes the number of touched hot rows, for the hot reducer.
+        counts = self._exchange_counts(wire, [[*row, *num_hot] for row in num_requested])
+        batch.hot_counts = [row[len(requested) :] for row in counts]
+        if not requested:
+            return None
+        hop = Hop(num_requested, [row[: len(requested)] for row in counts])
+        positions = self._send_positions(wire, [part.positions_U for part in requested], hop)
+        return RowRequest(requested, [hop], positions)
+
+    def _send_to_relays(self, requested: list[RequestedRows]) -> RowRequest:
+        """Request rows from relays, which request the union of their host from its owners."""
+        rail, inside = self._wires
+        num_hosts, num_groups = rail.world_size, len(requested)
+        # To each local rank: by host of the owner, of each group.
+        num_to = row_counts([*chain.from_iterable(_counts(requested))], num_hosts * num_groups)
+        num_from = self._exchange_counts(inside, num_to)
+        asked, served = (
+            [[sum(row[group::num_groups]) for group in range(num_groups)] for row in counts]
+            for counts in (num_to, num_from)
+        )
+        in_host = Hop(asked, served)
+        sent = [part.positions_U for part in requested]
+        relays = []
+        for group, positions_K in enumerate(self._send_positions(inside, sent, in_host)):
+            owners = self._groups[self._cold[group]].owners
+            assert owners is not None
+            num_from_GH = [row[group::num_groups] for row in num_from]
+            relays.append(Relay(positions_K, num_from_GH, owners))
+        num_to_HG = torch.stack([relay.num_to_H for relay in relays], dim=1)
+        num_requested = row_counts(HostInts(num_to_HG).wait(), num_groups)
+        hop = Hop(num_requested, self._exchange_counts(rail, num_requested))
+        positions = self._send_positions(rail, [relay.positions_U for relay in relays], hop)
+        return RowRequest(requested, [hop, in_host], positions, relays=relays)
+
+    def _exchange_counts(self, wire: Wire, sent: RowCounts) -> RowCounts:
         """Send each rank its counts, and return those received from each rank."""
-        width, world_size = len(sent[0]), self._wire.world_size
+        width, world_size = len(sent[0]), wire.world_size
         if world_size == 1 or width == 0:
             return sent
         sizes = [width] * world_size
         numbers = ints_on(self._device, [*chain.from_iterable(sent)])
-        received = self._wire.all_to_all(numbers, sizes, sizes)
+        received = wire.all_to_all(numbers, sizes, sizes)
         return row_counts(HostInts(received).wait(), width)
+
+    def _send_positions(
+        self, wire: Wire, sent: Sequence[torch.Tensor], hop: Hop
+    ) -> list[torch.Tensor]:
+        """The positions that are requested from this rank, int64 (R,), by group."""
+        ones = [1] * len(sent)
+        received = exchange_rows(wire, sent, hop.num_requested, hop.num_served, ones)
+        return [part.view(-1).long() for part in received]
 
     def reserve_slots(self, batch: PrefetchedBatch) -> None:
         """Start the owners' fetch of a batch's rows into slots, ahead of the request."""
@@ -257,6 +238,10 @@ class ColdExchange:
             enter(COMMUNICATION, "ids_exchange")
             with named_range("ids_exchange"):
                 self._reserve(batch.number, batch.request)
+                batch.request.relayed = [
+                    torch.empty(relay.num_rows, self._dims[at], device=self._device)
+                    for at, relay in enumerate(batch.request.relays)
+                ]
                 if batch.will_update and self._depth > 0 and not self.is_alone:
                     self._find_conflicts(batch, batch.request)
         self._newest = batch
@@ -267,17 +252,6 @@ class ColdExchange:
         for index in [] if batch.is_all_hot else self._cold:
             found.append(self._groups[index].find_owners(batch.groups[index].rows))
         return found
-
-    def _send_request(
-        self,
-        requested: list[RequestedRows],
-        num_requested: RowCounts,
-        num_served: RowCounts,
-    ) -> RowRequest:
-        sent = [part.positions_U for part in requested]
-        received = exchange_rows(self._wire, sent, num_requested, num_served, [1] * len(sent))
-        positions = [part.view(-1).long() for part in received]
-        return RowRequest(requested, num_requested, num_served, positions)
 
     def _reserve(self, number: int, request: RowRequest) -> None:
         """Find the places of a batch's rows, by group, unless already done.
@@ -294,7 +268,10 @@ class ColdExchange:
             except TooFewSlotsError as error:
                 missing = max(missing, (error.num_needed, error.num_slots))
         if self._is_cached:
-            needed, num_slots = max(self._exchange_counts([[*missing]] * self._wire.world_size))
+            largest = [*missing]
+            for wire in self._wires:
+                largest = max(self._exchange_counts(wire, [largest] * wire.world_size))
+            needed, num_slots = largest
             if needed:
                 num_held = self._depth + 1 + (self._window > 0)
                 raise ValueError(
@@ -314,32 +291,63 @@ class ColdExchange:
             # After the lags of all ranks, so that readers of the same row get the same reply.
             last_read[places] = number
         before = self._request_before(batch)
-        num_sent, num_received = request.num_served, request.num_requested
         if before is not None:
             for last_read, places in zip(self._last_read, before.places, strict=True):
                 is_late = last_read.index_select(0, places) != number
                 needs_served.append(is_late.view(torch.uint8))
-            num_sent = [[*a, *b] for a, b in zip(num_sent, before.num_served, strict=True)]
-            num_received = [
-                [*a, *b] for a, b in zip(num_received, before.num_requested, strict=True)
-            ]
-        sent = lags_served + needs_served
-        received = exchange_rows(self._wire, sent, num_sent, num_received, [1] * len(sent))
-        answers = [part.view(-1) for part in received]
-        lags, needs = answers[: len(lags_served)], answers[len(lags_served) :]
-        requested = RowsByClass(lags, num_lags, request.num_requested)
-        served = RowsByClass(lags_served, num_lags, request.num_served)
-        request.by_lag = self._sides(requested, served)
-        sorted_rows = [*request.by_lag]
-        if before is not None:
-            requested = RowsByClass(needs, 2, before.num_requested)
-            served = RowsByClass(needs_served, 2, before.num_served)
-            before.by_need = self._sides(requested, served)
-            sorted_rows += before.by_need
-        sort_by_class([*dict.fromkeys(sorted_rows)])
+        self._send_classes(request, lags_served, num_lags, before, needs_served)
 
-    def _sides(self, requested: RowsByClass, served: RowsByClass) -> Sides:
-        return (served, served) if self._wire.world_size == 1 else (requested, served)
+    def _send_classes(
+        self,
+        request: RowRequest,
+        lags: list[torch.Tensor],
+        num_lags: int,
+        before: RowRequest | None,
+        needs: list[torch.Tensor],
+    ) -> None:
+        """Send the classes of rows from their owners to their readers, hop by hop."""
+        sorted_rows: list[RowsByClass] = []
+        num_groups = len(lags)
+        for at, (wire, hop) in enumerate(zip(self._wires, request.hops, strict=True)):
+            if at:  # what the owners answered to this relay
+                lags = _spread(lags, request.relays)
+                needs = needs if before is None else _spread(needs, before.relays)
+            num_sent, num_received = hop.num_served, hop.num_requested
+            if before is not None:
+                other = before.hops[at]
+                num_sent = [[*a, *b] for a, b in zip(num_sent, other.num_served, strict=True)]
+                num_received = [
+                    [*a, *b] for a, b in zip(num_received, other.num_requested, strict=True)
+                ]
+            sent = lags + needs
+            received = exchange_rows(wire, sent, num_sent, num_received, [1] * len(sent))
+            answers = [part.view(-1) for part in received]
+            hop.by_lag = self._sides(hop, answers[:num_groups], lags, num_lags)
+            sorted_rows += hop.by_lag
+            if before is not None:
+                other.by_need = self._sides(other, answers[num_groups:], needs, 2)
+                sorted_rows += other.by_need
+            lags, needs = answers[:num_groups], answers[num_groups:]
+        sort_by_class([*dict.fromkeys(sorted_rows)])
+        if before is not None and before.relays:
+            _, in_host = before.hops
+            # Ahead of time: what is left to do with the gradients is to add them up.
+            before.sums = [
+                [
+                    relay.sums_of(index)
+                    for relay, index in zip(before.relays, arriving.indices, strict=True)
+                    if index is not None
+                ]
+                for _, arriving in (in_host.select(in_host.by_need, n, n + 1) for n in range(2))
+            ]
+
+    def _sides(
+        self, hop: Hop, requested: list[torch.Tensor], served: list[torch.Tensor], num_classes: int
+    ) -> Sides:
+        of_served = RowsByClass(served, num_classes, hop.num_served)
+        if self._world_size == 1:
+            return of_served, of_served
+        return RowsByClass(requested, num_classes, hop.num_requested), of_served
 
     def _request_before(self, batch: PrefetchedBatch) -> RowRequest | None:
         """The request of the previous batch, if that one updates rows."""
@@ -374,16 +382,33 @@ class ColdExchange:
             return
         # Without classes, all rows are in one: without updates all are final.
         only = 0 if self.is_alone and batch.will_update else self._depth
-        if request.by_lag is None and not first <= only < end:
+        by_lag = [hop.by_lag for hop in request.hops]
+        if by_lag[0] is None and not first <= only < end:
             return
-        arriving, leaving = request.select(request.by_lag, first, end)
         for index in self._cold:
             self._groups[index].owned.wait(batch.number)
+        hops = [
+            hop.select(of_hop, first, end) for hop, of_hop in zip(request.hops, by_lag, strict=True)
+        ]
+        arriving, leaving = hops[0]
         parts = [
             self._groups[index].owned.read(leaving.of(at, request.places[at]))
             for at, index in enumerate(self._cold)
         ]
-        received = exchange_rows(self._wire, parts, leaving.counts, arriving.counts, self._dims)
+        wire = self._wires[0]
+        received = exchange_rows(wire, parts, leaving.counts, arriving.counts, self._dims)
+        if request.relays:
+            for at, rows_UD in enumerate(request.relayed):
+                put_rows(rows_UD, arriving.indices[at], received[at])
+            arriving, leaving = hops[1]
+            parts = [
+                rows_UD.index_select(0, leaving.of(at, relay.index_K))
+                for at, (rows_UD, relay) in enumerate(
+                    zip(request.relayed, request.relays, strict=True)
+                )
+            ]
+            wire = self._wires[1]
+            received = exchange_rows(wire, parts, leaving.counts, arriving.counts, self._dims)
         for at, index in enumerate(self._cold):
             rows = arriving.rows(at, request.requested[at].order_U)
             put_rows(batch.rows[index][batch.num_hot[index] :], rows, received[at])
@@ -400,8 +425,8 @@ class ColdExchange:
         if self._depth == 0:
             for num_hot, late_U in zip(batch.num_hot, late, strict=True):
                 late_U[num_hot:] = True
-        elif request is not None and request.by_lag is not None:
-            by_lag = request.by_lag[0]
+        elif request is not None and request.hops[-1].by_lag is not None:
+            by_lag = request.hops[-1].by_lag[0]
             last = by_lag.select(0, 1)
             for at, index in enumerate(self._cold):
                 order_U = request.requested[at].order_U
@@ -417,10 +442,10 @@ class ColdExchange:
     ) -> None:
         """Send the gradients of rows that the next batch reads, then fetch these rows for it."""
         request = batch.request
-        if request is not None and request.by_need is not None:
+        if request is not None and request.hops[0].by_need is not None:
             enter(COMMUNICATION, "grads_exchange")
             with named_range("urgent gradients"):
-                self._send_gradients(batch, gradients, *request.select(request.by_need, 0, 1))
+                self._send_gradients(batch, request, gradients, 0)
         enter(COMMUNICATION, "rows_exchange")
         with named_range("urgent rows"):
             # A batch without cold rows updates none for the next one.
@@ -433,27 +458,49 @@ class ColdExchange:
         if request is not None:
             enter(COMMUNICATION, "grads_exchange")
             with named_range("late gradients"):
-                self._send_gradients(batch, gradients, *request.select(request.by_need, 1, 2))
+                self._send_gradients(batch, request, gradients, 1)
         self._release(batch)
 
     def _send_gradients(
-        self, batch: PrefetchedBatch, gradients: Gradients, leaving: Selection, arriving: Selection
+        self, batch: PrefetchedBatch, request: RowRequest, gradients: Gradients, need: int
     ) -> None:
-        request, world_size = batch.request, self._wire.world_size
-        assert request is not None
+        """Send the gradients of one class of need, or all without classes."""
+        hops = [hop.select(hop.by_need, need, need + 1) for hop in request.hops]
+        leaving, arriving = hops[-1]
         parts = []
         for at, index in enumerate(self._cold):
             cold_UD = gradients.rows[index][batch.num_hot[index] :]
             rows = leaving.rows(at, request.requested[at].order_U)
             part = cold_UD if rows is None else cold_UD.index_select(0, rows)
             # Owners sum, so each rank sends its share of the mean.
-            parts.append(part.div_(world_size) if world_size > 1 else part)
-        received = exchange_rows(self._wire, parts, leaving.counts, arriving.counts, self._dims)
+            parts.append(part.div_(self._world_size) if self._world_size > 1 else part)
+        wire = self._wires[-1]
+        received = exchange_rows(wire, parts, leaving.counts, arriving.counts, self._dims)
+        if request.relays:
+            leaving, arriving = hops[0]
+            sums = request.sums[need] if request.sums else [relay.sums for relay in request.relays]
+            parts = [add_up(values) for add_up, values in zip(sums, received, strict=True)]
+            wire = self._wires[0]
+            received = exchange_rows(wire, parts, leaving.counts, arriving.counts, self._dims)
         for at, index in enumerate(self._cold):
             self._groups[index].owned.update(
                 arriving.of(at, request.places[at]),
                 received[at],
                 gradients.learning_rates[index],
                 gradients.num_updates,
-                is_distinct=world_size == 1,
+                is_distinct=self._world_size == 1,
             )
+
+
+def _counts(requested: Sequence[RequestedRows]) -> RowCounts:
+    """By owner, of each group; waits for the device."""
+    num_to_G = [part.num_to_W for part in requested if part.num_to_W is not None]
+    return row_counts(HostInts(torch.stack(num_to_G, dim=1)).wait(), len(requested))
+
+
+def _spread(values: Sequence[torch.Tensor], relays: Sequence[Relay]) -> list[torch.Tensor]:
+    """From the rows of each relay to those that its host's ranks requested."""
+    return [
+        of_union.index_select(0, relay.index_K)
+        for of_union, relay in zip(values, relays, strict=True)
+    ]

@@ -112,12 +112,19 @@ class RowsAhead:
         if is_nccl:
             self._order.enter_context(finished_first(self._thread.drain))
         self.window = window if any(group.is_cached for group in self._groups) else 0
-        self._cold = ColdExchange(self._groups, wire, depth, device, self.window)
         self._replicas: list[HotReplicas] = [rows.hot for rows in self._groups if rows.hot]
         shapes = [(replica.rows.shape[0], replica.dim) for replica in self._replicas]
         # None without hot rows, or with one rank, whose gradients are the mean.
         has_reducer = bool(shapes) and wire.world_size > 1
-        self._hosts = make_two_levels(wire_type, "hot rows ahead") if has_reducer else None
+        is_relayed = any(group.hosts is not None for group in self._groups)
+        self._hosts = (
+            make_two_levels(wire_type, "rows ahead") if has_reducer or is_relayed else None
+        )
+        wires = [wire]
+        if is_relayed:
+            assert self._hosts is not None
+            wires = [self._hosts.rail, self._hosts.inside]
+        self._cold = ColdExchange(self._groups, wires, depth, device, self.window)
         self._reducer = (
             HotReducer(shapes, wire, hot_exchange, device, self._hosts) if has_reducer else None
         )

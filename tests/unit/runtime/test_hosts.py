@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hotrec.runtime.hosts import RANKS_PER_HOST, Hosts, find_levels, gather_levels
+from hotrec.runtime.hosts import RANKS_PER_HOST, Hosts, find_hosts, gather_hosts
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from hotrec.runtime.hosts import RANKS_PER_HOST, Hosts, find_levels, gather_leve
     ],
 )
 def test_rules(hosts: str, expected: Hosts | None, why: str) -> None:
-    found = find_levels(hosts)
+    found = find_hosts(hosts)
     assert (found.hosts, found.why) == (expected, why)
 
 
@@ -38,4 +38,4 @@ def test_a_number_that_does_not_divide_the_ranks_is_refused(
 ) -> None:
     monkeypatch.setenv(RANKS_PER_HOST, text)
     with pytest.raises(ValueError, match="expected one divisor of the 1 ranks on all of them"):
-        gather_levels()
+        gather_hosts()
