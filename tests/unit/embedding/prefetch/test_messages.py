@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.embedding.messages import message_sizes, pack, row_counts, unpack
-from hotrec.embedding.prefetch.exchange import RowRequest, RowsByClass, sort_by_class
+from hotrec.embedding.prefetch.classes import Hop, RowsByClass, sort_by_class
 
 counts_of_ranks = st.integers(1, 3).flatmap(
     lambda num_groups: st.lists(
@@ -68,7 +68,7 @@ def test_classes_are_chosen_in_the_same_order_by_rank(
 
 
 def test_everything_is_selected_without_indices() -> None:
-    rows, request = torch.arange(3), RowRequest([None], [[1], [2]], [[3], [0]], [])  # type: ignore[list-item]
-    requested, served = request.select(None, 0, 1)
+    rows, hop = torch.arange(3), Hop([[1], [2]], [[3], [0]])
+    requested, served = hop.select(None, 0, 1)
     assert requested.of(0, rows) is rows
     assert (requested.counts, served.counts) == ([[1], [2]], [[3], [0]])
