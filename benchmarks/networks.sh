@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
 # hotrec bench on several networks, all cases in turn in each: hosts are network namespaces of one
-# machine, one rank in each, every link shaped to a rate both ways (see hosts.sh); and loopback.
+# machine, one rank in each or -g ranks, every link shaped to a rate both ways (see hosts.sh); and loopback.
 #
-#   benchmarks/networks.sh [-o DIR] [-n "NETWORK ..."] [-w "RANKS ..."] [-b "BATCH ..."]
+#   benchmarks/networks.sh [-o DIR] [-n "NETWORK ..."] [-w "RANKS ..."] [-g RANKS] [-b "BATCH ..."]
 #                          [-k ROUNDS] [-c "CASE ..."] [-p] [hydra overrides of hotrec bench ...]
 #
 #   -o  directory of the JSON files, the page and the picture (default benchmarks/results/networks)
 #   -n  loopback, or rates as tc writes them (default "loopback 10gbit 1gbit 250mbit")
 #   -w  numbers of ranks (default "2 4")
+#   -g  ranks of a host (default 1)
 #   -b  samples per rank and step; conf/bench/networks_b<BATCH>.yaml (default "2048 8192")
 #   -k  timed blocks of each case (default: by batch and network, below 4 minutes for 2 ranks and
 #       B = 2048)
 #   -c  cases, names of the bench choice (default: all that it lists)
 #   -p  only make the page from the files that are there
 #
-# Writes DIR/<network>-w<ranks>-b<batch>.json; files of other networks stay, and are on the page.
+# Writes DIR/<network>-w<ranks>[-g<ranks of a host>]-b<batch>.json; files of other networks stay, and are on the page.
 # Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN), ip and tc for the rates; skips those, saying so, where
 # namespaces cannot be made. Environment: PYTHON, the interpreter (default: .venv, else python3).
 set -euo pipefail
@@ -28,13 +29,15 @@ networks="loopback 10gbit 1gbit 250mbit"
 worlds="2 4"
 batches="2048 8192"
 rounds=
+per_host=1
 cases=
 page_only=
-while getopts "o:n:w:b:k:c:p" option; do
+while getopts "o:n:w:g:b:k:c:p" option; do
   case $option in
     o) output=$OPTARG ;;
     n) networks=$OPTARG ;;
     w) worlds=$OPTARG ;;
+    g) per_host=$OPTARG ;;
     b) batches=$OPTARG ;;
     k) rounds=$OPTARG ;;
     c) cases=$OPTARG ;;
@@ -70,16 +73,18 @@ measure() {
     "$(find_python)" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
       "${words[@]}" "bench.network=loopback" "$@" > "$logs/first" || return 1
   else
-    if ! make_hosts "$network" "$ranks" 2> "$logs/hosts"; then
+    if ! make_hosts "$network" "$((ranks / per_host))" 2> "$logs/hosts"; then
       echo "networks: skipped $network: $(tr '\n' ' ' < "$logs/hosts")" >&2
       remove_hosts
       return 0
     fi
-    run_on_hosts "$logs" 1 "${words[@]}" bench.interface=veth0 "bench.network=$network" "$@" \
+    run_on_hosts "$logs" "$per_host" "${words[@]}" bench.interface=veth0 "bench.network=$network" "$@" \
       > "$logs/first" || return 1
     remove_hosts
   fi
-  cp "$run_dir/bench.json" "$output/$network-w$ranks-b$batch.json"
+  local hosts=
+  if [ "$network" != loopback ] && [ "$per_host" -gt 1 ]; then hosts=-g$per_host; fi
+  cp "$run_dir/bench.json" "$output/$network-w$ranks$hosts-b$batch.json"
 }
 
 if [ -z "$page_only" ]; then

@@ -295,13 +295,13 @@ class HotExchange(Enum):
 
 
 class Levels(Enum):
-    """How rows travel between hosts of several ranks; auto is replaced by one of the others.
+    """How unpooled rows travel between hosts of several ranks.
 
     ``one``: every rank requests its rows from their owners. ``two``: a row crosses the network once
-    for all ranks of a host that read it, and is distributed inside the host.
+    for all ranks of a host that read it, and is distributed inside the host; on one host, or where
+    hosts differ in size, this is one level.
     """
 
-    auto = "auto"
     one = "one"
     two = "two"
 
@@ -359,7 +359,7 @@ class PipelineSpec:
         depth: Batches whose rows look-ahead exchanges in advance.
         window: Further batches whose rows it knows, to choose which rows stay in slots.
         micro_batches: Whether it first computes the samples that need no row of another rank.
-        levels: How unpooled rows travel between hosts of several ranks; auto only in a request.
+        levels: How unpooled rows travel between hosts of several ranks.
     """
 
     kind: PipelineKind = PipelineKind.sparse_dist

@@ -118,6 +118,7 @@ def _make_case(
         variant.wire,
         variant.depth,
         micro_batches=variant.micro_batches,
+        levels=variant.levels,
     )
     if variant.placement not in HOT_COLD_CASES:
         plan = TorchrecPlan[variant.placement.name]

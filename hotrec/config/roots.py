@@ -22,7 +22,15 @@ from hotrec.config.groups import (
     ProfilerConfig,
     TimeOrder,
 )
-from hotrec.types import DEFAULT_LOAD_FRAC, ColdTier, HotExchange, PipelineKind, Precision, WireType
+from hotrec.types import (
+    DEFAULT_LOAD_FRAC,
+    ColdTier,
+    HotExchange,
+    Levels,
+    PipelineKind,
+    Precision,
+    WireType,
+)
 
 Device = StrEnum("Device", "auto cpu cuda")
 ProfileMode = StrEnum("ProfileMode", "exact sample")
@@ -55,6 +63,11 @@ WINDOW = (
     "in the slots of placement.cold_tier=cached; at most 32"
 )
 DEPTH = "number of batches whose rows look_ahead exchanges in advance; 0: none"
+LEVELS = (
+    "how rows that are exchanged unpooled travel between hosts of several ranks: one (every rank "
+    "requests its rows from their owners) or two (a row crosses the network once for all ranks of "
+    "a host, and is distributed inside it)"
+)
 MICRO_BATCHES = "in look_ahead, first compute the samples that need no row of another rank"
 WIRE = "type of rows and gradients in messages: fp32 (exact), fp16 or bf16"
 
@@ -76,6 +89,7 @@ class PipelineConfig:
     window: int = key(WINDOW, 32, ge=0, le=32)
     micro_batches: bool = key(MICRO_BATCHES, False)
     wire: WireType = key(WIRE, WireType.fp32)
+    levels: Levels = key(LEVELS, Levels.one)
 
 
 @dataclass
@@ -405,6 +419,7 @@ class BenchVariant:
     wire: WireType = key(WIRE, WireType.fp32)
     depth: int = key(DEPTH, 1, ge=0, le=16)
     micro_batches: bool = key(MICRO_BATCHES, False)
+    levels: Levels = key(LEVELS, Levels.one)
     assign: OrderAssign = key(ASSIGN, OrderAssign.as_read)
 
     def rules_in(self, bench: BenchConfig) -> Rules:

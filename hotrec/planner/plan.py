@@ -15,6 +15,7 @@ from hotrec.types import (
     ColdTier,
     Exchange,
     HotExchange,
+    Levels,
     PipelineKind,
     PipelineSpec,
     RowFetch,
@@ -162,7 +163,12 @@ class Plan:
             kinds = {"plan": TorchrecPlan(tables["plan"]), "tier": ColdTier(tables["tier"])}
             of_tables = TorchrecTables(**{**tables, **kinds})
         given = document["pipeline"]
-        kinds = {"kind": PipelineKind(given["kind"]), "wire": WireType(given["wire"])}
+        kinds = {
+            "kind": PipelineKind(given["kind"]),
+            "wire": WireType(given["wire"]),
+            # Plans of earlier versions have none.
+            "levels": Levels(given.get("levels", Levels.one.value)),
+        }
         return Plan(of_tables, PipelineSpec(**{**given, **kinds}), document["num_workers"])
 
 

@@ -26,7 +26,7 @@ ALLOWED = {
         "_config": "a worker makes no directory of its own",
     },
     "hotrec.data.packing": {"_new_shared": "shared memory without a copy"},
-    "hotrec.embedding.prefetch.exchange": {"_foreach_add_": "one kernel for all tables"},
+    "hotrec.embedding.prefetch.classes": {"_foreach_add_": "one kernel for all tables"},
     "hotrec.routing.group": {
         "_foreach_add_": "one kernel for all tables",
         "_foreach_max": "one kernel for all tables",

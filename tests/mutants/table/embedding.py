@@ -205,7 +205,7 @@ MUTANTS = [
         "look_ahead.gradients_mean",
         "Under look-ahead gradients of cold rows are those of the mean over the ranks.",
         "hotrec/embedding/prefetch/exchange.py",
-        "parts.append(part.div_(world_size) if world_size > 1 else part)",
+        "parts.append(part.div_(self._world_size) if self._world_size > 1 else part)",
         "parts.append(part)",
         "distributed/test_look_ahead.py::"
         "test_every_pipeline_trains_the_unsplit_model_and_depth_changes_no_bit",
