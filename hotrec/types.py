@@ -295,13 +295,14 @@ class HotExchange(Enum):
 
 
 class Levels(Enum):
-    """How unpooled rows travel between hosts of several ranks.
+    """How unpooled rows travel between hosts of several ranks; auto is replaced by another.
 
     ``one``: every rank requests its rows from their owners. ``two``: a row crosses the network once
     for all ranks of a host that read it, and is distributed inside the host; on one host, or where
     hosts differ in size, this is one level.
     """
 
+    auto = "auto"
     one = "one"
     two = "two"
 
@@ -359,7 +360,7 @@ class PipelineSpec:
         depth: Batches whose rows look-ahead exchanges in advance.
         window: Further batches whose rows it knows, to choose which rows stay in slots.
         micro_batches: Whether it first computes the samples that need no row of another rank.
-        levels: How unpooled rows travel between hosts of several ranks.
+        levels: How unpooled rows travel between hosts of several ranks; auto only in a request.
     """
 
     kind: PipelineKind = PipelineKind.sparse_dist
@@ -381,7 +382,8 @@ class PipelineSpec:
     @property
     def of_torchrec(self) -> PipelineSpec:
         """The pipeline of unsplit tables where this one trains hot and cold rows."""
-        return self.with_kind(PipelineKind.sparse_dist) if self.is_look_ahead else self
+        kind = PipelineKind.sparse_dist if self.is_look_ahead else self.kind
+        return replace(self, kind=kind, levels=Levels.one)
 
     @property
     def batches_in_slots(self) -> int:

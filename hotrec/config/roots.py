@@ -65,8 +65,8 @@ WINDOW = (
 DEPTH = "number of batches whose rows look_ahead exchanges in advance; 0: none"
 LEVELS = (
     "how rows that are exchanged unpooled travel between hosts of several ranks: one (every rank "
-    "requests its rows from their owners) or two (a row crosses the network once for all ranks of "
-    "a host, and is distributed inside it)"
+    "requests its rows from their owners), two (a row crosses the network once for all ranks of a "
+    "host, and is distributed inside it){}"
 )
 MICRO_BATCHES = "in look_ahead, first compute the samples that need no row of another rank"
 WIRE = "type of rows and gradients in messages: fp32 (exact), fp16 or bf16"
@@ -89,7 +89,9 @@ class PipelineConfig:
     window: int = key(WINDOW, 32, ge=0, le=32)
     micro_batches: bool = key(MICRO_BATCHES, False)
     wire: WireType = key(WIRE, WireType.fp32)
-    levels: Levels = key(LEVELS, Levels.one)
+    levels: Levels = key(
+        LEVELS.format(", or auto (the faster by prediction; without a profile one)"), Levels.auto
+    )
 
 
 @dataclass
@@ -419,7 +421,7 @@ class BenchVariant:
     wire: WireType = key(WIRE, WireType.fp32)
     depth: int = key(DEPTH, 1, ge=0, le=16)
     micro_batches: bool = key(MICRO_BATCHES, False)
-    levels: Levels = key(LEVELS, Levels.one)
+    levels: Levels = key(LEVELS.format(""), Levels.one)
     assign: OrderAssign = key(ASSIGN, OrderAssign.as_read)
 
     def rules_in(self, bench: BenchConfig) -> Rules:
@@ -447,6 +449,10 @@ class BenchVariant:
             (self.depth == 1 and not self.micro_batches) or pipeline is PipelineKind.look_ahead,
             f": expected depth 1 and no micro_batches with the pipeline {name}, got depth "
             f"{self.depth}, micro_batches {self.micro_batches}. They are look_ahead's.",
+        )
+        yield (
+            self.levels is not Levels.auto,
+            "levels: expected one or two in a benchmark, got auto. Set levels=one.",
         )
         yield (
             self.num_hot_rows is None or placement is BenchCase.hot_cold,

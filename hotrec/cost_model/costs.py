@@ -55,6 +55,16 @@ class World:
     def num_hosts(self) -> int:
         return self.num_ranks // self.ranks_per_host
 
+    @property
+    def has_levels(self) -> bool:
+        """Whether several hosts have several ranks each."""
+        return 1 < self.ranks_per_host < self.num_ranks
+
+    @property
+    def inside(self) -> World:
+        """The ranks of a host."""
+        return World(self.ranks_per_host, self.ranks_per_host)
+
 
 @dataclass(frozen=True)
 class Line:
@@ -84,11 +94,16 @@ class Link:
         bytes_per_s: Inside a host: the sending rate of a rank; between hosts: that of a whole host
             while all its ranks send.
         source: "measured", or where the numbers come from.
+        flow_bytes_per_s: Maximum rate of one connection between two ranks, as clouds have it; None
+            for that of the link.
+        all_to_all_frac: Rate of an all_to_all over that of an all_reduce.
     """
 
     latency_s: float
     bytes_per_s: float
     source: str = "measured"
+    flow_bytes_per_s: float | None = None
+    all_to_all_frac: float = 1.0
 
 
 def fit_nonnegative(matrix: Floats, wanted: Floats) -> Floats:
@@ -339,18 +354,39 @@ class Costs:
         ranks, local, hosts = world.num_ranks, world.ranks_per_host, world.num_hosts
         if hosts == 1:
             return Line(self.intra.latency_s, 0.0, 1 / self.intra.bytes_per_s)
-        if self.inter is None:
-            raise CostsError(
-                f"costs {self.name}: expected the link between hosts, for {hosts} hosts, got costs "
-                "measured on one. Calibrate under torchrun on two hosts or more."
-            )
+        inter = self._between(world)
         reduced = 1.0, ((hosts - 1) / hosts) * ranks / (ranks - 1)
         inside, between = {
             "all_to_all": ((local - 1) / (ranks - 1), local * (ranks - local) / (ranks - 1)),
             "all_gather": (1.0, (ranks - local) / (ranks - 1)),
         }.get(kind, reduced)
-        per_byte_s = max(inside / self.intra.bytes_per_s, between / self.inter.bytes_per_s)
-        return Line(self.intra.latency_s + self.inter.latency_s, 0.0, per_byte_s)
+        rate = inter.bytes_per_s * (inter.all_to_all_frac if kind == "all_to_all" else 1.0)
+        per_byte_s = max(inside / self.intra.bytes_per_s, between / rate)
+        return Line(self.intra.latency_s + inter.latency_s, 0.0, per_byte_s)
+
+    def on_rails(self, kind: str, world: World) -> Line:
+        """Seconds of a collective of ranks of equal local rank, of all local ranks at once.
+
+        They share the links of a host. Each has one connection to every other host, which may be
+        slower than its share of the links.
+
+        Raises:
+            CostsError: If the costs lack the link between hosts.
+        """
+        inter = self._between(world)
+        rate = inter.bytes_per_s / world.ranks_per_host
+        if inter.flow_bytes_per_s is not None:
+            rate = min(rate, (world.num_hosts - 1) * inter.flow_bytes_per_s)
+        rate *= inter.all_to_all_frac if kind == "all_to_all" else 1.0
+        return Line(inter.latency_s, 0.0, 1 / rate)
+
+    def _between(self, world: World) -> Link:
+        if self.inter is None:
+            raise CostsError(
+                f"costs {self.name}: expected the link between hosts, for {world.num_hosts} hosts, "
+                "got costs measured on one. Calibrate under torchrun on two hosts or more."
+            )
+        return self.inter
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -423,7 +459,9 @@ def check_costs(costs: Costs) -> None:
     for level, link in (("intra", costs.intra), ("inter", costs.inter)):
         if link is not None:
             numbers[f"{where} link {level}"] = {"latency_s": link.latency_s}
-            above_0[f"{where} link {level} bytes_per_s"] = link.bytes_per_s
+            for key in ("bytes_per_s", "flow_bytes_per_s", "all_to_all_frac"):
+                value = getattr(link, key)
+                above_0 |= {} if value is None else {f"{where} link {level} {key}": value}
     for key in ("corrections", "stage_overhead_s", "waiting_frac"):
         numbers[f"{where} {key}"] = of_stages = getattr(costs, key)
         of_torchrec = map(TORCHREC_STAGE.format, STAGES if key == "corrections" else ())

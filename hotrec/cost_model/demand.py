@@ -89,6 +89,9 @@ class TableDemand:
         by_any_G: Mean Q of a row of each group, float64 (G,).
         by_both_G: Mean probability that a rank reads a row in a step and any rank reads it in the
             next, float64 (G,). None means q Q.
+        by_host_G: Mean probability that some rank of a host reads a row, float64 (G,). None where
+            hosts have one rank or there is one host.
+        by_host_both_G: As ``by_both_G``, for some rank of a host in the first step.
     """
 
     name: str
@@ -102,6 +105,8 @@ class TableDemand:
     by_rank_G: Floats
     by_any_G: Floats
     by_both_G: Floats | None = None
+    by_host_G: Floats | None = None
+    by_host_both_G: Floats | None = None
 
 
 def build_demand(
@@ -114,6 +119,7 @@ def build_demand(
     num_columns: int,
     batch_size: int,
     world_size: int,
+    ranks_per_host: int = 1,
     max_groups: int = MAX_GROUPS,
     num_draws: tuple[float, float] | None = None,
 ) -> TableDemand:
@@ -126,6 +132,8 @@ def build_demand(
     Args:
         batch_size: Batch B of a rank.
         world_size: World size W.
+        ranks_per_host: Ranks of a host. Their number of independent lookups lies between those of
+            one rank and of all, on the power of the number of ranks through both.
         max_groups: Maximum number of groups.
         num_draws: Numbers of independent lookups equivalent to those of a rank and of all ranks
             (``hotrec.cost_model.locality``). None assumes independent lookups: n = B L, and n W.
@@ -154,7 +162,17 @@ def build_demand(
     def mean(of_rows: Floats) -> Floats:
         return _sum_groups(histogram.num_rows * of_rows, starts) / rows_G
 
-    by_rank, by_any = (prob_drawn(counts, total, num_draws) for num_draws in (of_rank, of_all))
+    def met(num_draws: float) -> tuple[Floats, Floats]:
+        """The probability to read a row with these lookups, and to read it again in a step."""
+        drawn = prob_drawn(counts, total, num_draws)
+        return drawn, prob_both(counts, total, num_draws + of_all, drawn, by_any)
+
+    by_any = prob_drawn(counts, total, of_all)
+    by_rank, by_both = met(of_rank)
+    by_host = by_host_both = None
+    if 1 < ranks_per_host < world_size:
+        power = math.log(of_all / of_rank) / math.log(world_size) if of_rank > 0 else 1.0
+        by_host, by_host_both = (mean(part) for part in met(of_rank * ranks_per_host**power))
     return TableDemand(
         name=name,
         num_rows=histogram.total_rows,
@@ -166,7 +184,9 @@ def build_demand(
         probs_G=mean(counts / max(total, 1)),
         by_rank_G=mean(by_rank),
         by_any_G=mean(by_any),
-        by_both_G=mean(prob_both(counts, total, of_rank + of_all, by_rank, by_any)),
+        by_both_G=mean(by_both),
+        by_host_G=by_host,
+        by_host_both_G=by_host_both,
     )
 
 
@@ -199,6 +219,25 @@ def expected_urgent(demand: TableDemand, num_hot: int = 0) -> float:
     cold_G = demand.rows_G - take_rows(demand, num_hot)
     both_G = demand.by_rank_G * demand.by_any_G if demand.by_both_G is None else demand.by_both_G
     return float(cold_G @ both_G)
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """Expected distinct rows that the ranks of a host read in a step."""
+
+    hot: float
+    cold: float
+    urgent: float
+
+
+def expected_of_host(demand: TableDemand, num_hot: int = 0) -> HostRows | None:
+    """The rows of a host; None where hosts have one rank or there is one host."""
+    if demand.by_host_G is None or demand.by_host_both_G is None:
+        return None
+    hot_G = take_rows(demand, num_hot)
+    cold_G = demand.rows_G - hot_G
+    of_all = (hot_G @ demand.by_host_G, cold_G @ demand.by_host_G, cold_G @ demand.by_host_both_G)
+    return HostRows(*map(float, of_all))
 
 
 def take_rows(demand: TableDemand, num_taken: float, num_skipped: float = 0) -> Floats:

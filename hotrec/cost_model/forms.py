@@ -23,6 +23,10 @@ BYTES_OF = {
     **{f"rows_{tier}": f"bytes_{tier}" for tier in TIERS},  # distinct cold rows read
     "urgent_rows": "urgent_bytes",  # those that some rank also reads in the next step
     "hot_rows": "hot_bytes",  # distinct hot rows of this rank
+    # Distinct rows of the ranks of a host, of which a rank relays its share; 0 in one level.
+    "relayed_rows": "relayed_bytes",  # cold
+    "relayed_urgent_rows": "relayed_urgent_bytes",
+    "relayed_hot_rows": "relayed_hot_bytes",
     "union_rows": "union_bytes",  # distinct hot rows of any rank
     "replica_rows": "replica_bytes",  # hot rows, touched or not
     # ids that this rank pools for all ranks in TorchRec's kernel

@@ -6,7 +6,7 @@ pass. All other rows and gradients, ids and the dense layers' gradients travel i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,7 +24,7 @@ from hotrec.cost_model.forms import (
     add_hot_pack,
     add_overhead,
 )
-from hotrec.types import STAGES, PipelineSpec, RowFetch
+from hotrec.types import STAGES, Levels, PipelineSpec, RowFetch
 
 # Share of the dense layers' time, forward and backward, that remains once the gradients of rows are
 # ready: the bottom layers' backward pass, and the weight gradients of the others, which can be
@@ -72,6 +72,11 @@ class LookAheadModel:
         hot_exchange    the fewest bytes of       (W-1) H (v D + 4), gathered;
                                                   (W-1)/W (H + union) (v D + 4), added up by owners;
                                                   2 (W-1)/W replica (v D + 1), all of them reduced
+
+    On H hosts of G ranks, hot rows are added up inside a host by the owners of their slots: (G-1)/G
+    of H (v D + 4) with v = 4, then one of the three forms among hosts for 1/G of the rows of a
+    host, then (G-1)/G of the union inside. In two levels, of the distinct rows of a host a rank
+    relays 1/G: (H-1)/H of these cross, and (G-1)/G U 4 D are distributed inside.
 
     Messages contain the rows of all dimensions, and are sent one by one between pairs of ranks;
     gloo's all_to_all is slower than that on a slow link. So their time is the smaller of those
@@ -187,16 +192,23 @@ class LookAheadModel:
         """The exchanges, in the order in which they are sent once backward has the gradients."""
         narrow = self.pipeline.narrow_frac
         is_ahead = self.pipeline.depth > 0
-        row_bytes = _row_bytes(quantities) * self._others
-        urgent_bytes = quantities.get("urgent_bytes", 0.0) * self._others if is_ahead else row_bytes
+        of_rank, relayed = _row_bytes(quantities), quantities.get("relayed_bytes", 0.0)
+        urgent, urgent_relayed = of_rank, relayed
+        if is_ahead:
+            urgent = quantities.get("urgent_bytes", 0.0)
+            urgent_relayed = quantities.get("relayed_urgent_bytes", 0.0)
+        sent_bytes, _ = self._of_rows(of_rank, relayed)
+        _, late_s = self._of_rows(of_rank - urgent, relayed - urgent_relayed)
+        _, urgent_s = self._of_rows(urgent, urgent_relayed)
+        copied_bytes = of_rank * self._others + (relayed + of_rank if self._is_relayed else 0.0)
         pooled_bytes = quantities.get("pooled_sent_bytes", 0.0)
         num_pooled = quantities.get("pooled_groups", 0.0)
         rows = _Traffic(
-            sent_bytes=row_bytes * narrow + pooled_bytes,
-            background_s=self._seconds((row_bytes - urgent_bytes) * narrow),
-            critical_s=self._seconds(urgent_bytes * narrow),
+            sent_bytes=sent_bytes + pooled_bytes,
+            background_s=late_s,
+            critical_s=urgent_s,
             in_line_s=self._seconds(pooled_bytes, num_pooled, is_pooled=True),
-            compute_s=(row_bytes + pooled_bytes) * self.costs.kernels["copy"].per_byte_s,
+            compute_s=(copied_bytes + pooled_bytes) * self.costs.kernels["copy"].per_byte_s,
         )
         dense_bytes = 2 * self._others * BYTES_PER_FLOAT * self.workload.num_dense_values * narrow
         dense_s = 0.0
@@ -209,9 +221,15 @@ class LookAheadModel:
             background_s=rows.background_s + dense_s,
         )
         num_rows = sum(quantities.get(f"rows_{tier}", 0.0) for tier in TIERS)
-        requested_bytes = num_rows * self._others * (POSITION_BYTES + FLAGS_BYTES)
+        row_flags = POSITION_BYTES + FLAGS_BYTES
+        requested_bytes = num_rows * self._others * row_flags
         ids_of_pooled = quantities.get("pooled_sent_ids", 0.0) * BYTES_PER_ID
         ids_s = self._seconds(requested_bytes, NUM_ID_MESSAGES)
+        if self._is_relayed:
+            inside = num_rows * self._inside_frac * row_flags
+            on_rails = quantities.get("relayed_rows", 0.0) * self._rail_frac * row_flags
+            requested_bytes = inside + on_rails
+            ids_s = self._two_levels_s(inside, on_rails, NUM_ID_MESSAGES)
         ids_s += self._seconds(ids_of_pooled, 3 * num_pooled, is_pooled=True)
         ids = _Traffic(
             sent_bytes=requested_bytes + ids_of_pooled,
@@ -224,6 +242,43 @@ class LookAheadModel:
             "rows_exchange": rows,
             "ids_exchange": ids,
         }
+
+    @property
+    def _is_relayed(self) -> bool:
+        return self.world.has_levels and self.pipeline.levels is Levels.two
+
+    @property
+    def _inside_frac(self) -> float:
+        """(G-1)/G."""
+        return (self.world.ranks_per_host - 1) / self.world.ranks_per_host
+
+    @property
+    def _rail_frac(self) -> float:
+        """(H-1)/H."""
+        return (self.world.num_hosts - 1) / self.world.num_hosts
+
+    def _of_rows(self, rank_bytes: float, relayed_bytes: float) -> tuple[float, float]:
+        """Bytes sent, and seconds, for distinct rows of a rank, or its share of those of a host."""
+        narrow = self.pipeline.narrow_frac
+        if not self._is_relayed:
+            sent = rank_bytes * self._others * narrow
+            return sent, self._seconds(sent)
+        inside = rank_bytes * self._inside_frac
+        on_rails = relayed_bytes * self._rail_frac * narrow
+        return inside + on_rails, self._two_levels_s(inside, on_rails)
+
+    def _two_levels_s(
+        self, inside_bytes: float, rail_bytes: float, num_messages: float = 1
+    ) -> float:
+        """Seconds of an exchange inside hosts and one on the rails; none is empty."""
+        if inside_bytes <= 0:
+            return 0.0
+        size = inside_bytes / max(1.0, num_messages)
+        lines = (
+            (self.costs.collective("all_to_all", self.world.inside, size), inside_bytes),
+            (self.costs.on_rails("all_to_all", self.world), rail_bytes),
+        )
+        return sum(num_messages * line.fixed_s + line.per_byte_s * size for line, size in lines)
 
     def _hot(self, quantities: Mapping[str, float]) -> _Traffic:
         def sized(rows: str, num_bytes: str, with_row: int) -> float:
@@ -240,6 +295,8 @@ class LookAheadModel:
         of_any = add.seconds(quantities.get("union_rows", 0.0), quantities.get("union_bytes", 0.0))
         if touched <= 0:
             return _Traffic()
+        if self.world.has_levels:
+            return self._hot_by_host(sized, quantities)
         if self.is_hot_dense or reduced < min(gathered, owned):
             line = self.costs.collective("all_reduce", self.world, reduced)
             num_bytes, seconds, compute_s = reduced, line.seconds(num_bytes=reduced), 0.0
@@ -254,6 +311,43 @@ class LookAheadModel:
             num_bytes,
             critical_s=seconds,
             compute_s=compute_s * self.costs.correction("hot_exchange"),
+        )
+
+    def _hot_by_host(
+        self, sized: Callable[[str, str, int], float], quantities: Mapping[str, float]
+    ) -> _Traffic:
+        """Added up inside hosts in fp32, then among hosts, then gathered inside."""
+        add, hosts, local = self.costs.kernels["hot_add"], self.world.num_hosts, self._inside_frac
+        ranks = self.world.ranks_per_host
+        touched = sized("relayed_hot_rows", "relayed_hot_bytes", SLOT_BYTES)
+        union = sized("union_rows", "union_bytes", SLOT_BYTES) / ranks
+        forms = {
+            "touched": ((hosts - 1) * touched, 2, "all_to_all"),
+            "owners": (self._rail_frac * (touched + union), 4, "all_to_all"),
+            "dense": (
+                2 * self._rail_frac * sized("replica_rows", "replica_bytes", 1) / ranks,
+                2,
+                "all_reduce",
+            ),
+        }
+        name = min(forms, key=lambda form: forms[form][0])
+        on_rails, num_messages, kind = forms["dense" if self.is_hot_dense else name]
+        rail = self.costs.on_rails(kind, self.world)
+        inside = local * sum(
+            quantities.get(num_bytes, 0.0) + SLOT_BYTES * quantities.get(rows, 0.0)
+            for rows, num_bytes in (("hot_rows", "hot_bytes"), ("union_rows", "union_bytes"))
+        )
+        line = self.costs.collective("all_to_all", self.world.inside, inside / 4)
+        of_rank = add.seconds(quantities.get("hot_rows", 0.0), quantities.get("hot_bytes", 0.0))
+        of_any = add.seconds(quantities.get("union_rows", 0.0), quantities.get("union_bytes", 0.0))
+        copy_s = (inside + on_rails) * self.costs.kernels["copy"].per_byte_s
+        return _Traffic(
+            inside + on_rails,
+            critical_s=4 * line.fixed_s
+            + line.per_byte_s * inside
+            + num_messages * rail.fixed_s
+            + rail.per_byte_s * on_rails,
+            compute_s=(of_rank + of_any + copy_s) * self.costs.correction("hot_exchange"),
         )
 
     def _seconds(

@@ -21,6 +21,7 @@ from hotrec.cost_model.demand import (
     TableDemand,
     expected_cold_of_any,
     expected_distinct,
+    expected_of_host,
     expected_urgent,
     prob_drawn,
 )
@@ -209,6 +210,9 @@ class ReadRows(Generic[Number]):
         cold: Cold rows that a rank reads.
         cold_of_any: Cold rows that any rank reads.
         urgent: Cold rows that a rank reads, and any rank in the next step.
+        hot_of_host: Hot rows that a host reads; 0 with one rank per host, or one host.
+        cold_of_host: Cold rows that a host reads; 0 likewise.
+        urgent_of_host: Of these, those that any rank reads in the next step; 0 likewise.
     """
 
     hot: Number
@@ -217,6 +221,9 @@ class ReadRows(Generic[Number]):
     cold: Number
     cold_of_any: Number
     urgent: Number
+    hot_of_host: Number
+    cold_of_host: Number
+    urgent_of_host: Number
 
 
 def read_rows(demand: TableDemand, num_hot: int) -> ReadRows[float]:
@@ -224,7 +231,9 @@ def read_rows(demand: TableDemand, num_hot: int) -> ReadRows[float]:
     of_rank, cold, of_any = expected_distinct(demand, num_hot)
     cold_of_any = expected_cold_of_any(demand, num_hot)
     urgent = expected_urgent(demand, num_hot)
-    return ReadRows(float(num_hot), of_rank, of_any, cold, cold_of_any, urgent)
+    host = expected_of_host(demand, num_hot)
+    of_host = (0.0, 0.0, 0.0) if host is None else (host.hot, host.cold, host.urgent)
+    return ReadRows(float(num_hot), of_rank, of_any, cold, cold_of_any, urgent, *of_host)
 
 
 def table_quantities(
@@ -270,6 +279,9 @@ def table_quantities(
         add("hot_rows", rows.hot_of_rank)
         add("union_rows", rows.hot_of_any)
         add("replica_rows", rows.hot)
+        add("relayed_rows", rows.cold_of_host / world.ranks_per_host)
+        add("relayed_urgent_rows", rows.urgent_of_host / world.ranks_per_host)
+        add("relayed_hot_rows", rows.hot_of_host / world.ranks_per_host)
     if placed.tier in (Tier.HOST, Tier.HOST_CACHED):
         touched = rows.cold_of_any / world.num_ranks
         found["state_bytes_host"] = touched * host_state_bytes(demand)

@@ -28,8 +28,8 @@ from hotrec.cost_model.forms import (
     add_hot_pack,
     add_overhead,
 )
-from hotrec.cost_model.look_ahead import SLOT_BYTES, LookAheadModel
-from hotrec.types import STAGES, PipelineKind, PipelineSpec
+from hotrec.cost_model.look_ahead import POSITION_BYTES, SLOT_BYTES, LookAheadModel
+from hotrec.types import STAGES, Levels, PipelineKind, PipelineSpec
 
 COVERED = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 MIN_LOOKUPS = 1e-12
@@ -163,7 +163,7 @@ def make_step_model(
     stages = {name: StageForm() for name in STAGES}
     add_compute(stages, costs, workload)
     if world.num_ranks > 1:
-        _add_messages(stages, costs, world, workload, is_hot_dense, at, pipeline.narrow_frac)
+        _add_messages(stages, costs, world, workload, is_hot_dense, at, pipeline)
     _add_covers(stages, workload)
     for name in COVERED:
         # The share that cannot be hidden counts as computation.
@@ -197,25 +197,35 @@ def _add_messages(
     workload: Workload,
     is_hot_dense: bool,
     at: Mapping[str, float] | None,
-    narrow_frac: float,
+    pipeline: PipelineSpec,
 ) -> None:
     """Adds the messages, and the kernels of the hot exchange.
 
-    ids       all_to_all, 8 bytes for each id requested from another rank; every id is sorted
-              before and after
+    ids       all_to_all, 4 bytes for each row requested from another rank, 8 for each id of
+              pooled tables; every id is sorted before and after
     rows      all_to_all of the distinct rows, 4 D (W-1)/W each, and their gradients
     pooled    all_to_all of one vector a bag, and as much for its gradient
     hot rows  all_gather of (slot, gradient row), (W-1) (4 D + 4) each; or all_reduce of all
     dense     all_reduce of every parameter, 2 (W-1)/W 4 each
+
+    On H hosts of G ranks, hot rows are added up inside hosts and then among them, see
+    ``LookAheadModel``. In two levels, requests and rows cross inside hosts, (G-1)/G, and on rails,
+    (H-1)/H of the rows that a rank relays.
     """
     others = (world.num_ranks - 1) / world.num_ranks
-    copy = costs.kernels["copy"]
+    narrow_frac, copy = pipeline.narrow_frac, costs.kernels["copy"]
     ids = stages["ids_exchange"]
-    for tier in TIERS:
-        ids.sent_bytes.add(f"rows_{tier}", BYTES_PER_ID * others)
-    ids.sent_bytes.add("pooled_sent_ids", BYTES_PER_ID)
-    line = costs.collective("all_to_all", world, _message_bytes(ids.sent_bytes, at))
-    ids.wire.add_form(ids.sent_bytes, line.per_byte_s)
+    requests = {f"rows_{tier}": POSITION_BYTES for tier in TIERS}
+    fixed = _add_all_to_all(
+        ids,
+        costs,
+        world,
+        pipeline,
+        at,
+        requests,
+        relayed=("relayed_rows", POSITION_BYTES),
+        pooled=("pooled_sent_ids", BYTES_PER_ID),
+    )
     for kernel, items, group in (
         ("order_row", "rows", "cold_groups"),
         ("order_id", "pooled_ids", "pooled_groups"),
@@ -224,44 +234,138 @@ def _add_messages(
         ids.compute.add(group, order.fixed_s)
         for tier in TIERS:
             ids.compute.add(f"{items}_{tier}", order.per_item_s)
-    for group in ("cold_groups", "pooled_groups"):
+    for group, fixed_s in fixed.items():
         # Split sizes, then lengths and ids; the main thread waits for the split sizes.
-        ids.compute.add(group, line.fixed_s)
-        ids.wire.add(group, 2 * line.fixed_s)
+        ids.compute.add(group, fixed_s)
+        ids.wire.add(group, 2 * fixed_s)
     for name in ("rows_exchange", "grads_exchange"):
-        stage = stages[name]
-        for tier in TIERS:
-            stage.sent_bytes.add(f"bytes_{tier}", others * narrow_frac)
-        stage.sent_bytes.add("pooled_sent_bytes", narrow_frac)
-        line = costs.collective("all_to_all", world, _message_bytes(stage.sent_bytes, at))
-        stage.wire.add_form(stage.sent_bytes, line.per_byte_s)
+        stage, values = stages[name], {f"bytes_{tier}": narrow_frac for tier in TIERS}
+        fixed = _add_all_to_all(
+            stage,
+            costs,
+            world,
+            pipeline,
+            at,
+            values,
+            relayed=("relayed_bytes", narrow_frac),
+            pooled=("pooled_sent_bytes", narrow_frac),
+        )
         stage.compute.add_form(stage.sent_bytes, copy.per_byte_s)
-        for group in ("cold_groups", "pooled_groups"):
-            stage.wire.add(group, line.fixed_s)
+        for group, fixed_s in fixed.items():
+            stage.wire.add(group, fixed_s)
     dense_bytes = 2 * others * BYTES_PER_FLOAT * workload.num_dense_values * narrow_frac
     stages["other"].sent_bytes.constant = dense_bytes
     line = costs.collective("all_reduce", world, dense_bytes or None)
     stages["other"].wire.constant = line.seconds(num_bytes=dense_bytes)
     hot = stages["hot_exchange"]
-    reduced, gathered = Form(), Form()
-    reduced.add("replicated_bytes", 2 * others * narrow_frac)
-    peers = world.num_ranks - 1
-    if is_hot_dense:
-        reduced.add("replica_bytes", 2 * others * narrow_frac)
-        gathered.add("hot_rows", BYTES_PER_ID * peers)
-    else:
-        gathered.add("hot_bytes", peers * narrow_frac).add("hot_rows", SLOT_BYTES * peers)
+    replicated = Form().add("replicated_bytes", 2 * others * narrow_frac)
     add_hot_pack(hot.compute, costs)
-    hot.compute.add_line(costs.kernels["hot_add"], "hot_rows", world.num_ranks)
-    hot.sent_bytes.add_form(reduced).add_form(gathered)
-    reduce = costs.collective("all_reduce", world, _message_bytes(reduced, at))
-    gather = costs.collective("all_gather", world, _message_bytes(gathered, at))
-    # The number of rows that each rank touches is known once the ids are.
-    ids.compute.add("hot_groups", gather.fixed_s)
-    hot.wire.add_form(gathered, gather.per_byte_s).add_form(reduced, reduce.per_byte_s)
-    hot.wire.add("hot_groups", 2 * gather.fixed_s + (reduce.fixed_s if is_hot_dense else 0.0))
+    if world.has_levels:
+        _add_hot_by_host(stages, costs, world, is_hot_dense, at, narrow_frac)
+        reduce = costs.collective("all_reduce", world, _message_bytes(replicated, at))
+    else:
+        reduced, gathered = Form().add_form(replicated), Form()
+        peers = world.num_ranks - 1
+        if is_hot_dense:
+            reduced.add("replica_bytes", 2 * others * narrow_frac)
+            gathered.add("hot_rows", BYTES_PER_ID * peers)
+        else:
+            gathered.add("hot_bytes", peers * narrow_frac).add("hot_rows", SLOT_BYTES * peers)
+        hot.compute.add_line(costs.kernels["hot_add"], "hot_rows", world.num_ranks)
+        hot.sent_bytes.add_form(reduced).add_form(gathered)
+        reduce = costs.collective("all_reduce", world, _message_bytes(reduced, at))
+        gather = costs.collective("all_gather", world, _message_bytes(gathered, at))
+        # The number of rows that each rank touches is known once the ids are.
+        ids.compute.add("hot_groups", gather.fixed_s)
+        hot.wire.add_form(gathered, gather.per_byte_s).add_form(reduced, reduce.per_byte_s)
+        hot.wire.add("hot_groups", 2 * gather.fixed_s + (reduce.fixed_s if is_hot_dense else 0.0))
+        hot.compute.add_form(gathered, copy.per_byte_s)
+    if world.has_levels:
+        hot.sent_bytes.add_form(replicated)
+        hot.wire.add_form(replicated, reduce.per_byte_s)
     hot.wire.add("replicated_groups", reduce.fixed_s)
-    hot.compute.add_form(gathered, costs.kernels["copy"].per_byte_s)
+
+
+def _add_all_to_all(
+    stage: StageForm,
+    costs: Costs,
+    world: World,
+    pipeline: PipelineSpec,
+    at: Mapping[str, float] | None,
+    of_rank: Mapping[str, float],
+    relayed: tuple[str, float],
+    pooled: tuple[str, float],
+) -> dict[str, float]:
+    """Adds the bytes of an all_to_all, and their seconds.
+
+    Args:
+        of_rank: Bytes of each item that a rank requests or serves, by quantity.
+        relayed: The same of an item that it relays.
+        pooled: The same of an item of pooled tables that it sends.
+
+    Returns:
+        Seconds of an empty exchange, by group.
+    """
+    others = (world.num_ranks - 1) / world.num_ranks
+    theirs = Form().add(*pooled)
+    if not (world.has_levels and pipeline.levels is Levels.two):
+        for quantity, num_bytes in of_rank.items():
+            stage.sent_bytes.add(quantity, num_bytes * others)
+        stage.sent_bytes.add_form(theirs)
+        line = costs.collective("all_to_all", world, _message_bytes(stage.sent_bytes, at))
+        stage.wire.add_form(stage.sent_bytes, line.per_byte_s)
+        return {"cold_groups": line.fixed_s, "pooled_groups": line.fixed_s}
+    inside, on_rails = Form(), Form()
+    for quantity, num_bytes in of_rank.items():
+        # In fp32 inside a host.
+        whole = 1.0 if quantity.startswith("bytes_") else num_bytes
+        inside.add(quantity, whole * (world.ranks_per_host - 1) / world.ranks_per_host)
+    on_rails.add(relayed[0], relayed[1] * (world.num_hosts - 1) / world.num_hosts)
+    line = costs.collective("all_to_all", world.inside, _message_bytes(inside, at))
+    rail = costs.on_rails("all_to_all", world)
+    flat = costs.collective("all_to_all", world, _message_bytes(theirs, at))
+    for form, of_form in ((inside, line), (on_rails, rail), (theirs, flat)):
+        stage.sent_bytes.add_form(form)
+        stage.wire.add_form(form, of_form.per_byte_s)
+    # The relay gathers rows, or adds them up.
+    stage.compute.add_form(inside, costs.kernels["copy"].per_byte_s)
+    return {"cold_groups": line.fixed_s + rail.fixed_s, "pooled_groups": flat.fixed_s}
+
+
+def _add_hot_by_host(
+    stages: Mapping[str, StageForm],
+    costs: Costs,
+    world: World,
+    is_hot_dense: bool,
+    at: Mapping[str, float] | None,
+    narrow_frac: float,
+) -> None:
+    """Adds the hot exchange inside hosts, in fp32, and among them.
+
+    Between two hosts all touched rows are gathered; more hosts add them up at the owners of slots.
+    """
+    hot, ranks, hosts = stages["hot_exchange"], world.ranks_per_host, world.num_hosts
+    inside, on_rails, rail_frac = Form(), Form(), (hosts - 1) / hosts
+    for rows, num_bytes in (("hot_rows", "hot_bytes"), ("union_rows", "union_bytes")):
+        inside.add(num_bytes, (ranks - 1) / ranks).add(rows, SLOT_BYTES * (ranks - 1) / ranks)
+        hot.compute.add_line(costs.kernels["hot_add"], rows)
+    if is_hot_dense:
+        on_rails.add("replica_bytes", 2 * rail_frac * narrow_frac / ranks)
+    elif hosts == 2:
+        on_rails.add("relayed_hot_bytes", narrow_frac).add("relayed_hot_rows", SLOT_BYTES)
+    else:
+        on_rails.add("relayed_hot_bytes", rail_frac * narrow_frac)
+        on_rails.add("relayed_hot_rows", rail_frac * SLOT_BYTES)
+        on_rails.add("union_bytes", rail_frac * narrow_frac / ranks)
+        on_rails.add("union_rows", rail_frac * SLOT_BYTES / ranks)
+    line = costs.collective("all_to_all", world.inside, _message_bytes(inside, at))
+    rail = costs.on_rails("all_reduce" if is_hot_dense else "all_to_all", world)
+    for form, of_form in ((inside, line), (on_rails, rail)):
+        hot.sent_bytes.add_form(form)
+        hot.wire.add_form(form, of_form.per_byte_s)
+        hot.compute.add_form(form, costs.kernels["copy"].per_byte_s)
+    # Inside, positions and values to the owners of slots, and those of the union back.
+    hot.wire.add("hot_groups", 4 * line.fixed_s + 2 * rail.fixed_s)
 
 
 def _message_bytes(sent_bytes: Form, at: Mapping[str, float] | None) -> float | None:

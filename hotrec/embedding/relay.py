@@ -47,7 +47,7 @@ class Relay:
         ends_H = (torch.arange(num_hosts, device=nums.device) + 1) * num_positions
         # By host of the owner, int64 (H,).
         self.num_to_H = torch.searchsorted(keys_U, ends_H).diff(prepend=nums.new_zeros(1))
-        self.index_K = self.sums.index_K  # the place in the union of each requested row
+        self.index_K = self.sums.index  # the place in the union of each requested row
 
     def sums_of(self, requested: torch.Tensor) -> RowSums:
         """The same for some of the requested rows, int64 (K',), and their union."""

@@ -149,7 +149,7 @@ class RowSums:
         return [self.rows_U, self._order_K, self._counts_U, self._offsets_U]
 
     @property
-    def index_K(self) -> torch.Tensor:
+    def index(self) -> torch.Tensor:
         """The place in ``rows_U`` of each key, int64 (K,)."""
         num_U, num_K = self.rows_U.numel(), self._order_K.numel()
         places_U = torch.arange(num_U, device=self.rows_U.device)

@@ -111,11 +111,12 @@ class Plan:
     def label(self) -> str:
         """The key in documents, such as ``hot_cold look_ahead`` or ``torchrec planner base``.
 
-        TorchRec's default tier and pipeline are omitted.
+        TorchRec's default tier and pipeline are omitted, and one level.
         """
         kind = self.pipeline.kind
         if isinstance(self.tables, SplitTables):
-            return f"hot_cold {kind.value}"
+            levels = " two_levels" if self.pipeline.levels is Levels.two else ""
+            return f"hot_cold {kind.value}{levels}"
         words = ["torchrec", self.tables.plan.name]
         if self.tables.tier is not ColdTier.auto:
             words.append(self.tables.tier.name)
@@ -129,7 +130,8 @@ class Plan:
         name, *rest = self.label.split(" ")[1:]
         if isinstance(self.tables, SplitTables):
             hot_rows = f"{self.num_hot:,}" if self.num_hot else "no"
-            return f"hotrec, {hot_rows} hot rows, {name}"
+            levels = " in two levels" if rest else ""
+            return f"hotrec, {hot_rows} hot rows, {name}{levels}"
         is_planner = self.tables.plan is TorchrecPlan.planner
         name = "planner" if is_planner else f"{name.replace('_', '-')} plan"
         return ", ".join([f"TorchRec's {name}", *rest])

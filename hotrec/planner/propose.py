@@ -28,6 +28,7 @@ from hotrec.types import (
     ColdTier,
     Exchange,
     HotExchange,
+    Levels,
     PipelineKind,
     PipelineSpec,
     Placement,
@@ -177,7 +178,9 @@ def _decide_given(request: PlanRequest, tables: GivenTables, situation: Situatio
     predictions = {plan: predict_split(split, plan.pipeline, situation, slots) for plan in plans}
     chosen = fastest_of(predictions)
     if len(plans) > 1:
-        why = f"{why} Of its pipelines {chosen.pipeline.kind.value} is predicted to be best."
+        levels = " in two levels" if chosen.pipeline.levels is Levels.two else ""
+        kind = f"{chosen.pipeline.kind.value}{levels}"
+        why = f"{why} Of its pipelines {kind} is predicted to be best."
     return Decision(chosen, why, predictions, placement=placement)
 
 
@@ -192,17 +195,17 @@ def _decide(
     Ties go to TorchRec's plans, because users already run them.
     """
     predictions = dict[Plan, Prediction]()
-    in_line: Plan | None = None
+    in_line: dict[Levels, Plan] = {}
     for pipeline in request.pipelines(situation.machine):
-        if pipeline.kind is PipelineKind.base and in_line is not None:
+        if pipeline.kind is PipelineKind.base and pipeline.levels in in_line:
             # The forms only differ in the cover of the ids, so the tables are the same.
-            plan = dataclasses.replace(in_line, pipeline=pipeline)
+            plan = dataclasses.replace(in_line[pipeline.levels], pipeline=pipeline)
             predictions[plan] = predict_split(_split(plan), pipeline, situation)
             continue
         plan, prediction = fastest_split(request, by_cost, pipeline, situation)
         predictions[plan] = prediction
         if pipeline.kind is PipelineKind.sparse_dist:
-            in_line = plan
+            in_line[pipeline.levels] = plan
     best = fastest_of(predictions)
     names = _split(best).tables
     cold = TablePlacement(tier=situation.cold_tier)
@@ -265,7 +268,7 @@ def fastest_split(
             limits,
             at=at,
             hot_range={name: (number, number) for name, number in by_cost.fixed_hot.items()},
-            wire=pipeline.wire,
+            pipeline=pipeline,
         )
         exchange = HotExchange.dense if choice.is_hot_dense else HotExchange.auto
         add(SplitTables(choice.num_hot, choice.tables, exchange, request.is_routed_by_loader))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from hotrec.planner.machine import Machine
@@ -11,6 +11,7 @@ from hotrec.planner.plan import TorchrecTables
 from hotrec.types import (
     ColdTier,
     HotExchange,
+    Levels,
     PipelineKind,
     PipelineSpec,
     Placement,
@@ -159,7 +160,14 @@ class PlanRequest:
             kinds = IN_LINE
         else:
             kinds = self._auto(machine)
-        return tuple(self.pipeline.with_kind(kind) for kind in kinds)
+        levels: tuple[Levels, ...] = (self.pipeline.levels,)
+        if isinstance(self.tables, TorchrecTables) or not machine.world.has_levels:
+            levels = (Levels.one,)
+        elif self.pipeline.levels is Levels.auto:
+            levels = (Levels.one, Levels.two)
+        return tuple(
+            replace(self.pipeline, kind=kind, levels=level) for kind in kinds for level in levels
+        )
 
     def default_pipeline(self, machine: Machine) -> PipelineSpec:
         """The pipeline without predictions; auto depends on the hosts and the batch.
@@ -167,7 +175,7 @@ class PlanRequest:
         Raises:
             ValueError: If the requested one cannot train the tables.
         """
-        first, *others = self.pipelines(machine)
+        first, *others = self._kinds_of(self.pipelines(machine))
         is_large = machine.num_hosts > 1 or machine.batch_size >= MIN_BATCH_ON_ONE_HOST
         return first if is_large or not others or not first.is_look_ahead else others[0]
 
@@ -177,7 +185,12 @@ class PlanRequest:
         kinds = in_line
         if kind is not PipelineKind.auto:
             kinds = (kind if kind is PipelineKind.base else in_line[0],)
-        return tuple(self.pipeline.with_kind(kind) for kind in kinds)
+        return tuple(self.pipeline.of_torchrec.with_kind(kind) for kind in kinds)
+
+    @staticmethod
+    def _kinds_of(pipelines: Sequence[PipelineSpec]) -> list[PipelineSpec]:
+        """The first pipeline of each kind."""
+        return list({pipeline.kind: pipeline for pipeline in reversed(pipelines)}.values())[::-1]
 
     def _auto(self, machine: Machine) -> tuple[PipelineKind, ...]:
         # look_ahead has not been run on CUDA yet, and one rank has nothing to exchange.

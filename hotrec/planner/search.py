@@ -33,11 +33,19 @@ import numpy.typing as npt
 
 from hotrec.cost_model.costs import Costs, World
 from hotrec.cost_model.demand import Floats, TableDemand
-from hotrec.cost_model.forms import QUANTITIES, StepPrediction, Workload
+from hotrec.cost_model.forms import QUANTITIES, SPARSE_DIST, StepPrediction, Workload
 from hotrec.cost_model.memory import mean_bytes
 from hotrec.cost_model.quantities import ReadRows, hot_cold_quantities, table_quantities
 from hotrec.cost_model.step import StepModel, make_step_model
-from hotrec.types import Exchange, PipelineSpec, Rows, Sharding, TablePlacement, Tier, WireType
+from hotrec.types import (
+    Exchange,
+    PipelineKind,
+    PipelineSpec,
+    Rows,
+    Sharding,
+    TablePlacement,
+    Tier,
+)
 
 Mask = npt.NDArray[np.bool_]
 
@@ -103,7 +111,7 @@ def search_placement(
     *,
     hot_range: Mapping[str, tuple[int, int]] | None = None,
     at: Mapping[str, float] | None = None,
-    wire: WireType = WireType.fp32,
+    pipeline: PipelineSpec = SPARSE_DIST,
 ) -> Choice:
     """Searches for the fastest placement of these tables in TorchRec's pipeline.
 
@@ -117,7 +125,7 @@ def search_placement(
             may have any number.
         at: The quantities of a step near the best one. Measured collectives become lines at its
             message sizes (``make_step_model``).
-        wire: Type of rows and gradients on the wire.
+        pipeline: Provides the type and the levels of what travels.
 
     Raises:
         InfeasibleError: If nothing fits. The message gives a budget that does.
@@ -137,7 +145,7 @@ def search_placement(
             costs,
             world,
             workload,
-            pipeline=PipelineSpec(wire=wire),
+            pipeline=pipeline.with_kind(PipelineKind.sparse_dist),
             is_hot_dense=is_hot_dense,
             at=at,
         )
@@ -166,17 +174,21 @@ class _Table:
         self.demand, self.world, self._workload = demand, world, workload
         self.low, self.high = hot_range
         self.is_one_memory = costs.device == "cpu"
-        # Sums over the hottest rows, up to each cut between groups: rows, q, Q and lookups.
+        # Sums over the hottest rows, up to each cut between groups: rows, q, Q, lookups, and the
+        # probability that a host reads a row.
         rows = np.asarray(demand.rows_G, np.float64)
-        units = np.stack([np.ones(rows.size), demand.by_rank_G, demand.by_any_G, demand.probs_G])
-        sums_4J = np.zeros((4, rows.size + 1))
-        np.cumsum(rows * units, axis=1, out=sums_4J[:, 1:])
-        if sums_4J[0, -1] < demand.num_rows:  # rows that the profile never saw
-            sums_4J = np.concatenate([sums_4J, sums_4J[:, -1:]], axis=1)
-            sums_4J[0, -1] = demand.num_rows
-        self._sums_4J = sums_4J
-        at = np.linspace(0, sums_4J.shape[1] - 1, min(num_cuts, sums_4J.shape[1]))
-        cuts_J = sums_4J[0, at.round().astype(np.int64)].astype(np.int64)
+        by_host_G = 0 * rows if demand.by_host_G is None else demand.by_host_G
+        units = np.stack(
+            [np.ones(rows.size), demand.by_rank_G, demand.by_any_G, demand.probs_G, by_host_G]
+        )
+        sums_5J = np.zeros((5, rows.size + 1))
+        np.cumsum(rows * units, axis=1, out=sums_5J[:, 1:])
+        if sums_5J[0, -1] < demand.num_rows:  # rows that the profile never saw
+            sums_5J = np.concatenate([sums_5J, sums_5J[:, -1:]], axis=1)
+            sums_5J[0, -1] = demand.num_rows
+        self._sums_5J = sums_5J
+        at = np.linspace(0, sums_5J.shape[1] - 1, min(num_cuts, sums_5J.shape[1]))
+        cuts_J = sums_5J[0, at.round().astype(np.int64)].astype(np.int64)
         self.cuts_J = np.unique(np.append(cuts_J, [self.low, self.high]))
         self.modes = [m for m in range(len(MODES)) if self._is_allowed(*MODES[m], costs, limits)]
 
@@ -200,22 +212,24 @@ class _Table:
         return all(name in costs.kernels for name in kernels[tier])
 
     def sums(self, num_rows: Rows) -> Floats:
-        """Rows, q, Q and lookups of the hottest rows; a group that is cut counts pro rata."""
-        rows = self._sums_4J[0]
-        return np.stack([np.interp(num_rows, rows, column) for column in self._sums_4J])
+        """The five sums over the hottest rows; a group that is cut counts pro rata."""
+        rows = self._sums_5J[0]
+        return np.stack([np.interp(num_rows, rows, column) for column in self._sums_5J])
 
-    def take(self, mode: int, hot_4P: Floats, held_4P: Floats) -> tuple[Floats, Floats]:
+    def take(self, mode: int, hot_5P: Floats, held_5P: Floats) -> tuple[Floats, Floats]:
         """The work of options of one mode, by QUANTITIES, and their bytes, by MEMORIES.
 
         Args:
             mode: Index in MODES.
-            hot_4P: Sums over the hot rows of each.
-            held_4P: Sums over the hot rows and the rows after them in a device cache.
+            hot_5P: Sums over the hot rows of each.
+            held_5P: Sums over the hot rows and the rows after them in a device cache.
         """
         (exchange, tier), demand = MODES[mode], self.demand
-        (hot, hot_q, hot_any, _), (held, held_q, _, held_p) = hot_4P, held_4P
-        _, all_q, all_any, all_p = self._sums_4J[:, -1]
-        rows = ReadRows(hot, hot_q, hot_any, all_q - hot_q, all_any - hot_any, 0 * hot)
+        (hot, hot_q, hot_any, _, hot_host), (held, held_q, _, held_p, _) = hot_5P, held_5P
+        _, all_q, all_any, all_p, all_host = self._sums_5J[:, -1]
+        none, cold_any = 0 * hot, all_any - hot_any
+        of_host = hot_host, all_host - hot_host, none
+        rows = ReadRows(hot, hot_q, hot_any, all_q - hot_q, cold_any, none, *of_host)
         hit, miss = held_q - hot_q, all_q - held_q
         if exchange is Exchange.POOLED:
             num_ids = self._workload.batch_size * demand.lookups_per_sample
@@ -285,17 +299,17 @@ class _Grid:
         self.held_work_TCHQ = np.zeros((*of_held, 2 * size, len(QUANTITIES)))
         self.held_bytes_TCHM = np.zeros((*of_held, 2 * size, len(MEMORIES)))
         for t, table in enumerate(tables):
-            hot_4J, held_4H = table.sums(self.cuts_TJ[t]), table.sums(self.held_TH[t])
-            none_41, all_41 = hot_4J[:, :1], hot_4J[:, -1:]
+            hot_5J, held_5H = table.sums(self.cuts_TJ[t]), table.sums(self.held_TH[t])
+            none_51, all_51 = hot_5J[:, :1], hot_5J[:, -1:]
             for i, mode in enumerate(self.modes):
                 if mode not in table.modes:
                     continue
                 low, high = (0, 0) if self.is_pooled_L[i] else (table.low, table.high)
-                self.is_open_TLJ[t, i] = (low <= hot_4J[0]) & (hot_4J[0] <= high)
-                self.work_TLJQ[t, i], self.bytes_TLJM[t, i] = table.take(mode, hot_4J, all_41)
+                self.is_open_TLJ[t, i] = (low <= hot_5J[0]) & (hot_5J[0] <= high)
+                self.work_TLJQ[t, i], self.bytes_TLJM[t, i] = table.take(mode, hot_5J, all_51)
                 if self.is_cached_L[i]:
                     c = self.caches.index(i)
-                    work_HQ, bytes_HM = table.take(mode, none_41, held_4H)
+                    work_HQ, bytes_HM = table.take(mode, none_51, held_5H)
                     self.held_work_TCHQ[t, c] = work_HQ - work_HQ[-1]
                     self.held_bytes_TCHM[t, c] = bytes_HM - bytes_HM[-1]
         self.row_bytes_2TLM = np.zeros((2, *shape, len(MEMORIES)))

@@ -196,6 +196,7 @@ def build_situation(
                 num_columns=shape.num_columns,
                 batch_size=machine.batch_size,
                 world_size=machine.world_size,
+                ranks_per_host=machine.local_world_size,
                 num_draws=step_draws(
                     histogram,
                     (locality or {}).get(shape.name),

@@ -26,6 +26,7 @@ from hotrec.planner.situation import TableShape, build_situation, choose_costs
 from hotrec.runtime.memory import read_fingerprint
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
+    Levels,
     Partition,
     PipelineKind,
     PipelineSpec,
@@ -126,7 +127,8 @@ class Tables:
     def request(self, tables: ByCost | GivenTables, kind: PipelineKind, name: str) -> PlanRequest:
         """The request to the planner; the caller may set any pipeline."""
         kinds = self.kinds if kind is PipelineKind.auto else (kind, *self.kinds)
-        return PlanRequest(tables, PipelineSpec(kind), tuple(kinds), name=name)
+        pipeline = PipelineSpec(kind, levels=Levels.auto)
+        return PlanRequest(tables, pipeline, tuple(kinds), name=name)
 
 
 def choose_given(

@@ -73,7 +73,7 @@ def test_hidden_messages_do_not_count():
     model = make_step_model(costs, WORLD, Workload(64, 1e3, 0.5, 0))
     row = {"rows_device": 1.0, "bytes_device": 32.0}
     exposed = marginal_s(model, row, None)
-    assert exposed == pytest.approx((8 + 2 * 32) * 3 / 4)
+    assert exposed == pytest.approx((4 + 2 * 32) * 3 / 4)
     kernels = {**costs.kernels, "dense": Line(0, 1.0)}
     busy = make_step_model(
         dataclasses.replace(costs, kernels=kernels), WORLD, Workload(64, 1e3, 0.5, 0)

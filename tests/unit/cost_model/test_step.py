@@ -81,7 +81,7 @@ def test_all_reduces_of_replicas_have_a_correction_of_their_own() -> None:
 
 def test_bytes_are_those_of_the_exchanges() -> None:
     sent = predict_step(COSTS, WORLD, WORKLOAD, MIXED).sent_bytes
-    assert sent["ids_exchange"] == pytest.approx(4e3 * 8 / 2)
+    assert sent["ids_exchange"] == pytest.approx(4e3 * 4 / 2)
     assert sent["rows_exchange"] == sent["grads_exchange"] == pytest.approx(4e3 * 256 / 2)
     assert sent["hot_exchange"] == pytest.approx(1e3 * 260)
     assert sent["other"] == pytest.approx(10_000 * 4)
