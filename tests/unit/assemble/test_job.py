@@ -23,6 +23,7 @@ from hotrec.train.schedule import Schedule
 from hotrec.types import (
     ColdTier,
     HotExchange,
+    Levels,
     Partition,
     PipelineKind,
     PipelineSpec,
@@ -67,7 +68,7 @@ def test_a_choice_by_cost(dataset: Dataset) -> None:
     limits = ByCost(3 << 20, may_pool=False, may_decline=True, fixed_hot={table: num_rows})
     assert asked == PlanRequest(
         limits,
-        PipelineSpec(PipelineKind.auto, WireType.bf16),
+        PipelineSpec(PipelineKind.auto, WireType.bf16, levels=Levels.auto),
         num_workers=2,
         name="cost",
         is_routed_by_loader=True,
