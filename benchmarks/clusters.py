@@ -182,11 +182,11 @@ def reading(cells: Sequence[Cell]) -> Iterator[str]:
             steps = [cell.candidates for cell in of_kind if cell.cluster == cluster]
             ratios = [of["two levels"].step_s / of["one level"].step_s for of in steps]
             gains[about] = f"{min(ratios):.2f} to {max(ratios):.2f} on {about}"
-        yield f"* {kind.value}: the choice is {', '.join(counts)} of {len(of_kind)}. Two levels "
-        yield f"  take, of the step in one level, {'; '.join(gains.values())}."
-    yield "* Inside two levels hot rows never save bytes: a row that every host reads crosses as often "
-    yield "  as a replica's sum. They save requests and the slower all_to_all, and cost an exchange that "
-    yield "  the next step waits for."
+        yield f"* {kind.value}: the choice is {', '.join(counts)} of {len(of_kind)}."
+        yield f"  Two levels take, of the step in one level, {'; '.join(gains.values())}."
+    yield "* With two levels, hot rows never save bytes: a row that every host reads crosses as"
+    yield "  often as a replica's sum. They save requests and the slower all_to_all, and cost an"
+    yield "  exchange that the next step waits for."
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -93,7 +93,7 @@ def plan(
             lookups_per_sample=1.0,
             num_columns=1,
             batch_size=options.batch_size,
-            world_size=options.num_ranks,
+            world=world,
         )
         for number, histogram in enumerate(histograms)
     ]

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import build_demand, coverage, expected_distinct, prob_drawn
 from hotrec.cost_model.histogram import build_histogram
 from hotrec.cost_model.locality import step_draws
@@ -136,7 +137,7 @@ def predict(
                 lookups_per_sample=per_sample,
                 num_columns=len(source.schema.features_of(name)),
                 batch_size=batch_size,
-                world_size=num_ranks,
+                world=World(num_ranks, num_ranks),
                 num_draws=num_draws,
             )
             distinct = expected_distinct(demand, partition.num_hot(name))

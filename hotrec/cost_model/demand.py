@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from hotrec.cost_model.costs import World
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.types import Rows
 
@@ -118,8 +119,7 @@ def build_demand(
     lookups_per_sample: float,
     num_columns: int,
     batch_size: int,
-    world_size: int,
-    ranks_per_host: int = 1,
+    world: World,
     max_groups: int = MAX_GROUPS,
     num_draws: tuple[float, float] | None = None,
 ) -> TableDemand:
@@ -131,8 +131,7 @@ def build_demand(
 
     Args:
         batch_size: Batch B of a rank.
-        world_size: World size W.
-        ranks_per_host: Ranks of a host. Their number of independent lookups lies between those of
+        world: Ranks and hosts. The number of independent lookups of a host lies between those of
             one rank and of all, on the power of the number of ranks through both.
         max_groups: Maximum number of groups.
         num_draws: Numbers of independent lookups equivalent to those of a rank and of all ranks
@@ -142,13 +141,12 @@ def build_demand(
         ValueError: If a number is too small, or all ranks draw fewer lookups than one rank.
     """
     num_lookups = lookups_per_sample * batch_size
-    of_rank, of_all = num_draws or (num_lookups, num_lookups * world_size)
+    of_rank, of_all = num_draws or (num_lookups, num_lookups * world.num_ranks)
     for key, value, least in (
         ("dim", dim, 1),
         ("row_bytes", row_bytes, 4 * dim),  # a row's floats, and its optimizer state
         ("num_columns", num_columns, 1),
         ("batch_size", batch_size, 1),
-        ("world_size", world_size, 1),
         ("lookups_per_sample", lookups_per_sample, 0),
         ("max_groups", max_groups, 2),
         ("num_draws of all ranks", of_all, of_rank),
@@ -170,9 +168,10 @@ def build_demand(
     by_any = prob_drawn(counts, total, of_all)
     by_rank, by_both = met(of_rank)
     by_host = by_host_both = None
-    if 1 < ranks_per_host < world_size:
-        power = math.log(of_all / of_rank) / math.log(world_size) if of_rank > 0 else 1.0
-        by_host, by_host_both = (mean(part) for part in met(of_rank * ranks_per_host**power))
+    if world.has_levels:
+        power = math.log(of_all / of_rank) / math.log(world.num_ranks) if of_rank > 0 else 1.0
+        of_host = met(of_rank * world.ranks_per_host**power)
+        by_host, by_host_both = (mean(part) for part in of_host)
     return TableDemand(
         name=name,
         num_rows=histogram.total_rows,

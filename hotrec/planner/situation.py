@@ -195,8 +195,7 @@ def build_situation(
                 lookups_per_sample=per_sample,
                 num_columns=shape.num_columns,
                 batch_size=machine.batch_size,
-                world_size=machine.world_size,
-                ranks_per_host=machine.local_world_size,
+                world=machine.world,
                 num_draws=step_draws(
                     histogram,
                     (locality or {}).get(shape.name),

@@ -66,8 +66,8 @@ MUTANTS = [
         "cost.urgent_rows_are_waited_for",
         "Rows that the next step reads are waited for.",
         "hotrec/cost_model/look_ahead.py",
-        "critical_s=self._seconds(urgent_bytes * narrow),",
-        "critical_s=0.0 * self._seconds(urgent_bytes * narrow),",
+        "critical_s=urgent_s,",
+        "critical_s=0.0 * urgent_s,",
         "unit/cost_model/test_look_ahead.py",
     ),
     mutant(
@@ -368,9 +368,8 @@ MUTANTS = [
         "request.as_configured",
         "A pipeline that was chosen has the depth and the window that were configured.",
         "hotrec/planner/request.py",
-        "        return tuple(self.pipeline.with_kind(kind) for kind in kinds)\n\n"
-        "    def default_pipeline(",
-        "        return tuple(PipelineSpec(kind) for kind in kinds)\n\n    def default_pipeline(",
+        "replace(self.pipeline, kind=kind, levels=level) for kind in kinds for level in levels",
+        "PipelineSpec(kind, levels=level) for kind in kinds for level in levels",
         "unit/planner/test_request.py::test_the_rest_of_the_pipeline_is_as_requested",
     ),
     mutant(

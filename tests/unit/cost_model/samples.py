@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hotrec.cost_model.blocks import Block
+from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import build_demand
 from hotrec.cost_model.forms import BYTES_OF, SPARSE_DIST, StepPrediction
 from hotrec.cost_model.histogram import build_histogram
@@ -33,7 +34,16 @@ def predict_step(
 
 
 def make_demand(
-    counts, name="t", *, dim=4, lookups=1.0, num_columns=1, batch_size=8, world_size=2, **options
+    counts,
+    name="t",
+    *,
+    dim=4,
+    lookups=1.0,
+    num_columns=1,
+    batch_size=8,
+    world_size=2,
+    ranks_per_host=1,
+    **options,
 ):
     """The demand of a table whose rows were looked up ``counts`` times."""
     return build_demand(
@@ -43,7 +53,7 @@ def make_demand(
         lookups_per_sample=lookups,
         num_columns=num_columns,
         batch_size=batch_size,
-        world_size=world_size,
+        world=World(world_size, ranks_per_host),
     )
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from benchmarks.plan_speed import make_histogram, make_table_rows
+from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import (
     all_hot_share,
     build_demand,
@@ -215,7 +216,7 @@ def test_all_hot_share():
         ({"dim": 0}, "table t dim: expected at least 1, got 0"),
         ({"num_columns": 0}, "table t num_columns"),
         ({"batch_size": 0}, "table t batch_size"),
-        ({"world_size": -1}, "table t world_size"),
+        ({"world_size": -1}, "world: expected at least 1 rank"),
         ({"row_bytes": 15}, "table t row_bytes: expected at least 16, got 15"),
         ({"lookups": -1.0}, "table t lookups_per_sample"),
         ({"lookups": math.inf}, "table t lookups_per_sample"),
@@ -232,7 +233,7 @@ def test_a_billion_rows_are_a_few_numbers():
     empty = np.zeros(2, np.int64)
     histogram = CountHistogram(np.array([5, 1]), np.array([10, 10**9]), empty, 7, 0)
     table = {"dim": 4, "row_bytes": 20, "num_columns": 1, "lookups_per_sample": 1.0}
-    demand = build_demand("t", histogram, **table, batch_size=10**6, world_size=1)
+    demand = build_demand("t", histogram, **table, batch_size=10**6, world=World(1, 1))
     # 1e6 of 1e9 lookups: a row seen once is read with probability n / K.
     assert demand.by_rank_G[1] == pytest.approx(1e6 / (10**9 + 50), rel=1e-9)
 
