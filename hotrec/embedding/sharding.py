@@ -6,6 +6,7 @@ the previous step, and pools after ``output_dist``.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -50,9 +51,11 @@ from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.features import RoutedFeatures
 from hotrec.routing.popularity import Popularity
 from hotrec.routing.router import Router
-from hotrec.runtime.hosts import make_two_levels
+from hotrec.runtime.hosts import TwoLevelWire, gather_hosts
 from hotrec.runtime.stages import mark
 from hotrec.types import HotExchange, Levels, Partition, Rows, WireType
+
+logger = logging.getLogger(__name__)
 
 
 class HotColdContext(EmbeddingCollectionContext):
@@ -319,7 +322,11 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
             exchange = HotExchange.dense if is_dense else HotExchange.auto
         hosts = None
         if has_cold and self._levels is Levels.two:
-            hosts = make_two_levels(self._wire_type, "rows")
+            found = gather_hosts()
+            if found.hosts is not None:
+                hosts = TwoLevelWire(found.hosts, self._wire_type, "rows")
+            if env.rank == 0:
+                logger.info("pipeline.levels=two: rows travel %s", found.why)
         settings = ShardSettings(
             env, device, self._spec, exchange, self._wire_type, module_fqn, hosts
         )

@@ -66,15 +66,16 @@ def find_hosts(host_of_rank: Sequence[object]) -> FoundHosts:
         sizes[host] = sizes.get(host, 0) + 1
     largest, smallest = max(sizes.values()), min(sizes.values())
     if len(sizes) == 1:
-        return FoundHosts(None, "one level: all ranks are on one host")
+        return FoundHosts(None, "in one level, since all ranks are on one host")
     if largest == 1:
-        return FoundHosts(None, "one level: one rank per host")
+        return FoundHosts(None, "in one level, since each host has one rank")
     if largest != smallest:
-        return FoundHosts(None, f"one level: hosts have {smallest} to {largest} ranks")
+        return FoundHosts(None, f"in one level, since hosts have {smallest} to {largest} ranks")
     changes = sum(a != b for a, b in zip(host_of_rank, host_of_rank[1:], strict=False))
     if changes != len(sizes) - 1:
-        return FoundHosts(None, "one level: the ranks of a host are not consecutive")
-    return FoundHosts(Hosts(len(sizes), largest), f"{len(sizes)} hosts of {largest} ranks")
+        return FoundHosts(None, "in one level, since the ranks of a host are not consecutive")
+    why = f"in two levels, on {len(sizes)} hosts of {largest} ranks"
+    return FoundHosts(Hosts(len(sizes), largest), why)
 
 
 def gather_hosts() -> FoundHosts:

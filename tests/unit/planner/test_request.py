@@ -20,6 +20,7 @@ from hotrec.planner.request import (
 from hotrec.types import (
     ColdTier,
     HotExchange,
+    Levels,
     Partition,
     PipelineKind,
     PipelineSpec,
@@ -181,3 +182,29 @@ def test_other_hot_rows_are_another_plan() -> None:
     assert Plan(ours).digest != Plan(theirs).digest
     dense = split_of(request(given()), replace(placement, is_hot_dense=True))
     assert dense.hot_exchange is HotExchange.dense
+
+
+FOUR_ON_TWO = replace(LARGE, world_size=4, local_world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("levels", "on", "expected"),
+    [
+        (Levels.auto, FOUR_ON_TWO, [Levels.one, Levels.two]),
+        (Levels.two, FOUR_ON_TWO, [Levels.two]),
+        (Levels.one, FOUR_ON_TWO, [Levels.one]),
+        # Where one level is the rule.
+        (Levels.auto, LARGE, [Levels.one]),
+        (Levels.two, TWO_HOSTS, [Levels.one]),
+    ],
+)
+def test_both_levels_are_candidates_on_hosts_of_several_ranks(
+    levels: Levels, on: Any, expected: list[Levels]
+) -> None:
+    asked = PlanRequest(ByCost(), PipelineSpec(AUTO, levels=levels), name="theirs")
+    pipelines = asked.pipelines(on)
+    assert [pipeline.levels for pipeline in pipelines] == expected * 3
+    assert [p.kind for p in pipelines[:: len(expected)]] == [AHEAD, IN_LINE, BASE]
+    # Without a prediction of both, the one that needs no second exchange; TorchRec has no other.
+    assert asked.default_pipeline(on).levels is expected[0]
+    assert {pipeline.levels for pipeline in asked.torchrec_pipelines()} == {Levels.one}

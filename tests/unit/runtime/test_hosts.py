@@ -10,15 +10,15 @@ from hotrec.runtime.hosts import RANKS_PER_HOST, Hosts, find_hosts, gather_hosts
 @pytest.mark.parametrize(
     ("hosts", "expected", "why"),
     [
-        ("aabb", Hosts(2, 2), "2 hosts of 2 ranks"),
-        ("aaabbb", Hosts(2, 3), "2 hosts of 3 ranks"),
-        ("bbaacc", Hosts(3, 2), "3 hosts of 2 ranks"),
-        ("aaaa", None, "one level: all ranks are on one host"),
-        ("abcd", None, "one level: one rank per host"),
-        ("aaabb", None, "one level: hosts have 2 to 3 ranks"),
-        ("abab", None, "one level: the ranks of a host are not consecutive"),
-        ("abba", None, "one level: the ranks of a host are not consecutive"),
-        ("a", None, "one level: all ranks are on one host"),
+        ("aabb", Hosts(2, 2), "in two levels, on 2 hosts of 2 ranks"),
+        ("aaabbb", Hosts(2, 3), "in two levels, on 2 hosts of 3 ranks"),
+        ("bbaacc", Hosts(3, 2), "in two levels, on 3 hosts of 2 ranks"),
+        ("aaaa", None, "in one level, since all ranks are on one host"),
+        ("abcd", None, "in one level, since each host has one rank"),
+        ("aaabb", None, "in one level, since hosts have 2 to 3 ranks"),
+        ("abab", None, "in one level, since the ranks of a host are not consecutive"),
+        ("abba", None, "in one level, since the ranks of a host are not consecutive"),
+        ("a", None, "in one level, since all ranks are on one host"),
     ],
 )
 def test_rules(hosts: str, expected: Hosts | None, why: str) -> None:
