@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,10 +26,11 @@ from hotrec.data.packing import pack
 from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.convert import check_replicas
 from hotrec.embedding.tables import gather_tables
+from hotrec.runtime.hosts import RANKS_PER_HOST
 from hotrec.runtime.ranks import Ranks, broadcast_object
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
 from hotrec.train.evaluate import evaluate
-from hotrec.types import HotExchange, OptimizerKind, RowFetch, Tier
+from hotrec.types import HotExchange, Levels, OptimizerKind, RowFetch, Tier
 from tests.distributed.parity_cases import BATCHES, PARTITIONS, Case, run_cases
 from tests.distributed.test_pipelines import NoLoader
 from tests.helpers.checks import run_checks
@@ -380,6 +382,14 @@ def training_equals_the_unsplit_reference() -> None:
     assert {case.partition for case in cases} == set(PARTITIONS)
     assert {case.tier for case in cases} == set(Tier)
     failures = run_cases(cases)
+    assert not failures, "\n".join(failures)
+
+
+def training_in_two_levels_equals_the_unsplit_reference() -> None:
+    """On two pretended hosts."""
+    local = str(dist.get_world_size() // 2)
+    with mock.patch.dict("os.environ", {RANKS_PER_HOST: local}):
+        failures = run_cases([replace(case, levels=Levels.two) for case in parity_cases()[::3]])
     assert not failures, "\n".join(failures)
 
 

@@ -55,6 +55,12 @@ def test_on_the_device(verdicts: dict[str, str | None], check: str) -> None:
     assert verdicts[check] is None, verdicts[check]
 
 
+def test_on_the_devices_of_two_hosts() -> None:
+    name = "training_in_two_levels_equals_the_unsplit_reference"
+    for verdicts in run_on_device("tests.stand_in.checks:run_all", 4, timeout_s=400, names=[name]):
+        assert verdicts[name] is None, verdicts[name]
+
+
 @pytest.fixture(scope="module")
 def verdicts_of_one() -> dict[str, str | None]:
     found: dict[str, str | None] = run_on_device(
