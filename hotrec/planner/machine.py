@@ -41,7 +41,12 @@ class Machine:
 
     @property
     def world(self) -> World:
-        return World(self.world_size, self.local_world_size)
+        """Ranks and hosts; hosts of unequal size count as hosts of one rank.
+
+        Then every message crosses the network in the prediction: an upper bound.
+        """
+        is_equal = self.world_size % self.local_world_size == 0
+        return World(self.world_size, self.local_world_size if is_equal else 1)
 
     @property
     def replica_bytes(self) -> int:

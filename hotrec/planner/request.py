@@ -161,10 +161,10 @@ class PlanRequest:
         else:
             kinds = self._auto(machine)
         levels: tuple[Levels, ...] = (self.pipeline.levels,)
-        if isinstance(self.tables, TorchrecTables) or not machine.world.has_levels:
+        if isinstance(self.tables, TorchrecTables):
             levels = (Levels.one,)
         elif self.pipeline.levels is Levels.auto:
-            levels = (Levels.one, Levels.two)
+            levels = (Levels.one, Levels.two) if machine.world.has_levels else (Levels.one,)
         return tuple(
             replace(self.pipeline, kind=kind, levels=level) for kind in kinds for level in levels
         )

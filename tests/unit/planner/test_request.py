@@ -193,9 +193,9 @@ FOUR_ON_TWO = replace(LARGE, world_size=4, local_world_size=2)
         (Levels.auto, FOUR_ON_TWO, [Levels.one, Levels.two]),
         (Levels.two, FOUR_ON_TWO, [Levels.two]),
         (Levels.one, FOUR_ON_TWO, [Levels.one]),
-        # Where one level is the rule.
         (Levels.auto, LARGE, [Levels.one]),
-        (Levels.two, TWO_HOSTS, [Levels.one]),
+        # Where one level is the rule, sharding says which.
+        (Levels.two, TWO_HOSTS, [Levels.two]),
     ],
 )
 def test_both_levels_are_candidates_on_hosts_of_several_ranks(
@@ -208,3 +208,10 @@ def test_both_levels_are_candidates_on_hosts_of_several_ranks(
     # Without a prediction of both, the one that needs no second exchange; TorchRec has no other.
     assert asked.default_pipeline(on).levels is expected[0]
     assert {pipeline.levels for pipeline in asked.torchrec_pipelines()} == {Levels.one}
+
+
+def test_hosts_of_unequal_size_are_planned_as_hosts_of_one_rank() -> None:
+    unequal = replace(CPU, world_size=3, local_world_size=2)
+    assert (unequal.world.num_hosts, unequal.world.ranks_per_host) == (3, 1)
+    asked = PlanRequest(ByCost(), PipelineSpec(AUTO, levels=Levels.auto), name="theirs")
+    assert {pipeline.levels for pipeline in asked.pipelines(unequal)} == {Levels.one}
