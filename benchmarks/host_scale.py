@@ -159,7 +159,8 @@ def render(found: Sequence[Counts]) -> str:
             "",
             f"The tables of `hotrec bench`, Zipf {EXPONENT:g}, {BATCH_SIZE:,} samples per rank, "
             f"rows of {DIM} values in fp32. Bytes are what a host sends per step, rows and "
-            "gradients, without ids, dense layers and headers; a message is one of an exchange of rows.",
+            "gradients, without ids, dense layers and headers; a message is one of an exchange of "
+            "rows.",
             "",
             markdown_table(columns, rows),
             "",
