@@ -38,7 +38,7 @@ from hotrec.routing.features import RoutedFeatures
 from hotrec.runtime.codecs import compress_dense
 from hotrec.runtime.memory import check_mappable, read_memory
 from hotrec.runtime.ranks import all_gather_object, same_verdict
-from hotrec.runtime.traffic import BatchFacts, count_distinct_rows
+from hotrec.runtime.traffic import BatchFacts, find_distinct_rows
 from hotrec.train.meters import Tables
 from hotrec.train.pipelines import Pipeline, make_pipeline
 from hotrec.types import ColdTier, HotExchange, Placement
@@ -55,7 +55,7 @@ class Trainable:
         sharding: TorchRec's sharding plan.
         device: Device of this rank.
         route: Router for the loader's workers; None if ids are routed on the device.
-        facts: Counts the rows that a batch reads, for the traffic bound.
+        facts: Finds the rows that a batch reads, for the traffic bounds.
         grad_clip_norm: Maximum norm of the dense layers' gradients; None for no clipping.
     """
 
@@ -208,7 +208,7 @@ def _facts_of(
             sparse: Any = batch.sparse
             routed = sparse if isinstance(sparse, RoutedFeatures) else router(sparse.to("cpu"))
             return BatchFacts(
-                num_distinct=router.count_distinct(routed),
+                rows=router.find_distinct(routed),
                 num_lookups=routed.num_lookups,
                 num_hot_lookups=routed.num_hot_lookups(),
             )
@@ -221,7 +221,7 @@ def _facts_of(
     }
 
     def of_unrouted(batch: Batch) -> BatchFacts:
-        num_distinct = count_distinct_rows(batch.sparse, tables)
-        return BatchFacts(num_distinct, int(batch.sparse.values().numel()), 0)
+        rows = find_distinct_rows(batch.sparse, tables)
+        return BatchFacts(rows, int(batch.sparse.values().numel()), 0)
 
     return of_unrouted

@@ -152,6 +152,7 @@ class Runner:
     losses: list[torch.Tensor] = field(default_factory=list)  # of every step on this rank, ()
     blocks: dict[int, Block] = field(default_factory=dict)  # timed blocks by round
     sent_bytes: dict[str, int] = field(default_factory=dict)  # of the counted steps, by collective
+    between_hosts_bytes: dict[str, int] = field(default_factory=dict)  # of these to other hosts
     wire_bytes: int | None = None  # of these on the network interface; None without one
     counted: list[int] = field(default_factory=list)  # indices of the counted steps and batches
 

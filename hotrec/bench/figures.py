@@ -7,16 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torchrec.distributed.types import ShardingPlan
 
 from hotrec.assemble.torchrec_plan import plan_document, rank_of_shard
 from hotrec.bench.cases import Case, Runner
+from hotrec.runtime.hosts import count_host_rows, gather_host_of_rank
 from hotrec.runtime.ranks import Ranks, all_gather_object
 from hotrec.runtime.stages import exposed_s
 from hotrec.runtime.traffic import (
     BYTES_PER_VALUE,
     COLLECTIVES,
+    lower_bound_between_hosts_bytes,
     lower_bound_bytes,
+    number_rows,
 )
 from hotrec.train.dense_sync import count_dense_values
 from hotrec.train.interleave import Block, step_seconds
@@ -35,7 +39,10 @@ class Measured:
     losses: Sequence[float]  # of every step on this rank
     sent_bytes: Mapping[str, int]  # sum over the counted steps, by collective
     wire_bytes: int | None  # of these on the network interface; None without one
+    between_hosts_bytes: Mapping[str, int]  # of these to ranks of other hosts
+    host: object  # of this rank
     num_distinct: Sequence[int]  # distinct rows in the batch of each counted step
+    num_host_rows: Sequence[int]  # this rank's part of the host's in each counted step
     num_lookups: Sequence[int]  # ids in the batch of each counted step
     num_hot_lookups: Sequence[int]  # of these, ids of hot rows
     served: Sequence[int]  # floats that each rank sends to this one in the first counted step
@@ -45,16 +52,19 @@ class Measured:
 
 def gather_measured(runners: Sequence[Runner], ranks: Ranks) -> dict[str, list[Measured]]:
     """All ranks' measurements by case, in rank order; collective."""
-    mine = {runner.case.name: _measured(runner, ranks) for runner in runners}
+    hosts = gather_host_of_rank()
+    mine = {runner.case.name: _measured(runner, ranks, hosts) for runner in runners}
     gathered = all_gather_object(mine)
     return {name: [measured[name] for measured in gathered] for name in mine}
 
 
-def _measured(runner: Runner, ranks: Ranks) -> Measured:
+def _measured(runner: Runner, ranks: Ranks, host_of_rank: Sequence[object]) -> Measured:
     case = runner.case
     batches = [runner.unrouted[number].sparse.to_dict() for number in runner.counted]
     # Ids by table; a benchmark's feature and table have one name.
     counted = [{name: bags.values().numpy() for name, bags in ids.items()} for ids in batches]
+    distinct = [[np.unique(rows) for rows in by_table.values()] for by_table in counted]
+    rows_of_steps = [number_rows([*map(torch.from_numpy, rows)]) for rows in distinct]
     is_hot = [
         {table: _is_hot(case, table, rows) for table, rows in by_table.items()}
         for by_table in counted
@@ -70,7 +80,10 @@ def _measured(runner: Runner, ranks: Ranks) -> Measured:
         losses=[float(loss) for loss in runner.losses],
         sent_bytes=runner.sent_bytes,
         wire_bytes=runner.wire_bytes,
-        num_distinct=[sum(np.unique(r).size for r in rows.values()) for rows in counted],
+        between_hosts_bytes=runner.between_hosts_bytes,
+        host=host_of_rank[ranks.rank],
+        num_distinct=[rows.numel() for rows in rows_of_steps],
+        num_host_rows=[count_host_rows(rows, host_of_rank, ranks.device) for rows in rows_of_steps],
         num_lookups=[sum(r.size for r in rows.values()) for rows in counted],
         num_hot_lookups=[int(sum(hot.sum() for hot in by_table.values())) for by_table in is_hot],
         served=_served_values(runner.trainable.sharding, requested, ranks.world_size),
@@ -149,6 +162,12 @@ def _summarize_case(
     num_dense_values = first.num_dense_values
     dense_bytes = lower_bound_bytes(rows, world_size, num_dense_values=num_dense_values) - bound
     sent = float(np.mean(by_rank))
+    between = {
+        name: float(np.mean([rank.between_hosts_bytes[name] for rank in of_ranks])) / num_counted
+        for name in COLLECTIVES
+    }
+    host_bound = _bound_between_hosts(of_ranks, dim, 0)
+    host_bound_with_dense = _bound_between_hosts(of_ranks, dim, num_dense_values)
     sent_dense = dense_bytes * first.bytes_per_value / BYTES_PER_VALUE
     wire = [rank.wire_bytes for rank in of_ranks if rank.wire_bytes is not None]
     num_hot = np.sum([rank.num_hot_lookups for rank in of_ranks])
@@ -175,6 +194,11 @@ def _summarize_case(
         "bound_with_dense_bytes": bound + dense_bytes,
         "bytes_over_bound": _ratio(sent, bound + dense_bytes),
         "embedding_bytes_over_bound": _ratio(sent - sent_dense, bound),
+        "between_hosts_bytes": sum(between.values()),
+        "between_hosts_bytes_by_collective": between,
+        "between_hosts_bound_bytes": host_bound,
+        "between_hosts_bound_with_dense_bytes": host_bound_with_dense,
+        "between_hosts_bytes_over_bound": _ratio(sum(between.values()), host_bound_with_dense),
         "num_distinct_rows": num_distinct,
         "hot_lookups_frac": float(num_hot / np.sum([rank.num_lookups for rank in of_ranks])),
         "served_most_over_mean": _ratio(float(served.max()), float(served.mean())),
@@ -183,6 +207,21 @@ def _summarize_case(
         "final_loss": float(_losses(of_ranks)[-1]),
         **_stage_figures(of_ranks),
     }
+
+
+def _bound_between_hosts(of_ranks: Sequence[Measured], dim: int, num_dense_values: int) -> float:
+    """The lower bound of the bytes between hosts, mean over the ranks."""
+    hosts = [rank.host for rank in of_ranks]
+    bounds = [
+        lower_bound_between_hosts_bytes(
+            {dim: round(float(np.mean(of_rank.num_host_rows)))},
+            hosts,
+            rank,
+            num_dense_values=num_dense_values,
+        )
+        for rank, of_rank in enumerate(of_ranks)
+    ]
+    return float(np.mean(bounds))
 
 
 def _per_step(of_ranks: Sequence[Measured], name: str) -> float:

@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hotrec.bench.cases import Runner
 from hotrec.bench.machine import interface_sent_bytes
+from hotrec.runtime.hosts import gather_host_of_rank
 from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.traffic import count_sent_bytes
@@ -106,15 +107,17 @@ def _run_counted(
     The interface also counts the barriers around the steps, a few hundred bytes, and the
     acknowledgements of received data.
     """
+    host_of_rank = gather_host_of_rank()
     for _, runner in _progress(list(enumerate(runners)), "counted steps", ranks):
         runner.drain()
         before = interface_sent_bytes(interface) if interface else 0
-        with count_sent_bytes() as traffic:
+        with count_sent_bytes(host_of_rank) as traffic:
             for _ in range(num_steps):
                 runner.counted.append(len(runner.losses))
                 runner.step()
             runner.drain()
         runner.sent_bytes = dict(traffic.sent_bytes)
+        runner.between_hosts_bytes = dict(traffic.between_hosts_bytes)
         if interface:
             runner.wire_bytes = interface_sent_bytes(interface) - before
 

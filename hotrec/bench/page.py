@@ -145,6 +145,13 @@ def _bytes(cases: Mapping[str, Document]) -> Table:
         ("bound + dense", "bound_with_dense_bytes", show_bytes),
         ("embeddings/bound", "embedding_bytes_over_bound", _times),
     ]
+    if any(case["between_hosts_bytes"] for case in cases.values()):
+        columns += [
+            ("between hosts", "between_hosts_bytes", show_bytes),
+            ("bound between hosts", "between_hosts_bound_bytes", show_bytes),
+            ("with dense", "between_hosts_bound_with_dense_bytes", show_bytes),
+            ("of it", "between_hosts_bytes_over_bound", _times),
+        ]
     if first["wire_bytes"] is not None:
         columns.append(("on the wire", "wire_bytes", show_bytes))
     records = [

@@ -112,11 +112,6 @@ class RoutedFeatures(Pipelineable):
         return self.batch_size
 
     @property
-    def num_distinct(self) -> list[int]:
-        """U of each group; ``Router.count_distinct`` adds the rows pooled on their owners."""
-        return [group.rows.values().numel() for group in self.groups]
-
-    @property
     def num_lookups(self) -> int:
         """The number of ids in the batch, in all columns."""
         num_pooled = 0 if self.pooled is None else self.pooled.values().numel()

@@ -18,6 +18,7 @@ from hotrec.routing.checks import (
 )
 from hotrec.routing.features import Column, RoutedFeatures, copy_to, find_means, hot_rows
 from hotrec.routing.group import GroupRouter
+from hotrec.runtime.traffic import number_rows
 from hotrec.types import Partition
 
 
@@ -88,13 +89,19 @@ class Router:
             pooled = self.pooled.route(select_features(features, wanted))
         return RoutedFeatures(groups, features.stride(), self.fingerprint, pooled)
 
-    def count_distinct(self, routed: RoutedFeatures) -> dict[int, int]:
-        """Count the batch's distinct rows by embedding dimension; it sorts the pooled ones."""
-        counts = dict(zip(self.groups, routed.num_distinct, strict=True))
+    def find_distinct(self, routed: RoutedFeatures) -> dict[int, torch.Tensor]:
+        """The batch's distinct rows by embedding dimension; it sorts the pooled ones.
+
+        Returns:
+            int64 (U,) by dimension, numbered over the tables of the dimension; see ``number_rows``.
+        """
+        rows: dict[int, list[torch.Tensor]] = {}
+        for dim, group in zip(self.groups, routed.groups, strict=True):
+            rows[dim] = list(group.rows.values().split(group.rows.length_per_key()))
         if self.pooled is not None and routed.pooled is not None:
-            for dim, num_rows in self.pooled.count_distinct(routed.pooled).items():
-                counts[dim] = counts.get(dim, 0) + num_rows
-        return counts
+            for dim, of_tables in self.pooled.find_distinct(routed.pooled).items():
+                rows.setdefault(dim, []).extend(of_tables)
+        return {dim: number_rows(of_tables) for dim, of_tables in rows.items()}
 
 
 class PooledRouter:
@@ -135,14 +142,13 @@ class PooledRouter:
             length_per_key=features.length_per_key(),
         )
 
-    def count_distinct(self, pooled: KeyedJaggedTensor) -> dict[int, int]:
-        """Count the distinct rows by embedding dimension, rows of shared tables once."""
+    def find_distinct(self, pooled: KeyedJaggedTensor) -> dict[int, list[torch.Tensor]]:
+        """The distinct rows of each table by embedding dimension, rows of shared tables once."""
         of_table: dict[str, list[torch.Tensor]] = {}
         parts = pooled.values().split(pooled.length_per_key())
         for column, rows in zip(self.columns, parts, strict=True):
             of_table.setdefault(column.table, []).append(rows)
-        counts: dict[int, int] = {}
-        for table, rows in of_table.items():
-            dim = self._dims[table]
-            counts[dim] = counts.get(dim, 0) + torch.cat(rows).unique().numel()
-        return counts
+        found: dict[int, list[torch.Tensor]] = {}
+        for table, table_rows in of_table.items():
+            found.setdefault(self._dims[table], []).append(torch.cat(table_rows).unique())
+        return found

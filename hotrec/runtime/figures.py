@@ -158,6 +158,16 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
     "Traffic, per step and rank": (
         Figure("sent_bytes_total", "Bytes sent", _bytes, _mean, _less, in_sweep=True),
         Figure("bound_bytes", "Lower bound of exchanging rows", _bytes, _mean, from_line=True),
+        Figure(
+            "between_hosts_bytes", "Of these between hosts", _bytes, _mean, _less, from_line=True
+        ),
+        Figure(
+            "between_hosts_bound_bytes",
+            "Lower bound between hosts, a row once per host",
+            _bytes,
+            _mean,
+            from_line=True,
+        ),
     ),
     "Hot rows": (
         Figure("hot_rows", "Hot rows", _count),

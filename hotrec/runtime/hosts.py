@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
-from hotrec.runtime.ranks import Group, all_gather_object, rank
+from hotrec.runtime.ranks import Group, all_gather_object, finish_others, rank
 from hotrec.runtime.wire import Wire
 from hotrec.types import WireType
 
@@ -78,25 +79,61 @@ def find_hosts(host_of_rank: Sequence[object]) -> FoundHosts:
     return FoundHosts(Hosts(len(sizes), largest), why)
 
 
-def gather_hosts() -> FoundHosts:
-    """``find_hosts`` for the ranks of the process group; a collective.
+def gather_host_of_rank() -> list[object]:
+    """The host of every rank of the process group, in rank order; a collective.
 
     Raises:
         ValueError: if HOTREC_RANKS_PER_HOST does not divide the ranks, or differs between them.
     """
-    asked = set(all_gather_object(os.environ.get(RANKS_PER_HOST, "")))
     # torchrun numbers its agents, one per host; hosts of containers may share a name.
     own: object = (os.environ.get("GROUP_RANK", ""), socket.gethostname())
-    hosts = all_gather_object(own)
+    gathered = all_gather_object((os.environ.get(RANKS_PER_HOST, ""), own))
+    asked = {text for text, _ in gathered}
     if asked == {""}:
-        return find_hosts(hosts)
-    text = min(asked)
-    if len(asked) > 1 or not text.isdecimal() or not int(text) or len(hosts) % int(text):
+        return [host for _, host in gathered]
+    text, num_ranks = min(asked), len(gathered)
+    if len(asked) > 1 or not text.isdecimal() or not int(text) or num_ranks % int(text):
         raise ValueError(
             f"environment {RANKS_PER_HOST} of rank {rank()}: expected one divisor of the "
-            f"{len(hosts)} ranks on all of them, got {sorted(asked)}. Correct or unset it."
+            f"{num_ranks} ranks on all of them, got {sorted(asked)}. Correct or unset it."
         )
-    return find_hosts([at // int(text) for at in range(len(hosts))])
+    return [at // int(text) for at in range(num_ranks)]
+
+
+def gather_hosts() -> FoundHosts:
+    """``find_hosts`` for the ranks of the process group; a collective."""
+    return find_hosts(gather_host_of_rank())
+
+
+def count_host_rows(
+    rows_U: torch.Tensor, host_of_rank: Sequence[object], device: torch.device
+) -> int:
+    """This rank's part of the distinct rows that its host reads; a collective.
+
+    The parts of the ranks of a host add up to the number of its distinct rows: each rank sends
+    those of its rows whose number is l modulo the ranks of its host to local rank l.
+
+    Args:
+        rows_U: This rank's distinct rows, int64 (U,), numbered alike on all ranks.
+        host_of_rank: The host of every rank.
+        device: Device of the process group's tensors.
+    """
+    if len(host_of_rank) == 1:
+        return rows_U.numel()
+    finish_others()
+    own = host_of_rank[rank()]
+    members = [at for at, host in enumerate(host_of_rank) if host == own]
+    local_U = rows_U.to(device) % len(members)
+    num_of_local = torch.bincount(local_U, minlength=len(members))
+    num_to = num_of_local.new_zeros(len(host_of_rank))
+    num_to[members] = num_of_local
+    num_from = torch.empty_like(num_to)
+    dist.all_to_all_single(num_from, num_to)
+    sizes_to, sizes_from = num_to.tolist(), num_from.tolist()
+    received = local_U.new_empty(sum(sizes_from))
+    sent = rows_U.to(device)[local_U.argsort(stable=True)]
+    dist.all_to_all_single(received, sent, sizes_from, sizes_to)
+    return received.unique().numel()
 
 
 class TwoLevelWire:

@@ -142,8 +142,9 @@ class Wire:
         source = parts[self.rank]
         joined = source.new_empty(sum(sizes_from))
         out = list(joined.split(list(sizes_from)))
-        num_sent = sum(part.numel() for part in parts) - source.numel()
-        with counted_by_sender(collective, num_sent * source.element_size()):
+        sent_bytes = [part.nbytes for part in parts]
+        sent_bytes[self.rank] = 0
+        with counted_by_sender(collective, sent_bytes, self._peers):
             if backend_of(self.group, source.device) != "gloo":
                 dist.all_to_all(out, parts, group=self.group)
                 return joined
@@ -167,8 +168,8 @@ class Wire:
     def _gather(self, message: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """The concatenated messages of all ranks."""
         out = message.new_empty(sum(sizes))
-        num_bytes = (self.world_size - 1) * message.numel() * message.element_size()
-        with counted_by_sender("all_gather", num_bytes):
+        num_bytes = (self.world_size - 1) * message.nbytes
+        with counted_by_sender("all_gather", num_bytes, self._peers):
             if len(set(sizes)) == 1:
                 dist.all_gather_into_tensor(out, message, group=self.group)
             else:  # NCCL runs it as one group of broadcasts
@@ -195,7 +196,6 @@ class Wire:
 
     def start_all_reduce(self, values: torch.Tensor, is_async: bool = True) -> dist.Work | None:
         """Start to add up in the values' own type, in place; None if not ``is_async``."""
-        num_bytes = values.numel() * values.element_size()
-        sent = 2 * num_bytes * (self.world_size - 1) // self.world_size
-        with counted_by_sender("all_reduce", sent):
+        sent = 2 * values.nbytes * (self.world_size - 1) // self.world_size
+        with counted_by_sender("all_reduce", sent, self._peers):
             return dist.all_reduce(values, group=self.group, async_op=is_async)

@@ -21,9 +21,16 @@ import torch
 
 from hotrec.data.batch import Batch
 from hotrec.runtime.figures import of_sum, over_ranks
-from hotrec.runtime.ranks import all_gather_object
+from hotrec.runtime.hosts import count_host_rows, gather_host_of_rank
+from hotrec.runtime.ranks import Ranks, all_gather_object
 from hotrec.runtime.stages import StageClock, exposed_s
-from hotrec.runtime.traffic import COLLECTIVES, BatchFacts, count_sent_bytes, lower_bound_bytes
+from hotrec.runtime.traffic import (
+    COLLECTIVES,
+    BatchFacts,
+    count_sent_bytes,
+    lower_bound_between_hosts_bytes,
+    lower_bound_bytes,
+)
 from hotrec.train.segment import SegmentBatches
 from hotrec.types import STAGES
 
@@ -177,21 +184,23 @@ class StageTimes:
 
 
 class TrafficMeter:
-    """Counts the bytes sent in sampled steps, and the rows that their batches read.
+    """Counts the bytes sent in sampled steps, and the rows that their batches read; collective.
 
-    ``inspect_batch`` counts the distinct rows and lookups of a batch; None for no lower bound.
+    ``inspect_batch`` finds the distinct rows and lookups of a batch; None for no lower bound.
     """
 
     def __init__(
         self,
-        world_size: int,
+        ranks: Ranks,
         num_dense_values: int,
         inspect_batch: Callable[[Batch], BatchFacts] | None,
     ) -> None:
-        self._world_size = world_size
+        self._ranks = ranks
+        self._host_of_rank = gather_host_of_rank()
         self._num_dense_values = num_dense_values
         self._inspect_batch = inspect_batch
-        self._sums = dict.fromkeys(("steps", "bound", "lookups", "hot_lookups", *COLLECTIVES), 0.0)
+        names = ("steps", "between_hosts", "bound", "between_hosts_bound", "lookups", "hot_lookups")
+        self._sums = dict.fromkeys((*names, *COLLECTIVES), 0.0)
 
     def is_due(self, index: int, num_steps: int) -> bool:
         """Whether to count in step ``index`` (from 0) of a segment.
@@ -205,10 +214,14 @@ class TrafficMeter:
 
     @contextmanager
     def counting(self, batches: SegmentBatches) -> Iterator[None]:
-        """Count the bytes that the step in the block sends and the rows that its batch reads."""
-        with count_sent_bytes() as traffic:
+        """Count the bytes that the step in the block sends and the rows that its batch reads.
+
+        A collective, as the ranks of a host count the rows that they read together.
+        """
+        with count_sent_bytes(self._host_of_rank) as traffic:
             yield
         self._sums["steps"] += 1
+        self._sums["between_hosts"] += sum(traffic.between_hosts_bytes.values())
         for name, num_bytes in traffic.sent_bytes.items():
             self._sums[name] += num_bytes
         if self._inspect_batch is not None:
@@ -217,8 +230,21 @@ class TrafficMeter:
             self._sums["lookups"] += facts.num_lookups
             self._sums["hot_lookups"] += facts.num_hot_lookups
             self._sums["bound"] += lower_bound_bytes(
-                facts.num_distinct, self._world_size, num_dense_values=self._num_dense_values
+                facts.num_distinct, self._ranks.world_size, num_dense_values=self._num_dense_values
             )
+            self._sums["between_hosts_bound"] += self._bound_between_hosts(facts)
+
+    def _bound_between_hosts(self, facts: BatchFacts) -> int:
+        hosts = self._host_of_rank
+        if len(set(hosts)) == 1:
+            return 0
+        num_rows = {
+            dim: count_host_rows(rows_U, hosts, self._ranks.device)
+            for dim, rows_U in facts.rows.items()
+        }
+        return lower_bound_between_hosts_bytes(
+            num_rows, hosts, self._ranks.rank, num_dense_values=self._num_dense_values
+        )
 
     def sums(self) -> dict[str, float]:
         """This rank's counts, to be summed over the ranks."""
@@ -233,7 +259,13 @@ class TrafficMeter:
 
         return {
             "sent_bytes": {n: mean("sent_bytes", n) for n in COLLECTIVES} if num_steps else None,
+            "between_hosts_bytes": mean("between_hosts_bytes", "between_hosts"),
             "bound_bytes": mean("bound_bytes", "bound") if self._inspect_batch else None,
+            "between_hosts_bound_bytes": (
+                mean("between_hosts_bound_bytes", "between_hosts_bound")
+                if self._inspect_batch
+                else None
+            ),
             "hot_lookup_frac": total["hot_lookups"] / lookups if lookups else None,
         }
 

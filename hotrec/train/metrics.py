@@ -50,7 +50,7 @@ class Counts:
 
     Args:
         num_dense_values: Parameters of the dense layers.
-        of_batch: Counts a batch's rows for the traffic bound and the hot-lookup fraction.
+        of_batch: Finds a batch's rows for the traffic bounds and the hot-lookup fraction.
         of_tables: Measures the memory of this rank's tables.
         of_caches: Returns the counters of this rank's device caches since its last call, with the
             same names on every rank and zeros without a cache; None if no rank has a cache.
@@ -87,7 +87,7 @@ class Record:
 
 
 class Metrics:
-    """Measures the steps of a run, and records them when due.
+    """Measures the steps of a run, and records them when due; making one is a collective.
 
     Args:
         ranks: The process group.
@@ -121,7 +121,7 @@ class Metrics:
         self._record = record or Record()
         self._rates = Meter(warmup_steps=warmup_steps)
         self._stages = StageTimes(ranks.device, first_compared_step)
-        self._traffic = TrafficMeter(ranks.world_size, counts.num_dense_values, counts.of_batch)
+        self._traffic = TrafficMeter(ranks, counts.num_dense_values, counts.of_batch)
         self._traffic_means = self._traffic.means(self._traffic.sums())
         self.losses: dict[int, torch.Tensor] = {}  # of this rank, since the last check-up
         self._loss: float | None = None

@@ -23,7 +23,7 @@ from hotrec.config.groups import Decay
 from hotrec.data.batch import Batch
 from hotrec.embedding.table_memory import CacheCounters, CacheFigures, fused_modules
 from hotrec.runtime.ranks import RankError, all_gather_object
-from hotrec.runtime.traffic import BatchFacts, count_distinct_rows, count_sent_bytes
+from hotrec.runtime.traffic import BatchFacts, count_sent_bytes, find_distinct_rows
 from hotrec.train.callbacks import Callback
 from hotrec.train.checkpoint import Checkpoints, find_latest
 from hotrec.train.evaluate import evaluate, measure_quality
@@ -55,7 +55,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def inspect(batch: Batch) -> BatchFacts:
     tables = {name: (name, DIM) for name in NUM_ROWS}
     num_lookups = batch.sparse.values().numel()
-    return BatchFacts(count_distinct_rows(batch.sparse, tables), num_lookups, num_lookups // 4)
+    return BatchFacts(find_distinct_rows(batch.sparse, tables), num_lookups, num_lookups // 4)
 
 
 class SigtermOnOneRank(TinyLoader):

@@ -278,7 +278,10 @@ def measured(**changes: Any) -> Measured:
         "losses": [0.5, 0.4],
         "sent_bytes": sent(all_to_all=100, all_reduce=20),
         "wire_bytes": None,
+        "between_hosts_bytes": sent(),
+        "host": 0,
         "num_distinct": [10],
+        "num_host_rows": [6],
         "num_lookups": [40],
         "num_hot_lookups": [30],
         "served": [4, 2],
@@ -350,6 +353,30 @@ def test_bytes_are_those_of_a_step() -> None:
     assert (figures["sent_bytes"], figures["wire_bytes"]) == (100, 110)
     assert figures["sent_bytes_by_collective"]["all_to_all"] == 100
     assert figures["num_distinct_rows"] == 12
+
+
+def test_bytes_between_hosts() -> None:
+    """Two hosts of two ranks: what they send to each other, and half of the distinct rows."""
+    ranks = [
+        measured(host=at // 2, between_hosts_bytes=sent(all_to_all=10 * at, all_reduce=20))
+        for at in range(4)
+    ]
+    figures = figures_of(a=ranks)
+    found = figures["a"]
+    assert found["between_hosts_bytes"] == 35
+    assert found["between_hosts_bytes_by_collective"] == sent(all_to_all=15, all_reduce=20)
+    # 2 U D 4 / 2 of the rank's part of the host's rows; 2 n 4 / 2 are shared by two ranks.
+    assert found["between_hosts_bound_bytes"] == 6 * 2 * 4
+    assert found["between_hosts_bound_with_dense_bytes"] == 6 * 2 * 4 + 3 * 4 / 2
+    assert found["between_hosts_bytes_over_bound"] == pytest.approx(35 / 54)
+    page = render_page(document_of(figures), command="", configuration="").splitlines()
+    [at] = [number for number, line in enumerate(page) if "| between hosts |" in line]
+    assert [cell.strip() for cell in page[at + 2].split("|")][-5:-1] == [
+        "35 B",
+        "48 B",
+        "54 B",
+        "0.65x",
+    ]
 
 
 def test_summary() -> None:

@@ -18,7 +18,7 @@ from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.ranks import Ranks
-from hotrec.runtime.traffic import count_distinct_rows
+from hotrec.runtime.traffic import find_distinct_rows
 from hotrec.train.dense_sync import count_dense_values
 from hotrec.types import (
     Exchange,
@@ -131,15 +131,21 @@ def test_routing_counts_and_travels() -> None:
     features = some_features()
     tables = {"a": [("t", 4), ("v", 4)], "b": [("t", 4)], "c": [("u", 8)]}
     all_rows = HotColdEmbeddingBagCollection(some_tables(), Partition(NUM_ROWS)).router
-    expected = all_rows.count_distinct(all_rows(features))
-    assert expected[8] == count_distinct_rows(features, {k: v[0] for k, v in tables.items()})[8]
+
+    def sizes(rows: dict[int, torch.Tensor]) -> dict[int, int]:
+        assert all(rows_U.unique().numel() == rows_U.numel() for rows_U in rows.values())
+        return {dim: rows_U.numel() for dim, rows_U in rows.items()}
+
+    expected = sizes(all_rows.find_distinct(all_rows(features)))
+    found = find_distinct_rows(features, {k: v[0] for k, v in tables.items()})
+    assert expected[8] == found[8].numel()
     fingerprints = {all_rows.fingerprint}
     for placement in PLACEMENTS.values():
         router = pickle.loads(
             pickle.dumps(HotColdEmbeddingBagCollection(some_tables(), placement).router)
         )
         routed = router(features)
-        assert router.count_distinct(routed) == expected
+        assert sizes(router.find_distinct(routed)) == expected
         assert routed.num_lookups == all_rows(features).num_lookups
         assert routed.stride() == 6
         moved = pickle.loads(pickle.dumps(routed)).to(torch.device("cpu"))

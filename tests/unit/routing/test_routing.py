@@ -190,7 +190,9 @@ def test_rows_are_distinct_in_range_and_in_their_half(drawn: Drawn) -> None:
         assert set(cold) == is_read - set(hot.tolist())
         assert len(found[table]) == len(is_read)  # each row once
     assert group.rows.stride() == 1
-    assert routed.num_distinct == [sum(len(rows) for rows in read.values())]
+    assert [group.rows.values().numel() for group in routed.groups] == [
+        sum(len(rows) for rows in read.values())
+    ]
     assert routed.num_lookups == num_lookups
     assert routed.num_hot_lookups() == num_hot_lookups
 
@@ -244,7 +246,7 @@ def test_missing_feature_is_named_and_others_are_left_aside() -> None:
         keys=["c", "b", "a"], values=torch.tensor([999, 2, 7]), lengths=torch.tensor([1, 1, 1])
     )
     routed = one_table_router()(features)
-    assert (routed.num_lookups, routed.num_distinct) == (2, [2])
+    assert (routed.num_lookups, routed.groups[0].rows.values().numel()) == (2, 2)
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1, 0], [2, 1, 1, 1], [1, 1, 1], [-1, 3, 1, 1]])
@@ -305,7 +307,7 @@ def test_groups_are_routed_each_by_its_own_tables() -> None:
     partition = Partition({"t": 10, "u": 5}, {"u": np.array([4])})
     routed = Router(columns, partition)(two_features([9, 9], [4, 0], [2, 0, 2, 0]))
     assert [list(group.rows.keys()) for group in routed.groups] == [["t"], ["u_hot", "u"]]
-    assert routed.num_distinct == [1, 2]
+    assert [group.rows.values().numel() for group in routed.groups] == [1, 2]
     assert routed.groups[0].scales_K is None
     assert routed.groups[1].scales_K.tolist() == [0.5, 0.5]
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hotrec.artifact import read_artifact
 from hotrec.data.batch import Batch
 from hotrec.runtime.ranks import Ranks
-from hotrec.runtime.traffic import BatchFacts, count_distinct_rows
+from hotrec.runtime.traffic import BatchFacts, find_distinct_rows
 from hotrec.train import checkpoint
 from hotrec.train.callbacks import Callbacks
 from hotrec.train.checkpoint import Checkpoints, StatefulLoader, find_latest
@@ -55,7 +55,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def inspect(batch: Batch) -> BatchFacts:
     tables = {name: (name, DIM) for name in NUM_ROWS}
     return BatchFacts(
-        num_distinct=count_distinct_rows(batch.sparse, tables),
+        rows=find_distinct_rows(batch.sparse, tables),
         num_lookups=batch.sparse.values().numel(),
         num_hot_lookups=batch.labels.numel(),
     )
@@ -63,7 +63,8 @@ def inspect(batch: Batch) -> BatchFacts:
 
 KEYS_OF_A_LINE = (
     "step num_samples loss lr samples_per_s step_p50_s step_p90_s stage_s exposed_communication_s "
-    "data_wait_s sent_bytes bound_bytes hot_lookup_frac peak_allocated_bytes peak_reserved_bytes "
+    "data_wait_s sent_bytes between_hosts_bytes bound_bytes between_hosts_bound_bytes "
+    "hot_lookup_frac peak_allocated_bytes peak_reserved_bytes "
     "peak_resident_bytes elapsed_s"
 )
 
