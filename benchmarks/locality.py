@@ -1,11 +1,12 @@
 """Counts the bytes saved by choosing which rank computes which sample of a global batch.
 
     python benchmarks/locality.py [--dataset PATH ...] [--page benchmarks/results/locality.md
-        [--prepared-by ARGUMENTS ...]] [--num-batches 3] [--hot-rows 0 8000 20000]
+        [--prepared-by ARGUMENTS ...]] [--num-batches 3] [--hot-rows 0 8000 20000] [--hosts]
 
 The global batch, and so the update, is unchanged; samples only change ranks. Counted for samples of
-the tables of `hotrec bench` (Zipf 1.05) and for the training samples of prepared datasets. The last
-line on stdout is one JSON object.
+the tables of `hotrec bench` (Zipf 1.05) and for the training samples of prepared datasets. With
+--hosts it counts what crosses the network between hosts of several ranks instead, by hotrec's own
+assignment, and writes only that part of the page. The last line on stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks import locality_page
 from benchmarks.locality_samples import Source, dataset_source, zipf_source
+from hotrec.data import locality
 from hotrec.types import Schema
 
 DIM = 64
@@ -32,6 +34,8 @@ VALUE_BYTES = 4
 CASES = ((2, 2048), (4, 2048), (8, 2048), (2, 8192), (4, 8192), (8, 8192))
 # For a sample too small for 8 ranks of 2048.
 SMALL_CASE = (8, 1024)
+# Hosts, and ranks of each.
+HOST_CASES = ((2, 2), (2, 4), (8, 8))
 # What a sample that changes ranks takes along, if ranks do not read each other's share of the log.
 DENSE_AND_LABEL_BYTES = (13 + 1) * 4
 ID_BYTES = 4
@@ -310,18 +314,101 @@ def measure(source: Source, num_hot: int, num_ranks: int, size: int, number: int
     }
 
 
+def measure_hosts(
+    source: Source, num_hot: int, hosts: tuple[int, int], number: int
+) -> dict[str, Any]:
+    """Bytes of cold rows that a host sends in a step, means over hosts and global batches.
+
+    With 2,048 samples a rank, or the largest power of two that the source has samples for.
+    """
+    num_hosts, ranks_per_host = hosts
+    num_ranks = num_hosts * ranks_per_host
+    size = 2048
+    while num_ranks * size > (source.num_samples or np.inf):
+        size //= 2
+    host_W = np.repeat(np.arange(num_hosts), ranks_per_host)
+    hot, shares = source.hot(num_hot), np.full(num_ranks, size)
+    found: dict[str, list[dict[str, float]]] = {}
+    for ranks in source.read(num_ranks, size, number):
+        batch = make_batch(ranks, source.schema, hot)
+        cold_SU, owner_U = batch.cold()
+        sample_K = np.repeat(np.arange(batch.num_samples), np.diff(cold_SU.indptr))
+        row_K = cold_SU.indices.astype(np.int64)
+        reads = owner_U[row_K], row_K, sample_K, shares
+        for name, rank_S in {
+            "as read": batch.today(),
+            "to ranks": locality.assign_by_owner(*reads),
+            "to hosts": locality.assign_by_owner(*reads, host_W),
+        }.items():
+            crossing = _crossing_rows(rank_S[sample_K], row_K, owner_U, ranks_per_host)
+            num_bytes = {k: 2 * num * DIM * VALUE_BYTES / num_hosts for k, num in crossing.items()}
+            found.setdefault(name, []).append(num_bytes)
+    return {
+        "source": source.name,
+        "num_hot": num_hot,
+        "num_hosts": num_hosts,
+        "ranks_per_host": ranks_per_host,
+        "batch_size": size,
+        "num_batches": len(found["as read"]),
+        "assignments": {
+            name: {key: float(np.mean([f[key] for f in each])) for key in each[0]}
+            for name, each in found.items()
+        },
+    }
+
+
+def _crossing_rows(
+    rank_K: np.ndarray, row_K: np.ndarray, owner_U: Owners, ranks_per_host: int
+) -> dict[str, int]:
+    """Rows that all hosts get from others in one level and in two, and those that ranks get inside.
+
+    Inside: from other ranks of the host, in one level.
+    """
+
+    def distinct(reader_K: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The reader and the owner of each row that a reader reads."""
+        reader, row = np.divmod(np.unique(reader_K * owner_U.size + row_K), owner_U.size)
+        return reader, owner_U[row]
+
+    (rank, owner), (host, owner_of_host) = distinct(rank_K), distinct(rank_K // ranks_per_host)
+    is_inside = owner // ranks_per_host == rank // ranks_per_host
+    return {
+        "one_level": int(np.count_nonzero(~is_inside)),
+        "two_levels": int(np.count_nonzero(owner_of_host // ranks_per_host != host)),
+        "inside": int(np.count_nonzero(is_inside & (owner != rank))),
+    }
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dataset", type=Path, action="append", default=[], help="prepared")
     parser.add_argument("--num-batches", type=int, default=3)
     parser.add_argument("--hot-rows", type=int, nargs="+", default=(0, 8_000, 20_000))
     parser.add_argument("--page", type=Path, help="file for the tables")
+    parser.add_argument("--hosts", action="store_true", help="hosts of several ranks")
     parser.add_argument("--prepared-by", nargs="+", default=(), metavar="ARGUMENTS")
     return parser.parse_args(arguments)
 
 
+def count_hosts(parsed: argparse.Namespace) -> None:
+    """The part about hosts."""
+    results = []
+    for source in (zipf_source(), *map(dataset_source, parsed.dataset)):
+        for hosts in HOST_CASES:
+            for num_hot in parsed.hot_rows:
+                found = measure_hosts(source, num_hot, hosts, parsed.num_batches)
+                results.append(found)
+                print(*locality_page.as_host_row(found), file=sys.stderr, flush=True)
+    if parsed.page:
+        locality_page.write_hosts(parsed.page, results)
+    print(json.dumps(results))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parse(arguments)
+    if parsed.hosts:
+        count_hosts(parsed)
+        return
     results = []
     for source in (zipf_source(), *map(dataset_source, parsed.dataset)):
         fitting = [c for c in CASES if c[0] * c[1] <= (source.num_samples or np.inf)]

@@ -95,6 +95,65 @@ def as_row(found: Found) -> list[str]:
     ]
 
 
+HOST_COLUMNS = (
+    "samples",
+    "hosts x ranks",
+    "batch",
+    "hot rows",
+    "one level: as read, MB",
+    "to ranks",
+    "to hosts",
+    "two levels: as read, MB",
+    "to ranks",
+    "to hosts",
+    "inside: as read, MB",
+    "to ranks",
+    "to hosts",
+)
+HOST_HEADING = "## Hosts of several ranks"
+HOST_PAGE = """
+With hosts of several ranks only what crosses between hosts is slow. `order.assign=by_owner` then
+first gives a sample to the host whose ranks own most of its cold rows, by the same rule and with
+the sum of its ranks' shares, then to a rank of that host. Made by
+
+```
+{command}
+```
+
+Bytes of cold rows and their gradients that a host sends in a step, counted as above, by hotrec's
+own assignment; the batch is that of a rank, and the largest that the samples suffice for.
+
+* **one level**: between hosts, each rank for itself; **two levels**: between hosts, each row once
+  for all ranks of a host (`pipeline.levels=two`); **inside**: between the ranks of a host, in one
+  level.
+* **to ranks**: to the rank that owns most of them, wherever it is; **to hosts**: to hosts first.
+  Both are changes of the bytes as read.
+"""
+
+
+def as_host_row(found: Found) -> list[str]:
+    """One row of text, as ``HOST_COLUMNS``."""
+    row = [
+        found["source"],
+        f"{found['num_hosts']} x {found['ranks_per_host']}",
+        f"{found['batch_size']:,}",
+        f"{found['num_hot']:,}",
+    ]
+    for link in ("one_level", "two_levels", "inside"):
+        before, *after = (of[link] for of in found["assignments"].values())
+        row += [f"{before / 1e6:.2f}", *(f"{num_bytes / before - 1:+.1%}" for num_bytes in after)]
+    return row
+
+
+def write_hosts(path: Path, results: Sequence[Found]) -> None:
+    """Write the part about hosts, which is the last of the page."""
+    table = markdown_table(HOST_COLUMNS, [as_host_row(found) for found in results])
+    page = path.read_text().split(HOST_HEADING)[0].strip()
+    command = shlex.join(["python", *sys.argv]).replace(" --", " \\\n    --")
+    parts = [page, HOST_HEADING, HOST_PAGE.format(command=command).strip(), table]
+    path.write_text("\n\n".join(parts) + "\n")
+
+
 def write(path: Path, results: Sequence[Found], prepared_by: Sequence[str]) -> None:
     """Write the page; what a person concludes from it is kept, below the last table."""
     lines = [f"hotrec prepare {choice}" for choice in prepared_by]

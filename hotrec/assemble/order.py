@@ -28,6 +28,7 @@ from hotrec.data.days import check_time_order, days_of
 from hotrec.data.loader import make_loader, num_steps, step_sequence
 from hotrec.data.locality import Assign, ByOwner, ShardOwner
 from hotrec.runtime.cores import num_workers
+from hotrec.runtime.hosts import gather_host_of_rank
 from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.train.alternate import AlternatingLoader, Alternation
 from hotrec.types import Exchange, Partition, Placement, Schema, Sharding
@@ -178,7 +179,7 @@ def adapts(
 def choose_assign(
     order: TrainingOrder, schema: Schema, placement: Placement | None, plan: ShardingPlan
 ) -> ByOwner | None:
-    """The assignment of training samples to ranks; None if they stay as read.
+    """The assignment of training samples to ranks; None if they stay as read. Collective.
 
     Args:
         order: Order of the run.
@@ -197,14 +198,14 @@ def choose_assign(
 
 
 def by_owner(schema: Schema, placement: Placement, plan: ShardingPlan) -> ByOwner:
-    """``ByOwner`` for the tables of a plan.
+    """``ByOwner`` for the tables of a plan; a collective.
 
     Raises:
         RuntimeError: If the plan shards a table neither row-wise nor table-wise.
     """
     shards = {table: _shards(table, plan) for table in owned_tables(placement)}
     hot_rows = {table: placement.partition.hot(table) for table in shards}
-    return ByOwner(schema, shards, hot_rows)
+    return ByOwner(schema, shards, hot_rows, gather_host_of_rank())
 
 
 def _shards(table: str, plan: ShardingPlan) -> list[ShardOwner]:

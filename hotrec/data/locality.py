@@ -1,6 +1,8 @@
 """Assigns the samples of a global batch to the ranks that own most of their cold rows.
 
-A cold row and its gradient are exchanged only if a rank reads the row without owning it. Moving
+A cold row and its gradient are exchanged only if a rank reads the row without owning it. With hosts
+of several ranks a sample first goes to the host whose ranks own most of them, which alone decides
+what crosses the network, then to a rank of that host. Moving
 samples of a global batch between ranks changes neither the batch nor the update. Every rank reads
 the ids of the whole global batch and computes the same assignment, so nothing is sent for it. The
 figures behind the rule are in benchmarks/results/locality.md.
@@ -8,7 +10,7 @@ figures behind the rule are in benchmarks/results/locality.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +33,9 @@ class ShardOwner:
     rank: int
 
 
-def assign_by_owner(owner_K: Rows, row_K: Rows, sample_K: Rows, shares_W: Rows) -> Rows:
+def assign_by_owner(
+    owner_K: Rows, row_K: Rows, sample_K: Rows, shares_W: Rows, host_W: Rows | None = None
+) -> Rows:
     """Assign each sample to the rank that owns most of its cold rows, within each rank's share.
 
     The score of sample s on rank r is the sum over the ids of s whose row r owns of 1 / (ids of the
@@ -40,12 +44,16 @@ def assign_by_owner(owner_K: Rows, row_K: Rows, sample_K: Rows, shares_W: Rows) 
     equal), those that would lose most by their second choice first, then in the order of the batch;
     those whose choice is full choose again among the ranks with room, at most W times.
 
+    With several hosts, of which one has several ranks, samples choose a host likewise, by its score
+    and its share, the sums of those of its ranks; then a rank of this host.
+
     Args:
         owner_K: int64 (K,), the rank that owns each id's row, ``NOBODY`` for hot rows and others
             that every rank reads at the same cost.
         row_K: int64 (K,), the row, numbered over all tables.
         sample_K: int64 (K,), in 0..S-1.
         shares_W: int64 (W,), samples of each rank; their sum is S.
+        host_W: int64 (W,), the host of each rank, in 0..H-1; None for one host.
 
     Returns:
         The rank of each sample, int64 (S,). Sums are in the order of the ids, so that ranks on
@@ -56,9 +64,23 @@ def assign_by_owner(owner_K: Rows, row_K: Rows, sample_K: Rows, shares_W: Rows) 
     owner_K, row_K, sample_K = owner_K[is_owned], row_K[is_owned], sample_K[is_owned]
     _, place_K, num_U = np.unique(row_K, return_inverse=True, return_counts=True)
     weight_K = (1.0 / num_U)[place_K]
-    cell_K = sample_K * num_ranks + owner_K
-    score = np.bincount(cell_K, weight_K, minlength=num_samples * num_ranks)
-    return _fill(score.reshape(num_samples, num_ranks).astype(np.float64, copy=False), shares_W)
+
+    def score(place_K: Rows, num_places: int) -> npt.NDArray[np.float64]:
+        cell_K = sample_K * num_places + place_K
+        sums = np.bincount(cell_K, weight_K, minlength=num_samples * num_places)
+        return sums.reshape(num_samples, num_places).astype(np.float64, copy=False)
+
+    score_SW = score(owner_K, num_ranks)
+    num_hosts = 1 if host_W is None else int(host_W.max()) + 1
+    if host_W is None or num_hosts in (1, num_ranks):
+        return _fill(score_SW, shares_W)
+    shares_H = np.bincount(host_W, shares_W, minlength=num_hosts).astype(np.int64)
+    host_S = _fill(score(host_W[owner_K], num_hosts), shares_H)
+    rank_S = np.empty(num_samples, np.int64)
+    for host in range(num_hosts):
+        samples, ranks = np.flatnonzero(host_S == host), np.flatnonzero(host_W == host)
+        rank_S[samples] = ranks[_fill(score_SW[np.ix_(samples, ranks)], shares_W[ranks])]
+    return rank_S
 
 
 def _fill(score_SW: npt.NDArray[np.float64], shares_W: Rows) -> Rows:
@@ -94,6 +116,7 @@ class ByOwner:
         shards: The shards of each table in the order of rows; a missing table has no owners, for
             example because its rows are not exchanged.
         hot_rows: int64 (H,) by table; a missing table has none.
+        host_of_rank: The host of every rank; empty for one host.
 
     Raises:
         ValueError: if a table's shards do not start at row 0, or do not increase.
@@ -104,6 +127,7 @@ class ByOwner:
         schema: Schema,
         shards: Mapping[str, Sequence[ShardOwner]],
         hot_rows: Mapping[str, Rows],
+        host_of_rank: Sequence[Hashable] = (),
     ) -> None:
         index = {table.name: position for position, table in enumerate(schema.tables)}
         num_rows_T = np.array([table.num_rows for table in schema.tables], np.int64)
@@ -122,6 +146,9 @@ class ByOwner:
                 )
             firsts += [begin + first_row for first_row in first_rows]
             ranks += [shard.rank for shard in of_table]
+        number_of = {host: number for number, host in enumerate(dict.fromkeys(host_of_rank))}
+        hosts = [number_of[host] for host in host_of_rank]
+        self._host_W = np.array(hosts, np.int64) if hosts else None
         self._first_P, self._rank_P = np.array(firsts, np.int64), np.array(ranks, np.int64)
         self._is_hot_bits = np.zeros(-(-int(num_rows_T.sum()) // 8), np.uint8)
         for name, rows in hot_rows.items():
@@ -140,7 +167,7 @@ class ByOwner:
         lengths = lengths_FS.reshape(self._num_features, num_samples)
         key_K = values_K + np.repeat(self._begin_F, lengths.sum(axis=1))
         sample_K = np.repeat(np.tile(np.arange(num_samples), self._num_features), lengths_FS)
-        return assign_by_owner(self.owners(key_K), key_K, sample_K, shares_W)
+        return assign_by_owner(self.owners(key_K), key_K, sample_K, shares_W, self._host_W)
 
 
 def _bit(key_K: Rows) -> npt.NDArray[np.uint8]:

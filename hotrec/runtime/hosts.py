@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,14 +79,14 @@ def find_hosts(host_of_rank: Sequence[object]) -> FoundHosts:
     return FoundHosts(Hosts(len(sizes), largest), why)
 
 
-def gather_host_of_rank() -> list[object]:
+def gather_host_of_rank() -> list[Hashable]:
     """The host of every rank of the process group, in rank order; a collective.
 
     Raises:
         ValueError: if HOTREC_RANKS_PER_HOST does not divide the ranks, or differs between them.
     """
     # torchrun numbers its agents, one per host; hosts of containers may share a name.
-    own: object = (os.environ.get("GROUP_RANK", ""), socket.gethostname())
+    own: Hashable = (os.environ.get("GROUP_RANK", ""), socket.gethostname())
     gathered = all_gather_object((os.environ.get(RANKS_PER_HOST, ""), own))
     asked = {text for text, _ in gathered}
     if asked == {""}:

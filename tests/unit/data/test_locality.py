@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -29,13 +30,15 @@ def int64(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
-def owner_of_everything(schema: Schema, world_size: int, hot: dict[str, np.ndarray]) -> ByOwner:
+def owner_of_everything(
+    schema: Schema, world_size: int, hot: dict[str, np.ndarray], hosts: Sequence[int] = ()
+) -> ByOwner:
     shards = {}
     for table in schema.tables:
         block = -(-table.num_rows // world_size)
         ranks = range(-(-table.num_rows // block))
         shards[table.name] = [ShardOwner(rank * block, rank) for rank in ranks]
-    return ByOwner(schema, shards, hot)
+    return ByOwner(schema, shards, hot, hosts)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,16 @@ def test_samples_go_to_their_rows(owners, rows, samples, shares, expected) -> No
     assert assign_by_owner(owners, rows, samples, shares).tolist() == expected
 
 
+def test_samples_go_to_hosts_first() -> None:
+    """Both samples read most from ranks 0 and 2, of one host, and more of rank 1 than of either."""
+    owners, samples = int64(0, 0, 2, 2, 1, 1, 1, 0, 2, 1), int64(0, 0, 0, 0, 0, 0, 0, 1, 1, 1)
+    rows, shares = np.arange(10), int64(1, 1, 0, 0)
+    assert assign_by_owner(owners, rows, samples, shares).tolist() == [1, 0]
+    hosts = int64(0, 1, 0, 1)
+    assert assign_by_owner(owners, rows, samples, shares, hosts).tolist() == [0, 1]
+    assert assign_by_owner(owners, rows, samples, int64(0, 1, 1, 0), hosts).tolist() == [2, 1]
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 40), st.integers(1, 5), st.integers(0, 200), st.integers(0, 2**31))
 def test_every_rank_gets_its_share(num_samples, num_ranks, num_ids, seed) -> None:
@@ -78,6 +91,13 @@ def test_every_rank_gets_its_share(num_samples, num_ranks, num_ids, seed) -> Non
     assigned = assign_by_owner(owners, rows, samples, shares)
     assert np.bincount(assigned, minlength=num_ranks).tolist() == shares.tolist()
     assert np.array_equal(assigned, assign_by_owner(owners, rows, samples, shares))
+    # One host, or one rank per host: nothing changes. Other hosts: the shares stay.
+    for hosts in (np.zeros(num_ranks, np.int64), rng.permutation(num_ranks)):
+        same = assign_by_owner(owners, rows, samples, shares, hosts)
+        assert np.array_equal(same, assigned)
+    _, hosts = np.unique(rng.integers(0, 3, num_ranks), return_inverse=True)
+    of_hosts = assign_by_owner(owners, rows, samples, shares, hosts)
+    assert np.bincount(of_hosts, minlength=num_ranks).tolist() == shares.tolist()
 
 
 def test_owners_are_those_of_the_shards_and_hot_rows_have_none() -> None:
@@ -96,6 +116,9 @@ def test_owners_are_those_of_the_shards_and_hot_rows_have_none() -> None:
     for assign in (by_owner, pickle.loads(pickle.dumps(by_owner))):
         # Sample 0 reads b's 0 of rank 2, and a's 5 and 3.
         assert assign(values, lengths, int64(0, 1, 1)).tolist() == [1, 2]
+    # Sample 0 goes to the host of ranks 0 and 1, though rank 2 owns as much of it.
+    on_hosts = ByOwner(schema, shards, {"a": int64(9, 0), "b": int64(6)}, ["x", "x", ("y", 1)])
+    assert on_hosts(values, lengths, int64(1, 0, 1)).tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("first_rows", [[1], [0, 5, 5], [0, 6, 3]])
@@ -154,14 +177,18 @@ def test_the_global_batches_stay_and_samples_stay_whole(
     assert has_moved == (world_size > 1 and not subset)
 
 
-def remote_rows(values_FS: np.ndarray, ranks_S: np.ndarray, owner_of: ByOwner) -> int:
-    """Distinct rows that a rank reads and another one holds, over all ranks."""
+def remote_rows(
+    values_FS: np.ndarray, ranks_S: np.ndarray, owner_of: ByOwner, ranks_per_host: int = 1
+) -> int:
+    """Distinct rows that a host reads and another one holds, over all hosts."""
     num_rows = 5000
     total = 0
-    for rank in range(int(ranks_S.max()) + 1):
-        keys = values_FS[:, ranks_S == rank] + np.arange(len(values_FS))[:, None] * num_rows
+    hosts_S = ranks_S // ranks_per_host
+    for host in range(int(hosts_S.max()) + 1):
+        keys = values_FS[:, hosts_S == host] + np.arange(len(values_FS))[:, None] * num_rows
         owners = owner_of.owners(np.unique(keys))
-        total += int(np.count_nonzero((owners != rank) & (owners != NOBODY)))
+        is_remote = (owners // ranks_per_host != host) & (owners != NOBODY)
+        total += int(np.count_nonzero(is_remote))
     return total
 
 
@@ -183,3 +210,12 @@ def test_skewed_samples_ask_for_fewer_rows_of_others(num_ranks: int, num_hot: in
     as_read = np.repeat(np.arange(num_ranks), size)
     before, after = (remote_rows(values_FS, ranks, by_owner) for ranks in (as_read, assigned))
     assert after < 0.9 * before, (before, after)
+    if num_ranks == 4:
+        hot = dict.fromkeys(names, by_rank[:num_hot])
+        by_host = owner_of_everything(schema, num_ranks, hot, hosts=[0, 0, 1, 1])
+        to_hosts = by_host(values_FS.ravel(), np.ones(values_FS.size, np.int32), shares)
+        by_ranks, by_hosts = (
+            remote_rows(values_FS, ranks, by_owner, ranks_per_host=2)
+            for ranks in (assigned, to_hosts)
+        )
+        assert by_hosts < 0.97 * by_ranks, (by_ranks, by_hosts)
