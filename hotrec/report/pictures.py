@@ -129,9 +129,10 @@ def draw_traffic(runs: Sequence[Run]) -> Figure | None:
     if not any(sum(sent.values()) for sent in parts.values()):
         return None
     texts = []
-    for sent, bound in zip(parts.values(), bounds, strict=True):
-        total = sum(sent.values())
+    for run, sent, bound in zip(runs, parts.values(), bounds, strict=True):
+        total, between = sum(sent.values()), run.number("between_hosts_bytes")
         over = f", {total / bound:.2f}x the bound" if bound else ""
+        over += f", {show_bytes(between)} between hosts" if between else ""
         texts.append(f"{show_bytes(total)}{over}" if sent else NOT_RECORDED)
     return bar_figure(len(runs), lambda axes: draw_bars(axes, parts, texts, show_bytes, bounds))
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,10 @@ def test_traffic_stacks_collectives_and_marks_the_bound(runs: list[Run]) -> None
     }
     assert texts(axes) == ["4.50 MB, 1.12x the bound", "15.0 MB, 3.75x the bound"]
     assert [set(line.get_xdata()) for line in axes.lines[:2]] == [{4.0e6}, {4.0e6}]
+    on_hosts = replace(runs[0], summary={**runs[0].summary, "between_hosts_bytes": 2.1e6})
+    assert texts(draw_traffic([on_hosts]).axes[0]) == [
+        "4.50 MB, 1.12x the bound, 2.10 MB between hosts"
+    ]
     labels = [text.get_text() for text in axes.figure.legends[0].get_texts()]
     assert labels.count("lower bound of exchanging rows") == 1
     assert [axes.xaxis.get_major_formatter()(x) for x in (2.5e6, 10e6)] == ["2.5 MB", "10 MB"]
