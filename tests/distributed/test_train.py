@@ -12,7 +12,9 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +24,7 @@ from hotrec.artifact import ArtifactError
 from hotrec.config.groups import Decay
 from hotrec.data.batch import Batch
 from hotrec.embedding.table_memory import CacheCounters, CacheFigures, fused_modules
+from hotrec.runtime.hosts import RANKS_PER_HOST
 from hotrec.runtime.ranks import RankError, all_gather_object
 from hotrec.runtime.traffic import BatchFacts, count_sent_bytes, find_distinct_rows
 from hotrec.train.callbacks import Callback
@@ -159,6 +162,15 @@ def check_traffic_of_training(whole: TrainResult) -> None:
     assert whole.summary["sent_bytes_total"] == sum(sent.values())
     assert dense * 4 < whole.summary["bound_bytes"] < whole.summary["sent_bytes_total"]
     assert whole.summary["hot_lookup_frac"] == 0.25
+    assert whole.summary["between_hosts_bytes"] == 0
+    assert whole.summary["between_hosts_bound_bytes"] == 0
+    with mock.patch.dict("os.environ", {RANKS_PER_HOST: "1"}):
+        on_hosts = run(TinyLoader(num_batches=16), inspect_batch=inspect).summary
+    assert on_hosts["sent_bytes"] == sent
+    assert on_hosts["between_hosts_bytes"] == on_hosts["sent_bytes_total"]
+    bounds = [on_hosts[f"{which}bound_bytes"] for which in ("", "between_hosts_")]
+    assert bounds[1] == pytest.approx(bounds[0], abs=1)
+    assert bounds[0] == whole.summary["bound_bytes"]
 
 
 def check_device_caches_add_up(folder: Path) -> None:
