@@ -89,6 +89,14 @@ MUTANTS = [
         "unit/data/test_locality.py",
     ),
     mutant(
+        "assign.hosts",
+        "Samples that are assigned by owner go to the host of most of their cold rows.",
+        "hotrec/data/locality.py",
+        "host_S = _fill(score(host_W[owner_K], num_hosts), shares_H)",
+        "host_S = _fill(score(0 * owner_K, num_hosts), shares_H)",
+        "unit/data/test_locality.py",
+    ),
+    mutant(
         "all_hot.one_cold_id",
         "A sample with one cold id is not all-hot.",
         "hotrec/data/all_hot.py",

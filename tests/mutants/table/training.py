@@ -325,6 +325,14 @@ MUTANTS = [
         "unit/runtime/test_traffic.py",
     ),
     mutant(
+        "records.bytes_between_hosts",
+        "A ring's bytes cross a border only where the next rank is on another host.",
+        "hotrec/runtime/traffic.py",
+        "num_bytes * num_borders // len(hosts)",
+        "num_bytes",
+        "unit/runtime/test_traffic.py",
+    ),
+    mutant(
         "resume.random_numbers",
         "A resumed run draws the random numbers that an uninterrupted one draws.",
         "hotrec/train/saver.py",
