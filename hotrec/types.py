@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hotrec.row_order import RowOrder
+
 Rows = npt.NDArray[np.int64]
 # Rows of a table, and the probability that a global batch reads each of them.
 POPULAR_ROW = np.dtype([("row", np.int64), ("prob", np.float32)])
@@ -415,6 +417,8 @@ class TablePlacement:
         cache_load_frac: Cached fraction of the rows in HOST_CACHED and CACHED, in 0..1; else None.
         row_type: Type of the rows in host memory, in CACHED; else fp32. Slots are fp32.
         row_fetch: How rows in CACHED come to the device; not auto.
+        is_spread: Whether row-wise rows are spread over their owners, so that owners are evenly
+            loaded if ids follow popularity (``RowOrder``); has no effect on table-wise rows.
     """
 
     exchange: Exchange = Exchange.ROWS
@@ -423,6 +427,12 @@ class TablePlacement:
     cache_load_frac: float | None = None
     row_type: WireType = WireType.fp32
     row_fetch: RowFetch = RowFetch.staged
+    is_spread: bool = False
+
+    def row_order(self, num_rows: int) -> RowOrder:
+        """The order in which the rows are stored."""
+        is_by_row = self.sharding is Sharding.ROW_WISE and self.exchange is Exchange.ROWS
+        return RowOrder(num_rows, self.is_spread and is_by_row)
 
 
 @dataclass(frozen=True)
@@ -450,12 +460,17 @@ class Placement:
         is_hot_dense: bool = False,
         row_type: WireType = WireType.fp32,
         row_fetch: RowFetch = RowFetch.staged,
+        is_spread: bool = False,
     ) -> Placement:
         """All tables alike: cold rows exchanged as rows, row-wise, in one tier."""
         is_cached = tier in (Tier.HOST_CACHED, Tier.CACHED)
         load_frac = cache_load_frac if is_cached else None
         table = TablePlacement(
-            tier=tier, cache_load_frac=load_frac, row_type=row_type, row_fetch=row_fetch
+            tier=tier,
+            cache_load_frac=load_frac,
+            row_type=row_type,
+            row_fetch=row_fetch,
+            is_spread=is_spread,
         )
         return Placement(partition, dict.fromkeys(partition.num_rows, table), is_hot_dense)
 
@@ -463,6 +478,15 @@ class Placement:
         """The same with another way of fetching rows in CACHED."""
         tables = {n: replace(table, row_fetch=row_fetch) for n, table in self.tables.items()}
         return replace(self, tables=tables)
+
+    def spread(self, is_spread: bool) -> Placement:
+        """The same with rows that are spread over their owners, or that are not."""
+        tables = {n: replace(table, is_spread=is_spread) for n, table in self.tables.items()}
+        return replace(self, tables=tables)
+
+    def row_order(self, table: str) -> RowOrder:
+        """The order in which a table's rows are stored."""
+        return self.tables[table].row_order(self.partition.num_rows[table])
 
     def __post_init__(self) -> None:
         if set(self.tables) != set(self.partition.num_rows):

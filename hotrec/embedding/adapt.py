@@ -24,6 +24,7 @@ from hotrec.embedding.canonical import TensorPart, canonical_parts, plain_name
 from hotrec.embedding.snapshot import keep
 from hotrec.embedding.tables import sharded_collections
 from hotrec.routing.popularity import CountedRows, Counts, Popularity
+from hotrec.row_order import RowOrder
 from hotrec.runtime.ranks import all_gather_object, rank, world_size
 from hotrec.types import Rows
 
@@ -90,7 +91,8 @@ class _AdaptedTable:
         name: Its own name.
         counter: Counts its rows.
         row_floats: Floats of a row with its optimizer state, divided by those of the row.
-        shards: The first row and number of rows that each rank owns, None for none.
+        shards: The first stored row and number of rows that each rank owns, None for none.
+        order: The order in which its rows are stored.
     """
 
     path: str
@@ -98,6 +100,7 @@ class _AdaptedTable:
     counter: Popularity
     row_floats: float
     shards: Sequence[tuple[int, int] | None]
+    order: RowOrder
 
     @property
     def key(self) -> str:
@@ -129,7 +132,7 @@ class _AdaptedTable:
 
     def owner_of(self, rows: Rows) -> Rows:
         """The rank that owns each row, int64 (M,)."""
-        owners = np.full(rows.size, -1)
+        owners, rows = np.full(rows.size, -1), self.order.stored(rows)
         for index, shard in enumerate(self.shards):
             if shard is not None:
                 owners[(rows >= shard[0]) & (rows < shard[0] + shard[1])] = index
@@ -186,13 +189,16 @@ class AdaptiveHotSet:
         of_ranks = all_gather_object(own)
         tables = []
         for path, counters in self._counters.items():
+            orders = self._collections[path].row_orders()
             for counter in counters:
                 for name, keys in counter.hot_keys.items():
                     key = plain_name(path, name)
                     if keys.numel() < counter.tables[name]:
                         floats = sum(widths[key]) / self._dim(path, name)
                         shards = [shards.get(key) for shards in of_ranks]
-                        tables.append(_AdaptedTable(path, name, counter, floats, shards))
+                        tables.append(
+                            _AdaptedTable(path, name, counter, floats, shards, orders[name])
+                        )
         return tables
 
     def _dim(self, path: str, table: str) -> int:
@@ -315,7 +321,7 @@ class AdaptiveHotSet:
                 size += chosen.size * math.prod(part.value.shape[1:])
                 if source == rank():
                     shard = shards[part.name]
-                    rows = torch.from_numpy(swaps[key].rows[chosen] - shard.first[0])
+                    rows = torch.from_numpy(shard.places(swaps[key].rows[chosen]))
                     found = shard.value.index_select(0, rows.to(shard.value.device))
                     # Host rows may be in half precision, replicas are not.
                     leaving.append(found.to(part.value.device, part.value.dtype).reshape(-1))
@@ -445,7 +451,7 @@ def choose_swaps(
 
 def _demote(swap: Swaps, replica: TensorPart, shard: TensorPart) -> None:
     """Copy the rows that become cold and that this rank owns from its replica."""
-    place = swap.old_rows - shard.first[0]
+    place = shard.places(swap.old_rows)
     own = (place >= 0) & (place < shard.value.shape[0])
     slots = torch.from_numpy(swap.slots[own]).to(replica.value.device)
     rows = torch.from_numpy(place[own]).to(shard.value.device)

@@ -23,6 +23,7 @@ from hotrec.embedding.slots import Moves, SlotMap, fetches
 from hotrec.embedding.snapshot import keep
 from hotrec.embedding.torchrec import kernels
 from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.row_order import RowOrder
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread, OnHost, record_use
 from hotrec.runtime.stages import named_range
 from hotrec.types import POPULAR_ROW, Placement, PopularRows, RowFetch, Rows, Tier
@@ -441,6 +442,7 @@ def use_cached_rows(
     lookup: nn.Module,
     spec: OptimizerSpec,
     placement: Placement,
+    orders: Mapping[str, RowOrder],
     device: torch.device,
     *,
     is_distinct: bool,
@@ -452,7 +454,8 @@ def use_cached_rows(
             placed = placement.tables[shard.table]
             is_mapped = is_mapped or placed.row_fetch is RowFetch.mapped
             num_slots += (placed.cache_load_frac or 0.0) * shard.num_rows
-            of_table = placement.popular_rows.get(shard.table, popular[0])
+            of_table = placement.popular_rows.get(shard.table, popular[0]).copy()
+            of_table["row"] = orders[shard.table].stored(of_table["row"])
             of_table = of_table[shard.holds(of_table["row"])]
             of_table["row"] += shard.begin - shard.first_row
             popular.append(of_table)
@@ -471,7 +474,7 @@ def use_cached_rows(
 
 
 def refresh_slots(lookup: nn.Module, written: Mapping[str, Rows]) -> bool:
-    """Refetch rows that were written in host memory, by table; whether the lookup has slots."""
+    """Refetch stored rows written in host memory, by table; whether the lookup has slots."""
     has_slots = False
     for kernel in kernels(lookup):
         if isinstance(kernel.replacement, CachedRows):

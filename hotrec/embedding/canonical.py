@@ -21,6 +21,8 @@ from hotrec.embedding.fused import update_counters
 from hotrec.embedding.table_memory import cached_rows, fused_modules
 from hotrec.embedding.tables import modules_of, sharded_collections
 from hotrec.routing.features import hot_name, hot_rows
+from hotrec.row_order import RowOrder
+from hotrec.types import Rows
 
 # Torch's names of a table's state, where FBGEMM's are used.
 _STATE_NAMES = {"sum": "momentum1", "exp_avg": "momentum1", "exp_avg_sq": "momentum2"}
@@ -35,11 +37,14 @@ class TensorPart:
         name: "<parameter>", or "<parameter>/<state>" for optimizer state.
         shape: The shape of the whole tensor.
         value: The values; writing to them changes the model.
-        first: The position of ``value`` in the whole tensor, by dimension.
+        first: The position of ``value`` in the whole tensor, by dimension; in the order in which
+            rows are stored.
         rows: The rows of ``value`` in the whole tensor, int64 (H,), for a replica of hot rows; None
-            if they are consecutive.
+            if they are stored consecutively.
         is_shard: Whether no other rank holds these values.
         table: Name of the embedding table; None for dense parameters and their state.
+        order: The order in which the rows of a shard are stored if they are spread over their
+            owners; None for that of the whole tensor.
     """
 
     name: str
@@ -49,12 +54,18 @@ class TensorPart:
     rows: torch.Tensor | None = None
     is_shard: bool = False
     table: str | None = None
+    order: RowOrder | None = None
 
     def own_rows(self) -> torch.Tensor:
         """The rows of ``value`` in the whole tensor, int64 (R,)."""
         if self.rows is not None:
             return self.rows
-        return torch.arange(self.first[0], self.first[0] + self.value.shape[0])
+        stored = torch.arange(self.first[0], self.first[0] + self.value.shape[0])
+        return stored if self.order is None else self.order.original(stored)
+
+    def places(self, rows: Rows) -> Rows:
+        """The places in a shard of rows of the whole tensor; others' rows are outside of it."""
+        return (rows if self.order is None else self.order.stored(rows)) - self.first[0]
 
 
 @dataclass(frozen=True)
@@ -66,12 +77,14 @@ class TensorParts:
         counters: Update counts, each for all rows of one or more tables.
         weights: The model's state dict, to load once its tensors have been written.
         sharded: Names of the parameters that have shards, on this rank or on others.
+        is_spread: Whether the rows of some are spread, on this rank or on others.
     """
 
     parts: list[TensorPart]
     counters: list[torch.Tensor]
     weights: Mapping[str, Any]
     sharded: frozenset[str]
+    is_spread: bool = False
 
     def has_shards(self, name: str) -> bool:
         """Whether a tensor is sharded; otherwise every rank has all of it or its hot rows."""
@@ -85,11 +98,15 @@ class TensorParts:
 
 @dataclass(frozen=True)
 class _StoredTable:
-    """The canonical name of a table; for a replica, its rows int64 (H,) and the table's."""
+    """The canonical name of a table; for a replica, its rows int64 (H,) and the table's.
+
+    For shards of spread rows, also the order in which they are stored.
+    """
 
     name: str
     num_rows: int = 0
     hot_rows: torch.Tensor | None = None
+    order: RowOrder | None = None
 
 
 def canonical_parts(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> TensorParts:
@@ -129,7 +146,8 @@ def canonical_parts(model: nn.Module, optimizer: KeyedOptimizer | None = None) -
                 else:
                     name = _STATE_NAMES.get(name, name)
                     parts += _parts(tables[param], value, state=name, of_table=True)
-    return TensorParts(parts, counters, weights, sharded)
+    is_spread = any(table.order is not None for table in tables.values())
+    return TensorParts(parts, counters, weights, sharded, is_spread)
 
 
 def _tables(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, _StoredTable]:
@@ -137,11 +155,13 @@ def _tables(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, _StoredTa
     paths = tuple(path for path, _ in modules_of(model, ShardedModule))
     tables = {key: _StoredTable(key) for key in weights if key.startswith(paths)} if paths else {}
     for path, collection in sharded_collections(model):
-        partition = collection.partition
+        partition, orders = collection.partition, collection.row_orders()
         for dim, group in collection.router.groups.items():
             prefix = f"{path}rows.dim{dim}.embeddings."
             for table in group.cold_tables:
-                tables[f"{prefix}{table}.weight"] = _StoredTable(plain_name(path, table))
+                order = orders[table] if orders[table].factor != 1 else None
+                name = plain_name(path, table)
+                tables[f"{prefix}{table}.weight"] = _StoredTable(name, order=order)
             for table in group.hot_tables:
                 rows = hot_rows(partition, table)
                 key = f"{prefix}{hot_name(table)}.weight"
@@ -198,7 +218,9 @@ def _parts(
             first = tuple(shard.metadata.shard_offsets)[: len(shape)]
             held = shard.tensor.detach()
             held = held.view(-1) if len(shape) == 1 else held
-            yield TensorPart(name, shape, held, first, is_shard=True, table=table_name)
+            yield TensorPart(
+                name, shape, held, first, is_shard=True, table=table_name, order=table.order
+            )
         return
     held = value.detach().view(shape)
     if table.hot_rows is not None:

@@ -73,7 +73,8 @@ def _fill(
     step = max(1, chunk_values // dim)
     for begin in range(0, target.shape[0], step):
         end = min(begin + step, target.shape[0])
-        rows = torch.arange(first_row + begin, first_row + end, device=target.device)
+        stored = torch.arange(first_row + begin, first_row + end, device=target.device)
+        rows = part.order.original(stored)
         values = initial_rows(seed, part.table, rows, dim, part.num_rows, bounds)
         target[begin:end] = values[:, first_column:]
 

@@ -25,6 +25,7 @@ from hotrec.embedding.fused import set_update_count, update_count
 from hotrec.embedding.torchrec import Kernel, kernels
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.sorting import sort_keys
+from hotrec.row_order import RowOrder, multiply
 from hotrec.runtime.comm_thread import HostInts, ints_on
 from hotrec.runtime.hosts import Hosts
 from hotrec.runtime.stages import backward_point, mark_backward
@@ -57,6 +58,15 @@ class RowOwners:
     Requested rows are in the order of their owners' ranks. With ``hosts`` they are in that of the
     owners' local ranks and, of each local rank, of hosts; see ``hotrec.embedding.relay``.
 
+    Args:
+        tables: The cold tables of the group.
+        num_rows: Rows of each of them.
+        shards: The shards of each rank.
+        device: The device of the batches.
+        hosts: The hosts, for an exchange in two levels.
+        orders: The order in which the rows of each table are stored in its shards; None for that of
+            their ids. One rank ignores it.
+
     Raises:
         RuntimeError: if the shards do not contain every row of every table exactly once.
     """
@@ -68,6 +78,7 @@ class RowOwners:
         shards: Sequence[Sequence[Shard]],
         device: torch.device,
         hosts: Hosts | None = None,
+        orders: Mapping[str, RowOrder] | None = None,
     ) -> None:
         self._world_size = len(shards)
         order = range(len(shards)) if hosts is None else [r for rail in hosts.rails for r in rail]
@@ -99,15 +110,24 @@ class RowOwners:
         self._first_S = torch.tensor([piece[0] for piece in pieces], device=device)
         self._rank_S = torch.tensor([piece[2] for piece in pieces], device=device)
         self._shift_S = torch.tensor([piece[3] - piece[0] for piece in pieces], device=device)
+        spread = {t: order for t, order in (orders or {}).items() if order.factor != 1}
+        self._is_spread = bool(spread)
+        self._is_wide = any(order.is_wide for order in spread.values())
+        factors = [spread[table].factor if table in spread else 1 for table in tables]
+        self._factor_T = torch.tensor(factors, device=device)
+        self._num_rows_T = torch.tensor([num_rows[table] for table in tables], device=device)
 
     def find(self, rows: KeyedJaggedTensor, num_hot_keys: int) -> RequestedRows:
         """Find the owners of the cold rows of a routed batch, which ascend within a table."""
         lengths_T = rows.lengths()[num_hot_keys:]
         cold_U = rows.values()[sum(rows.length_per_key()[:num_hot_keys]) :]
         num = cold_U.numel()
-        key_U = cold_U + torch.repeat_interleave(self._begins_T, lengths_T, output_size=num)
+        begin_U = torch.repeat_interleave(self._begins_T, lengths_T, output_size=num)
         if self._world_size == 1:
-            return RequestedRows(None, key_U, None)
+            return RequestedRows(None, cold_U + begin_U, None)
+        if self._is_spread:
+            return self._find_spread(cold_U, begin_U, lengths_T)
+        key_U = cold_U + begin_U
         # Keys ascend, so the rows of a shard end where the next shard's first row would be.
         ends_S = torch.searchsorted(key_U, self._first_S[1:])
         lengths_S = ends_S.diff(prepend=ends_S.new_zeros(1), append=ends_S.new_full((1,), num))
@@ -115,6 +135,26 @@ class RowOwners:
         position_U = key_U + torch.repeat_interleave(self._shift_S, lengths_S, output_size=num)
         _, order_U = sort_keys(owner_U, self._world_size)
         num_to_W = lengths_S.new_zeros(self._world_size).index_add_(0, self._rank_S, lengths_S)
+        return RequestedRows(
+            order_U, position_U.index_select(0, order_U).to(self.sent_type), num_to_W
+        )
+
+    def _find_spread(
+        self, cold_U: torch.Tensor, begin_U: torch.Tensor, lengths_T: torch.Tensor
+    ) -> RequestedRows:
+        """The same if rows are spread: stored rows do not ascend within a table."""
+        factor_U, num_rows_U = (
+            torch.repeat_interleave(of_T, lengths_T, output_size=cold_U.numel())
+            for of_T in (self._factor_T, self._num_rows_T)
+        )
+        key_U = begin_U + multiply(cold_U, factor_U, num_rows_U, is_wide=self._is_wide)
+        shard_U = torch.searchsorted(self._first_S, key_U, right=True) - 1
+        owner_U = self._rank_S.index_select(0, shard_U)
+        position_U = key_U + self._shift_S.index_select(0, shard_U)
+        sorted_U, order_U = sort_keys(owner_U, self._world_size)
+        ranks_W = torch.arange(self._world_size, device=owner_U.device)
+        ends_W = torch.searchsorted(sorted_U, ranks_W, right=True)
+        num_to_W = ends_W.diff(prepend=ends_W.new_zeros(1))
         return RequestedRows(
             order_U, position_U.index_select(0, order_U).to(self.sent_type), num_to_W
         )

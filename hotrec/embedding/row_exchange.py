@@ -46,6 +46,7 @@ from hotrec.embedding.torchrec import (
     send_rows,
 )
 from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.row_order import RowOrder
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.comm_thread import HostInts
 from hotrec.runtime.hosts import TwoLevelWire
@@ -222,6 +223,8 @@ def _hook_up(
     return replicas
 
 
+# Rows that are copied at once when spread rows take their weights.
+_ROWS_AT_ONCE = 1 << 18
 HOT_SHARDINGS = (ShardingType.DATA_PARALLEL,)
 COLD_SHARDINGS = (ShardingType.ROW_WISE, ShardingType.TABLE_WISE)
 
@@ -258,6 +261,16 @@ class ShardedRows(RowCollection):
         super().__init__(module, sharding, env, fused_params(spec), device, codecs, module_fqn=name)
         self.hot: HotReplicas | None = None
         self._num_hot = len(hot_tables)
+        # One rank has whole tables, whose order does not matter.
+        is_alone = env.world_size == 1
+        self.orders = {
+            config.name: RowOrder(config.num_embeddings, is_spread=False)
+            if is_alone
+            else placement.row_order(config.name)
+            for config in module.embedding_configs()
+            if config.name not in hot_tables
+        }
+        self._keep_weights(module)
         self.dim, self.spec = module.embedding_dim(), spec
         self._keys = [config.name for config in module.embedding_configs()]
         self._group, self._device, self.hosts = env.process_group, device, settings.hosts
@@ -272,8 +285,7 @@ class ShardedRows(RowCollection):
                 num_rows_T = [config.num_embeddings for config in tables]
                 self.hot = _hook_up(lookup, num_rows_T, self.dim, settings)
             elif self.is_cached:
-                is_distinct = env.world_size == 1
-                use_cached_rows(lookup, spec, placement, device, is_distinct=is_distinct)
+                use_cached_rows(lookup, spec, placement, self.orders, device, is_distinct=is_alone)
             elif device.type == "cpu":
                 use_cpu_rows(lookup, spec)
         self.owned = OwnedRows(self._cold_lookups, self.dim, spec)
@@ -282,7 +294,24 @@ class ShardedRows(RowCollection):
             num_rows = {config.name: config.num_embeddings for config in module.embedding_configs()}
             shards = all_gather_object(self.owned.shards)
             hosts = None if self.hosts is None else self.hosts.hosts
-            self.owners = RowOwners(cold_tables, num_rows, shards, device, hosts)
+            self.owners = RowOwners(cold_tables, num_rows, shards, device, hosts, self.orders)
+
+    @torch.no_grad()
+    def _keep_weights(self, module: EmbeddingCollection) -> None:
+        """Take the module's weights of spread rows, of which TorchRec has taken the wrong ones."""
+        spread = {table: order for table, order in self.orders.items() if order.factor != 1}
+        state = self.state_dict() if spread and self._device.type != "meta" else {}
+        for table, order in spread.items():
+            weights: Any = module.embeddings[table].weight
+            if weights.is_meta or not state:
+                continue
+            for shard in state[f"embeddings.{table}.weight"].local_shards():
+                first_row, num_rows = shard.metadata.shard_offsets[0], shard.tensor.shape[0]
+                stored = torch.arange(first_row, first_row + num_rows, device=weights.device)
+                for rows, part in zip(
+                    stored.split(_ROWS_AT_ONCE), shard.tensor.split(_ROWS_AT_ONCE), strict=True
+                ):
+                    part.copy_(weights[order.original(rows)])
 
     @property
     def _cold_lookups(self) -> list[Any]:
@@ -325,8 +354,9 @@ class ShardedRows(RowCollection):
 
     def refresh_cached_rows(self, written: Mapping[str, Rows]) -> None:
         """Refresh caches after rows in host memory were written, by table, between steps."""
+        stored = {table: self.orders[table].stored(rows) for table, rows in written.items()}
         for lookup in self._cold_lookups:
-            if not refresh_slots(lookup, written) and self._device.type == "cuda":
+            if not refresh_slots(lookup, stored) and self._device.type == "cuda":
                 lookup.purge()
 
     def start_lookups(

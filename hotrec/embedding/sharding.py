@@ -51,6 +51,7 @@ from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.features import RoutedFeatures
 from hotrec.routing.popularity import Popularity
 from hotrec.routing.router import Router
+from hotrec.row_order import RowOrder
 from hotrec.runtime.hosts import TwoLevelWire, gather_hosts
 from hotrec.runtime.stages import mark
 from hotrec.types import HotExchange, Levels, Partition, Rows, WireType
@@ -152,6 +153,10 @@ class ShardedHotColdEmbeddingBagCollection(
 
     def _rows(self) -> dict[str, ShardedRows]:
         return dict(self.rows.items())  # type: ignore[arg-type]
+
+    def row_orders(self) -> dict[str, RowOrder]:
+        """The order in which the rows of each table with exchanged rows are stored."""
+        return {t: order for rows in self.sharded_rows() for t, order in rows.orders.items()}
 
     def drop_cached_rows(self) -> None:
         """Invalidate the UVM caches, after rows in host memory were written directly."""

@@ -97,6 +97,24 @@ class Snapshot:
         for rows, values in kept:
             out[rows - begin] = values
 
+    def read_rows(self, value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Copy rows int64 (K,) of a watched tensor, each once, as they were; by any thread."""
+        found = self._find(value)
+        assert found is not None, "a tensor that is not watched"
+        table, first = found
+        out = value.new_empty((len(rows), *value.shape[1:]))
+        step = max(1, _PIECE_BYTES // max(1, table.row_bytes))
+        for some, to in zip((rows + first).split(step), out.split(step), strict=True):
+            self._read_rows(table, some, to)
+        return out
+
+    def _read_rows(self, table: _Watched, rows: torch.Tensor, out: torch.Tensor) -> None:
+        with self._lock:
+            out[:] = table.value[rows]
+            kept = table.mark_rows_read(rows)
+        for places, values in kept:
+            out[places] = values
+
     def keep(self, value: torch.Tensor, rows: torch.Tensor) -> None:
         """See the function ``keep``."""
         found = self._find(value)
@@ -172,7 +190,22 @@ class _Watched:
             low, high = torch.searchsorted(rows, bounds).tolist()
             if low < high:
                 found.append((rows[low:high], values[low:high]))
-        self._num_unread -= end - begin
+        self._count_read(end - begin)
+        return found
+
+    def mark_rows_read(self, rows: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Mark rows as read; the places among them of those that were kept, with their values."""
+        places = self._is_done[rows].nonzero()[:, 0]
+        self._is_done[rows] = True
+        found = []
+        for kept_rows, values in self._kept if places.numel() else ():
+            at = torch.searchsorted(kept_rows, rows[places]).clamp_(max=len(kept_rows) - 1)
+            is_here = kept_rows[at] == rows[places]
+            found.append((places[is_here], values[at[is_here]]))
+        self._count_read(len(rows))
+        return found
+
+    def _count_read(self, num_rows: int) -> None:
+        self._num_unread -= num_rows
         if self._num_unread == 0:
             self._kept.clear()
-        return found

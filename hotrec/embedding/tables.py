@@ -15,6 +15,7 @@ from torchrec.distributed.types import ShardedModule, ShardedTensor
 
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.routing.features import hot_name, hot_rows
+from hotrec.row_order import RowOrder
 
 T = TypeVar("T")
 
@@ -65,6 +66,7 @@ class TablePart:
     num_rows: int  # of the whole table
     hot_rows: torch.Tensor | None  # the replica's rows in order, int64 (H,); None for a table
     value: torch.Tensor | ShardedTensor  # float (R, D) or (H, D)
+    order: RowOrder  # of a table's rows in its shards
 
 
 def table_parts(model: nn.Module) -> Iterator[TablePart]:
@@ -74,22 +76,24 @@ def table_parts(model: nn.Module) -> Iterator[TablePart]:
             is_sharded = isinstance(value, ShardedTensor)
             num_rows = value.metadata().size[0] if is_sharded else value.shape[0]
             table = name.removeprefix("embedding_bags.").removesuffix(".weight")
-            yield TablePart(table, num_rows, None, value)
+            yield TablePart(table, num_rows, None, value, RowOrder(num_rows, is_spread=False))
     for _, hot_cold in sharded_collections(model):
         state = hot_cold.state_dict()
-        num_rows = hot_cold.partition.num_rows
+        num_rows, orders = hot_cold.partition.num_rows, hot_cold.row_orders()
         for dim, group in hot_cold.router.groups.items():
             prefix = f"rows.dim{dim}.embeddings."
             for table in group.cold_tables:
-                yield TablePart(table, num_rows[table], None, state[f"{prefix}{table}.weight"])
+                value = state[f"{prefix}{table}.weight"]
+                yield TablePart(table, num_rows[table], None, value, orders[table])
             for table in group.hot_tables:
                 rows = hot_rows(hot_cold.partition, table)
                 value = state[f"{prefix}{hot_name(table)}.weight"]
-                yield TablePart(table, num_rows[table], rows, value)
+                order = RowOrder(num_rows[table], is_spread=False)
+                yield TablePart(table, num_rows[table], rows, value, order)
 
 
-def _whole(value: torch.Tensor | ShardedTensor) -> torch.Tensor:
-    """All rows of a table, on every rank."""
+def _whole(value: torch.Tensor | ShardedTensor, order: RowOrder) -> torch.Tensor:
+    """All rows of a table in original ids, on every rank."""
     if not isinstance(value, ShardedTensor):
         return value.detach().clone()
     shards = [
@@ -102,8 +106,9 @@ def _whole(value: torch.Tensor | ShardedTensor) -> torch.Tensor:
     dist.all_gather_object(gathered, shards)
     whole = torch.empty(tuple(value.metadata().size))
     for (first_row, first_column), part in (shard for rank in gathered for shard in rank):
-        rows, columns = part.shape
-        whole[first_row : first_row + rows, first_column : first_column + columns] = part
+        num_rows, num_columns = part.shape
+        rows = order.original(torch.arange(first_row, first_row + num_rows))
+        whole[rows, first_column : first_column + num_columns] = part
     return whole
 
 
@@ -115,7 +120,7 @@ def gather_tables(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     tables: dict[str, torch.Tensor] = {}
     for part in table_parts(model):
-        value = _whole(part.value).cpu()
+        value = _whole(part.value, part.order).cpu()
         if part.hot_rows is None:
             if part.table in tables:
                 raise ValueError(

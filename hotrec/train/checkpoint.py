@@ -47,6 +47,7 @@ from hotrec.embedding.tables import sharded_collections
 from hotrec.runtime.comm_thread import CommunicationThread
 from hotrec.runtime.random_state import random_state, set_random_state
 from hotrec.runtime.ranks import (
+    Group,
     all_gather_object,
     rank,
     same_verdict,
@@ -55,6 +56,7 @@ from hotrec.runtime.ranks import (
 )
 from hotrec.train.best import BestQuality
 from hotrec.train.run_log import replace_text
+from hotrec.train.spread_rows import gather_spread
 from hotrec.train.tensor_files import (
     FilePiece,
     Share,
@@ -209,7 +211,14 @@ class Saving:
                 snapshot = same_verdict(lambda: take_snapshot(model))
                 stack.callback(snapshot.close)
             same_verdict(lambda: _naming(scratch, lambda: _save_small(scratch, hot_state)))
-            shares = same_verdict(lambda: own_shares(parts, rank(), world_size(), snapshot))
+            group, spread = None, {}
+            if parts.is_spread:
+                # Not the default one, since a thread may use it, and it must serve the host.
+                group = stack.enter_context(Group("save rows", backend="gloo")).group
+                spread = gather_spread(parts)
+            shares = same_verdict(
+                lambda: own_shares(parts, rank(), world_size(), snapshot, spread, group)
+            )
             if in_background:
                 thread = CommunicationThread(torch.device("cpu"), "write checkpoint")
                 self._written = thread.submit(lambda: self._write(shares))

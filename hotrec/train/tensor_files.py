@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hotrec.artifact import Artifact, ArtifactError, FileFacts, write_through
 from hotrec.embedding.canonical import TensorPart, TensorParts
 from hotrec.embedding.snapshot import Snapshot
+from hotrec.train.spread_rows import OriginalRows, SpreadTensor
 
 MAX_FILE_BYTES = 256 << 20
 _CHUNK_BYTES = 64 << 20
@@ -64,16 +66,23 @@ class Share:
         begin: The first row, within the part.
         end: The row after the last one.
         take: Reads rows of the part, by their range, in the layout of the whole tensor.
+        until: The row until which all ranks read together; ``end`` if each reads alone.
     """
 
     part: TensorPart
     begin: int
     end: int
     take: Callable[[int, int], torch.Tensor]
+    until: int
 
 
 def own_shares(
-    parts: TensorParts, rank: int, world_size: int, snapshot: Snapshot | None = None
+    parts: TensorParts,
+    rank: int,
+    world_size: int,
+    snapshot: Snapshot | None = None,
+    spread: Mapping[str, SpreadTensor] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> list[Share]:
     """This rank's share of the tensors of a model, to write; not a collective.
 
@@ -83,11 +92,19 @@ def own_shares(
         world_size: Number of ranks, which all write.
         snapshot: The source of the tables that it watches; all others are copied now, so that
             training may continue. None to read all of them later, with their values then.
+        spread: The tensors with spread rows, from ``gather_spread``: reading these is a collective.
+        group: The ranks that read them.
     """
+    spread = spread or {}
+    left = list(spread)  # the others' order, which ranks without rows keep too
     hot = {part.name: part for part in parts.parts if part.rows is not None}
     shares = []
     for part in parts.parts:
         num_rows = part.value.shape[0] if part.value.dim() else 1
+        if part.order is not None:
+            while part.name in left:
+                shares.append(_spread_share(spread[left.pop(0)], hot, snapshot, group))
+            continue
         if part.is_shard:
             begin, end = 0, num_rows
         elif parts.has_shards(part.name):
@@ -98,8 +115,27 @@ def own_shares(
             begin, end = (num_rows * r // world_size for r in (rank, rank + 1))
         if begin < end:
             take = _taker(part, hot.get(part.name), begin, end, snapshot)
-            shares.append(Share(part, begin, end, take))
-    return shares
+            shares.append(Share(part, begin, end, take, end))
+    return shares + [_spread_share(spread[name], hot, snapshot, group) for name in left]
+
+
+def _spread_share(
+    tensor: SpreadTensor,
+    hot: Mapping[str, TensorPart],
+    snapshot: Snapshot | None,
+    group: dist.ProcessGroup | None,
+) -> Share:
+    """The share of a tensor with spread rows, whose steps are those of ``_boxes``."""
+    assert group is not None
+    part, num_rows = tensor.part, tensor.part.value.shape[0]
+    read_rows = _row_reader(part.value, snapshot)
+    original = OriginalRows(
+        tensor, lambda rows: _canonical(read_rows(rows)), _rows_of_box(part), group
+    )
+    take = _taker(
+        part, hot.get(part.name), 0, num_rows, snapshot, lambda low, high: original.read_next()
+    )
+    return Share(part, 0, num_rows, take, tensor.most_rows)
 
 
 def write_tensors(
@@ -131,17 +167,25 @@ def write_tensors(
     def file_name() -> str:
         return f"{folder}/{rank:05d}-{len(files):05d}.safetensors"
 
-    for part, first, value in _boxes(shares):
+    boxes = _boxes(shares)
+    try:
+        for part, first, value in boxes:
+            check()
+            if sum(tensor.nbytes for tensor in held.values()) + value.nbytes > MAX_FILE_BYTES:
+                flush()
+            key = _key(part, first, value)
+            held[key] = value
+            dtype = str(value.dtype).removeprefix("torch.")
+            pieces.append(
+                FilePiece(part.name, file_name(), key, first, tuple(value.shape), part.shape, dtype)
+            )
+        flush()
+    except Exception:
         check()
-        if sum(tensor.nbytes for tensor in held.values()) + value.nbytes > MAX_FILE_BYTES:
-            flush()
-        key = _key(part, first, value)
-        held[key] = value
-        dtype = str(value.dtype).removeprefix("torch.")
-        pieces.append(
-            FilePiece(part.name, file_name(), key, first, tuple(value.shape), part.shape, dtype)
-        )
-    flush()
+        if any(share.part.order is not None for share in shares):
+            for _ in boxes:  # the other ranks wait for rows of this one
+                check()
+        raise
     return pieces, {file: write_through(directory / file) for file in files}
 
 
@@ -159,19 +203,32 @@ def _boxes(shares: Sequence[Share]) -> Iterator[tuple[TensorPart, tuple[int, ...
         if part.value.dim() == 0:
             yield part, (), share.take(0, 1)
             continue
-        row_bytes = max(1, part.value.nbytes // max(1, len(part.value)))
-        step = max(1, _CHUNK_BYTES // row_bytes)
-        for row in range(share.begin, share.end, step):
-            value = share.take(row, min(row + step, share.end))
-            yield part, (part.first[0] + row, *part.first[1:]), value
+        step = _rows_of_box(part)
+        for row in range(share.begin, share.until, step):
+            value = share.take(min(row, share.end), min(row + step, share.end))
+            if row < share.end:
+                yield part, (part.first[0] + row, *part.first[1:]), value
+
+
+def _rows_of_box(part: TensorPart) -> int:
+    row_bytes = prod(part.value.shape[1:]) * part.value.element_size()
+    return max(1, _CHUNK_BYTES // max(1, row_bytes))
 
 
 def _taker(
-    part: TensorPart, replica: TensorPart | None, begin: int, end: int, snapshot: Snapshot | None
+    part: TensorPart,
+    replica: TensorPart | None,
+    begin: int,
+    end: int,
+    snapshot: Snapshot | None,
+    read_shard: Callable[[int, int], torch.Tensor] | None = None,
 ) -> Callable[[int, int], torch.Tensor]:
-    """Reads rows of a share, by their range in the part; hot rows come from the replica."""
+    """Reads rows of a share, by their range in the part; hot rows come from the replica.
+
+    Other rows come from ``read_shard``, by default from the part's value.
+    """
     if replica is None:
-        read = _reader(part.value, begin, end, snapshot)
+        read = read_shard or _reader(part.value, begin, end, snapshot)
         return lambda low, high: _canonical(read(low, high))
     assert replica.rows is not None
     rows_H, slots_H = replica.rows.sort()
@@ -187,7 +244,7 @@ def _taker(
         read_hot = lambda low, high: held[low:high]  # noqa: E731
     if not part.is_shard:  # all rows are hot
         return lambda low, high: read_hot(low - begin, high - begin)
-    read = _reader(part.value, begin, end, snapshot)
+    read = read_shard or _reader(part.value, begin, end, snapshot)
 
     def take(low: int, high: int) -> torch.Tensor:
         bounds = torch.tensor([first + low, first + high])
@@ -215,6 +272,16 @@ def _reader(
         return lambda low, high: value[low:high]
     copied = value[begin:end].clone()
     return lambda low, high: copied[low - begin : high - begin]
+
+
+def _row_reader(
+    value: torch.Tensor, snapshot: Snapshot | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Reads rows int64 (K,) of a value."""
+    if snapshot is not None and snapshot.watches(value):
+        return partial(snapshot.read_rows, value)
+    held = value if snapshot is None else value.clone()
+    return lambda rows: held.index_select(0, rows.to(held.device))
 
 
 def _canonical(value: torch.Tensor) -> torch.Tensor:
@@ -300,8 +367,9 @@ class TensorFiles:
     def read_rows(self, part: TensorPart, rows: torch.Tensor) -> None:
         """Copy rows int64 (R,) of the saved tensor into a part; rows with -1 keep their values."""
         self._check_type(part)
+        rows_R, places_R = rows.sort()
         for piece in self._pieces[part.name]:
-            self._copy_rows(piece, part, rows)
+            self._copy_rows(piece, part, rows_R, places_R)
 
     def _check_type(self, part: TensorPart) -> None:
         """Refuse another type than that of weights; counts of optimizers may have either."""
@@ -331,12 +399,12 @@ class TensorFiles:
             )
 
     def _read(self, part: TensorPart) -> None:
+        if part.rows is not None or part.order is not None:
+            self.read_rows(part, part.own_rows())
+            return
         self._check_type(part)
         for piece in self._pieces[part.name]:
-            if part.rows is None:
-                self._copy_box(piece, part)
-            else:
-                self._copy_rows(piece, part, part.rows)
+            self._copy_box(piece, part)
 
     def _copy_box(self, piece: FilePiece, part: TensorPart) -> None:
         boxes = _overlap(piece.first, piece.shape, part.first, part.value.shape)
@@ -346,21 +414,26 @@ class TensorFiles:
             self._check_values(piece, values)
             part.value[target] = values.to(part.value.device)
 
-    def _copy_rows(self, piece: FilePiece, part: TensorPart, rows_H: torch.Tensor) -> None:
+    def _copy_rows(
+        self, piece: FilePiece, part: TensorPart, rows_R: torch.Tensor, places_R: torch.Tensor
+    ) -> None:
+        """Copy the rows of a piece among ascending ones to their places in a part."""
         first = piece.first[0]
-        is_in = (rows_H >= first) & (rows_H < first + piece.shape[0])
-        slots = is_in.nonzero().squeeze(1)
+        bounds = torch.tensor([first, first + piece.shape[0]])
+        low, high = torch.searchsorted(rows_R, bounds).tolist()
         columns = _overlap(piece.first[1:], piece.shape[1:], part.first[1:], part.value.shape[1:])
-        if slots.numel() == 0 or columns is None:
+        if low == high or columns is None:
             return
         source, target = columns
         saved = self._open(piece)[(slice(None), *source)]
         device = part.value.device
-        for chunk in slots.split(max(1, _CHUNK_BYTES // (4 * prod(piece.shape[1:])))):
-            values = saved[rows_H[chunk] - first]
+        size = max(1, _CHUNK_BYTES // (4 * prod(piece.shape[1:])))
+        chunks = (of_R[low:high].split(size) for of_R in (rows_R, places_R))
+        for rows, places in zip(*chunks, strict=True):
+            values = saved[rows - first]
             self._check_values(piece, values)
             values = values.to(device, part.value.dtype)
-            part.value[(slice(None), *target)].index_copy_(0, chunk.to(device), values)
+            part.value[(slice(None), *target)].index_copy_(0, places.to(device), values)
 
     def _open(self, piece: FilePiece) -> torch.Tensor:
         """The values of a piece, mapped from its file."""

@@ -92,6 +92,7 @@ class Case:
     row_type: WireType = WireType.fp32
     row_fetch: RowFetch = RowFetch.staged
     levels: Levels = Levels.one
+    is_spread: bool = False
     tables: tuple[PlainTable, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -212,6 +213,7 @@ def make_placement(case: Case) -> Placement:
             cache_load_frac=None if case.tier in (Tier.DEVICE, Tier.HOST) else case.cache_load_frac,
             row_type=case.row_type,
             row_fetch=case.row_fetch,
+            is_spread=case.is_spread,
         )
     popular = {
         # The batches read low rows most.

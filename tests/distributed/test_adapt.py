@@ -47,6 +47,9 @@ STALE_PLACEMENTS = {
         },
     ),
 }
+STALE_PLACEMENTS |= {
+    f"spread {name}": STALE_PLACEMENTS[name].spread(True) for name in ("mixed", "cached")
+}
 
 
 @dataclass
@@ -64,7 +67,7 @@ def ways() -> list[Way]:
         for kind in KINDS
         for placement in STALE_PLACEMENTS
         for pipeline in ("look_ahead", "sparse_dist")
-        if placement != "cached" or pipeline == "look_ahead"
+        if "cached" not in placement or pipeline == "look_ahead"
     ]
 
 

@@ -70,6 +70,8 @@ SPLIT = {
         setups.PARTITIONS["mixed"],
         {table: TablePlacement(tier=Tier.CACHED, cache_load_frac=0.7) for table in setups.NUM_ROWS},
     ),
+    "spread": Placement.alike(setups.PARTITIONS["mixed"], is_spread=True),
+    "spread cached": Placement.alike(setups.PARTITIONS["mixed"], Tier.CACHED, 0.7, is_spread=True),
 }
 PLANS: dict[str, Any] = {
     **{plan.value: plan for plan in TorchrecPlan},
@@ -99,7 +101,7 @@ def draw_way(rng: np.random.Generator, optimizer: OptimizerKind) -> Way:
         return Way(optimizer, "all_hot", str(rng.choice(PIPELINES)))
     placement = str(rng.choice(names_for(optimizer)))
     pipeline = str(rng.choice(PIPELINES)) if placement in SPLIT else "sparse_dist"
-    if placement == "cached":  # look-ahead fills its slots
+    if "cached" in placement:  # look-ahead fills its slots
         pipeline = "look_ahead"
     return Way(optimizer, placement, pipeline)
 
@@ -199,7 +201,7 @@ def resume_all(folder: Path) -> list[str]:
     kind = OptimizerKind.rowwise_adagrad
     for placement, pipeline in itertools.product([*SPLIT, *PLANS], PIPELINES):
         is_ahead = pipeline == "look_ahead"
-        if is_ahead and placement in PLANS or not is_ahead and placement == "cached":
+        if is_ahead and placement in PLANS or not is_ahead and "cached" in placement:
             continue
         way = Way(kind, placement, pipeline)
         whole, resumed = Run(way), Run(way)
@@ -311,7 +313,7 @@ def start_warm(folder: Path) -> list[str]:
             for placement in (
                 ["all_hot"] if way.optimizer is OptimizerKind.adam else names_for(way.optimizer)
             ):
-                pipeline = "look_ahead" if placement == "cached" else "sparse_dist"
+                pipeline = "look_ahead" if "cached" in placement else "sparse_dist"
                 run = Run(Way(way.optimizer, placement, pipeline))
                 before = run.tensors()
                 optimizer = run.setup.optimizer

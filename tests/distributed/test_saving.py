@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def ways() -> list[tuple[Way, bool]]:
         for placement in names_for(kind)
         if placement not in STALE
         for pipeline in PIPELINES
-        if (placement != "cached" or pipeline == "look_ahead")
+        if ("cached" not in placement or pipeline == "look_ahead")
         and (placement in SPLIT or pipeline == "sparse_dist")
     ]
     found += [(Way(OptimizerKind.adam, "all_hot", pipeline), False) for pipeline in PIPELINES]
@@ -65,14 +65,18 @@ class Turns:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        read = Snapshot._read_piece
+        def in_turn(read: Callable[..., Any]) -> Callable[..., Any]:
+            def take_turn(*given: Any) -> Any:
+                assert self._left.acquire(timeout=60)
+                self.num_read += 1
+                return read(*given)
 
-        def take_turn(*given: Any) -> Any:
-            assert self._left.acquire(timeout=60)
-            self.num_read += 1
-            return read(*given)
+            return take_turn
 
-        with mock.patch.object(Snapshot, "_read_piece", take_turn):
+        with (
+            mock.patch.object(Snapshot, "_read_piece", in_turn(Snapshot._read_piece)),
+            mock.patch.object(Snapshot, "_read_rows", in_turn(Snapshot._read_rows)),
+        ):
             yield
 
 

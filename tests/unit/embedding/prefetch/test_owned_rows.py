@@ -7,6 +7,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.owned_rows import RowOwners, Shard
+from hotrec.row_order import RowOrder
 
 CPU = torch.device("cpu")
 NUM_ROWS = {"a": 10, "b": 4}
@@ -48,6 +49,22 @@ def test_rows_go_to_their_owners(
     assert requested.num_to_W.tolist() == num_to_W
     assert requested.order_U.tolist() == order_U
     assert requested.positions_U.tolist() == positions_U
+
+
+def test_spread_rows_go_to_the_owners_of_their_stored_rows() -> None:
+    orders = {"a": RowOrder(10), "b": RowOrder(4, is_spread=False)}
+    owners = RowOwners(["a", "b"], NUM_ROWS, SHARDS, CPU, orders=orders)
+    # Rows 0 1 5 9 of a are stored as 0 7 5 3: those below 6 are on rank 0.
+    requested = owners.find(_rows([1, 0], [0, 1, 5, 9], [0, 3]), num_hot_keys=1)
+    assert requested.num_to_W is not None
+    assert requested.order_U is not None
+    assert requested.num_to_W.tolist() == [3, 3]
+    assert requested.order_U.tolist() == [0, 2, 3, 1, 4, 5]
+    assert requested.positions_U.tolist() == [0, 5, 3, 5, 0, 3]
+    nothing = owners.find(_rows([3], [], []), num_hot_keys=1)
+    assert nothing.num_to_W is not None
+    assert nothing.num_to_W.tolist() == [0, 0]
+    assert nothing.positions_U.numel() == 0
 
 
 def test_one_rank_owns_all_rows_in_their_order() -> None:

@@ -1,0 +1,85 @@
+"""The order in which the rows of a row-wise sharded table are stored.
+
+TorchRec's row-wise shards are blocks of consecutive rows. In a table whose ids follow popularity,
+such as those numbered in the order of their first occurrence, the owner of the first block would
+serve many times the rows of the mean. So row r may be stored as row r * m mod N of N rows, with m
+near N over the golden ratio and prime to N: then any range of ids is spread evenly over the blocks.
+
+Row numbers are original ids everywhere else: only the place in a shard depends on the order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from math import gcd, isqrt
+from typing import Any, TypeVar
+
+_GOLDEN = (5**0.5 - 1) / 2
+# Up to this number of rows the product of two row numbers fits into int64.
+_MAX_EXACT_ROWS = isqrt((1 << 63) - 1)
+# Beyond, a factor is split into its upper and these lower bits; up to 2^41 rows.
+_LOW_BITS = 21
+
+Numbers = TypeVar("Numbers")  # an int64 tensor or array
+
+
+def multiply(rows: Any, factor: Any, num_rows: Any, *, is_wide: bool) -> Any:
+    """``rows * factor % num_rows`` in int64, by element.
+
+    Args:
+        rows: Numbers below ``num_rows``.
+        factor: Numbers below ``num_rows``, or one.
+        num_rows: Rows of each number's table, or of one.
+        is_wide: Whether products may not fit into int64; see ``RowOrder.is_wide``.
+    """
+    if not is_wide:
+        return rows * factor % num_rows
+    high, low = factor >> _LOW_BITS, factor & ((1 << _LOW_BITS) - 1)
+    return ((rows * high % num_rows << _LOW_BITS) + rows * low) % num_rows
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """The order of a table's rows in its shards.
+
+    Args:
+        num_rows: Rows of the table.
+        is_spread: Whether rows are spread; otherwise they are stored in the order of their ids.
+    """
+
+    num_rows: int
+    is_spread: bool = True
+
+    @cached_property
+    def factor(self) -> int:
+        """The multiplier m; 1 for rows in the order of their ids."""
+        if not self.is_spread or self.num_rows < 3:
+            return 1
+        near = round(_GOLDEN * self.num_rows)
+        nearest = (near + sign * away for away in count() for sign in (1, -1))
+        return next(m for m in nearest if gcd(m, self.num_rows) == 1)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the product of two row numbers may not fit into int64."""
+        return self.num_rows > _MAX_EXACT_ROWS
+
+    def stored(self, rows: Numbers) -> Numbers:
+        """The stored rows of original ones."""
+        return self._times(rows, self.factor)
+
+    def original(self, rows: Numbers) -> Numbers:
+        """The original rows of stored ones."""
+        return self._times(rows, self._inverse)
+
+    @cached_property
+    def _inverse(self) -> int:
+        return 1 if self.factor == 1 else pow(self.factor, -1, self.num_rows)
+
+    def _times(self, rows: Numbers, factor: int) -> Numbers:
+        if factor == 1:
+            return rows
+        product: Numbers = multiply(rows, factor, self.num_rows, is_wide=self.is_wide)
+        return product

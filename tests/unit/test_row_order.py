@@ -1,0 +1,54 @@
+"""The order in which spread rows are stored."""
+
+from __future__ import annotations
+
+from math import gcd
+
+import numpy as np
+import pytest
+import torch
+
+from hotrec.row_order import RowOrder, multiply
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 6, 7, 10, 89, 2310, 10_007, 1 << 20])
+def test_it_is_a_bijection_with_its_inverse(num_rows: int) -> None:
+    order = RowOrder(num_rows)
+    rows = np.arange(num_rows)
+    stored = order.stored(rows)
+    assert np.array_equal(np.sort(stored), rows)
+    assert np.array_equal(order.original(stored), rows)
+    assert torch.equal(order.stored(torch.from_numpy(rows)), torch.from_numpy(stored))
+
+
+def test_the_factor_is_near_the_golden_ratio() -> None:
+    found = {n: RowOrder(n).factor for n in (1, 2, 3, 4, 6, 10, 1000)}
+    assert found == {1: 1, 2: 1, 3: 2, 4: 3, 6: 5, 10: 7, 1000: 619}
+    for num_rows in range(1000, 1400):
+        factor = RowOrder(num_rows).factor
+        assert gcd(factor, num_rows) == 1
+        assert abs(factor - 0.618034 * num_rows) <= 12
+
+
+# Around the last number of rows whose products fit into int64, and far beyond.
+@pytest.mark.parametrize(
+    "num_rows",
+    [(1 << 31) - 1, (1 << 31) + 1, 3_037_000_499, 3_037_000_500, (1 << 33) + 9, (1 << 41) - 1],
+)
+def test_products_do_not_overflow(num_rows: int) -> None:
+    order = RowOrder(num_rows)
+    rows = [0, 1, 2, 12_345_678, num_rows // 2, num_rows - 2, num_rows - 1]
+    expected = [row * order.factor % num_rows for row in rows]
+    assert order.stored(np.array(rows)).tolist() == expected
+    assert order.stored(torch.tensor(rows)).tolist() == expected
+    assert order.original(torch.tensor(expected)).tolist() == rows
+
+
+def test_numbers_of_several_tables_are_multiplied_at_once() -> None:
+    orders = [RowOrder(7), RowOrder((1 << 33) + 9), RowOrder(5, is_spread=False)]
+    rows = torch.tensor([6, 1 << 33, 4])
+    factors = torch.tensor([order.factor for order in orders])
+    num_rows = torch.tensor([order.num_rows for order in orders])
+    expected = [int(o.stored(rows[at])) for at, o in enumerate(orders)]
+    assert multiply(rows, factors, num_rows, is_wide=True).tolist() == expected
+    assert expected[2] == 4
