@@ -16,6 +16,9 @@ from itertools import count
 from math import gcd, isqrt
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 _GOLDEN = (5**0.5 - 1) / 2
 # Up to this number of rows the product of two row numbers fits into int64.
 _MAX_EXACT_ROWS = isqrt((1 << 63) - 1)
@@ -73,6 +76,10 @@ class RowOrder:
     def original(self, rows: Numbers) -> Numbers:
         """The original rows of stored ones."""
         return self._times(rows, self._inverse)
+
+    def rows_at(self, begin: int, end: int) -> slice | npt.NDArray[np.int64]:
+        """The original rows of consecutive stored ones, as an index of an array of the table."""
+        return slice(begin, end) if self.factor == 1 else self.original(np.arange(begin, end))
 
     @cached_property
     def _inverse(self) -> int:

@@ -13,7 +13,7 @@ update. Ids: ``raw_id`` (value in the log) -> ``row`` (0..num_rows-1) -> ``hot_s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -435,6 +435,13 @@ class TablePlacement:
         return RowOrder(num_rows, self.is_spread and is_by_row)
 
 
+def spread_tables(
+    placed: Mapping[str, TablePlacement], spread: Collection[str]
+) -> dict[str, TablePlacement]:
+    """The same with the rows of some tables spread over their owners, and of no others."""
+    return {name: replace(table, is_spread=name in spread) for name, table in placed.items()}
+
+
 @dataclass(frozen=True)
 class Placement:
     """A partition and what goes with it.
@@ -460,17 +467,12 @@ class Placement:
         is_hot_dense: bool = False,
         row_type: WireType = WireType.fp32,
         row_fetch: RowFetch = RowFetch.staged,
-        is_spread: bool = False,
     ) -> Placement:
         """All tables alike: cold rows exchanged as rows, row-wise, in one tier."""
         is_cached = tier in (Tier.HOST_CACHED, Tier.CACHED)
         load_frac = cache_load_frac if is_cached else None
         table = TablePlacement(
-            tier=tier,
-            cache_load_frac=load_frac,
-            row_type=row_type,
-            row_fetch=row_fetch,
-            is_spread=is_spread,
+            tier=tier, cache_load_frac=load_frac, row_type=row_type, row_fetch=row_fetch
         )
         return Placement(partition, dict.fromkeys(partition.num_rows, table), is_hot_dense)
 
@@ -479,10 +481,9 @@ class Placement:
         tables = {n: replace(table, row_fetch=row_fetch) for n, table in self.tables.items()}
         return replace(self, tables=tables)
 
-    def spread(self, is_spread: bool) -> Placement:
-        """The same with rows that are spread over their owners, or that are not."""
-        tables = {n: replace(table, is_spread=is_spread) for n, table in self.tables.items()}
-        return replace(self, tables=tables)
+    def spread(self, tables: Collection[str]) -> Placement:
+        """The same with the rows of these tables spread over their owners, and of no others."""
+        return replace(self, tables=spread_tables(self.tables, tables))
 
     def row_order(self, table: str) -> RowOrder:
         """The order in which a table's rows are stored."""

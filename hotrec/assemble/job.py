@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import partial
@@ -44,6 +44,7 @@ from hotrec.config.groups import (
 )
 from hotrec.config.roots import Config, Device, TrainerConfig
 from hotrec.data.chunks import Dataset
+from hotrec.data.encode import tables_of_row_numbers
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.plain import Architecture
 from hotrec.models.shape import attention_places
@@ -171,7 +172,7 @@ def make_job(config: Config, run_dir: Path, dataset: Dataset) -> Job:
         name=config.run_name,
         dataset_name=config.dataset_name,
         dataset=dataset,
-        planned=plan_job(config, dataset.schema),
+        planned=plan_job(config, dataset.schema, tables_of_row_numbers(dataset)),
         placement=_plain_values(asdict(config.placement)),
         model=_plain_values(dict(sorted(vars(config.model).items()))),
         eval_splits=tuple(trainer.eval_splits),
@@ -360,17 +361,23 @@ def adaptation_of(placement: PlacementConfig) -> Adaptation | None:
 # ------------------------------------------------------------------ the plan
 
 
-def plan_job(config: Config, schema: Schema) -> PlanJob:
+def plan_job(config: Config, schema: Schema, ordered: Collection[str] = ()) -> PlanJob:
     """The planner's inputs from a configuration, on the columns of a dataset.
+
+    Args:
+        config: The configuration.
+        schema: The columns.
+        ordered: Tables whose row numbers are the ids of the log, see ``tables_of_row_numbers``.
 
     Raises:
         ValueError: If it names a column or a table that the dataset lacks.
     """
     placement, trainer, paths = config.placement, config.trainer, config.paths
+    spread = _spread_of(placement, schema, ordered)
     return PlanJob(
         placement.kind.name,
         model_spec(config, schema),
-        _tables_of(placement, schema),
+        _tables_of(placement, schema, spread or ()),
         pipeline_spec(config),
         order_of(config),
         eval_batch_size=trainer.eval_batch_size if trainer.eval_splits else 0,
@@ -385,11 +392,23 @@ def plan_job(config: Config, schema: Schema) -> PlanJob:
         parameters=_policy_parameters(placement),
         trial_facts=_trial_facts(config),
         predicts_sensitivity=config.plan.sensitivity is not False,
+        spread=spread,
     )
 
 
+def _spread_of(
+    placement: PlacementConfig, schema: Schema, ordered: Collection[str]
+) -> tuple[str, ...] | None:
+    """Tables whose rows are spread over their owners; None for those of a saved partition."""
+    if not isinstance(placement, HotColdConfig):
+        return ()
+    if placement.spread_rows is None:
+        return None if isinstance(placement, SavedPlacement) else tuple(sorted(ordered))
+    return tuple(table.name for table in schema.tables) if placement.spread_rows else ()
+
+
 def _tables_of(
-    placement: PlacementConfig, schema: Schema
+    placement: PlacementConfig, schema: Schema, spread: Collection[str]
 ) -> ByCost | PolicySplit | SavedSplit | TorchrecTables:
     torchrec = torchrec_tables_of(placement)
     if torchrec is not None:
@@ -402,6 +421,7 @@ def _tables_of(
             may_pool=placement.may_pool,
             may_decline=placement.may_decline,
             fixed_hot=num_overridden(placement.overrides, num_rows),
+            spread=spread,
         )
     if isinstance(placement, SavedPlacement):
         return SavedSplit(Path(placement.partition_dir))

@@ -9,7 +9,8 @@ import numpy as np
 from torchrec.distributed.types import ShardingPlan
 
 from hotrec.assemble.torchrec_plan import plan_document, rank_of_shard
-from hotrec.types import Partition, Rows
+from hotrec.row_order import RowOrder
+from hotrec.types import Placement, Rows
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Destinations:
 
 
 def destinations(
-    plan: ShardingPlan, partition: Partition | None, counts: Mapping[str, Rows], world_size: int
+    plan: ShardingPlan, placement: Placement | None, counts: Mapping[str, Rows], world_size: int
 ) -> Destinations:
     """The destinations of a profile's lookups under a plan.
 
@@ -36,7 +37,8 @@ def destinations(
 
     Args:
         plan: The plan of the tables; one that is not in it is replicated.
-        partition: Its hot rows; None for a plan of TorchRec on unsplit tables.
+        placement: Its hot rows and the order of the others; None for a plan of TorchRec on unsplit
+            tables.
         counts: Lookups of each row, int64 (R,) by table.
         world_size: Number of ranks W.
     """
@@ -48,14 +50,18 @@ def destinations(
     }
     for table, by_row in counts.items():
         total += int(by_row.sum())
-        hot_rows = np.empty(0, np.int64) if partition is None else partition.hot(table)
+        order, hot_rows = RowOrder(by_row.size, is_spread=False), np.empty(0, np.int64)
+        if placement is not None:
+            order, hot_rows = placement.row_order(table), placement.partition.hot(table)
+        stored_hot = order.stored(hot_rows)
         shards = shards_of.get(table, ())
         num_columns = max((s["offsets"][1] + s["sizes"][1] for s in shards), default=0)
         for shard in shards:
             (first_row, _), (num_rows, columns) = shard["offsets"], shard["sizes"]
             end_row = first_row + num_rows
-            hot = hot_rows[(hot_rows >= first_row) & (hot_rows < end_row)]
-            lookups = int(by_row[first_row:end_row].sum()) - int(by_row[hot].sum())
+            hot = hot_rows[(stored_hot >= first_row) & (stored_hot < end_row)]
+            of_shard = by_row[order.rows_at(first_row, end_row)]
+            lookups = int(of_shard.sum()) - int(by_row[hot].sum())
             owned[rank_of_shard(shard)] += lookups * columns / num_columns
     if total:
         owned /= total

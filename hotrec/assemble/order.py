@@ -205,7 +205,8 @@ def by_owner(schema: Schema, placement: Placement, plan: ShardingPlan) -> ByOwne
     """
     shards = {table: _shards(table, plan) for table in owned_tables(placement)}
     hot_rows = {table: placement.partition.hot(table) for table in shards}
-    return ByOwner(schema, shards, hot_rows, gather_host_of_rank())
+    orders = {table: placement.row_order(table) for table in shards}
+    return ByOwner(schema, shards, hot_rows, gather_host_of_rank(), orders)
 
 
 def _shards(table: str, plan: ShardingPlan) -> list[ShardOwner]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -84,6 +84,7 @@ class PlanJob:
         trial_facts: Facts that a step depends on besides the candidates and the machine.
         replayed: Number of batches to replay through slots, and the share of them not counted.
         predicts_sensitivity: Whether to also predict other budgets, batches and ranks.
+        spread: Tables whose rows are spread over their owners; None for those of a saved partition.
     """
 
     name: str
@@ -99,6 +100,7 @@ class PlanJob:
     parameters: Mapping[str, object] = field(default_factory=dict)
     trial_facts: Mapping[str, Any] = field(default_factory=dict)
     predicts_sensitivity: bool = True
+    spread: Collection[str] | None = ()
 
     def costs_on(self, machine: Machine) -> tuple[Costs, str | None]:
         """The costs, and a caveat about them or None; see ``choose_costs``."""
@@ -161,6 +163,8 @@ class PlanJob:
             dim = self.spec.architecture.embedding_dim
             partition = policy.partition(PolicyInputs(profile, on, self.spec.row_bytes, dim))
             placed = self._place(self.tables.cold, partition, machine, profile)
+        elif self.spread is not None:
+            placed = placed.spread(self.spread)
         given = GivenTables(placed)
         if not given.has_slots or profile is None:
             return given
@@ -195,6 +199,8 @@ class PlanJob:
     def _place(
         self, cold: ColdRows, partition: Partition, machine: Machine, profile: Profile
     ) -> Placement:
+        spread = self.spread or ()
+
         def popular(load_frac: float) -> dict[str, PopularRows]:
             return choose_popular_rows(
                 partition,
@@ -202,9 +208,10 @@ class PlanJob:
                 load_frac=load_frac,
                 global_batch_size=self.order.batch_size * machine.world_size,
                 world_size=machine.world_size,
+                spread=spread,
             )
 
-        return cold.place(partition, machine.device, popular)
+        return cold.place(partition, machine.device, popular).spread(spread)
 
     def samples_in_flight(self, world_size: int) -> int:
         """Maximum samples of all ranks whose rows look-ahead holds at once, also in evaluations."""

@@ -24,6 +24,7 @@ from hotrec.runtime.traffic import (
 )
 from hotrec.train.dense_sync import count_dense_values
 from hotrec.train.interleave import Block, step_seconds
+from hotrec.types import Placement
 
 BASELINES = ("planner", "hand_tuned")
 
@@ -86,7 +87,9 @@ def _measured(runner: Runner, ranks: Ranks, host_of_rank: Sequence[object]) -> M
         num_host_rows=[count_host_rows(rows, host_of_rank, ranks.device) for rows in rows_of_steps],
         num_lookups=[sum(r.size for r in rows.values()) for rows in counted],
         num_hot_lookups=[int(sum(hot.sum() for hot in by_table.values())) for by_table in is_hot],
-        served=_served_values(runner.trainable.sharding, requested, ranks.world_size),
+        served=_served_values(
+            runner.trainable.sharding, case.placement, requested, ranks.world_size
+        ),
         memory_bytes=runner.memory_bytes,
         num_dense_values=count_dense_values(runner.trainable.model),
     )
@@ -97,13 +100,18 @@ def _is_hot(case: Case, table: str, rows: np.ndarray) -> np.ndarray:
 
 
 def _served_values(
-    plan: ShardingPlan, rows_by_table: Mapping[str, np.ndarray], world_size: int
+    plan: ShardingPlan,
+    placement: Placement | None,
+    rows_by_table: Mapping[str, np.ndarray],
+    world_size: int,
 ) -> list[int]:
     """Floats that each rank looks up for the requested rows; replicated tables are not served."""
     served = [0] * world_size
     for tables in plan_document(plan).values():
         for table, facts in tables.items():
             rows = rows_by_table.get(table, np.empty(0))
+            if placement is not None and table in placement.tables:
+                rows = placement.row_order(table).stored(rows)
             for shard in facts["shards"]:
                 (first_row, _), (num_rows, num_columns) = shard["offsets"], shard["sizes"]
                 is_here = (rows >= first_row) & (rows < first_row + num_rows)

@@ -24,6 +24,7 @@ from hotrec.config.roots import Config, PlannerConfig
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.outline import write_outline
 from hotrec.data.chunks import Dataset
+from hotrec.data.encode import tables_of_row_numbers
 from hotrec.planner.machine import Machine
 from hotrec.report.plan_page import write_plan_page
 from hotrec.runs.record import write_plan
@@ -58,7 +59,8 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
     machine = _machine(config)
     # Each job of a sweep keeps its own partition.
     output = run_dir / PARTITION if _is_in_sweep() else Path(config.paths.partition)
-    proposal = make_proposal(plan_job(config, dataset.schema), dataset, machine, is_plan=True)
+    job = plan_job(config, dataset.schema, tables_of_row_numbers(dataset))
+    proposal = make_proposal(job, dataset, machine, is_plan=True)
     settled = proposal.settle(output, proposal.recorded_trial if config.plan.trial else None)
     unsharded = build_unsharded(
         proposal.job.spec,

@@ -68,6 +68,13 @@ class HotColdConfig(PlacementConfig):
     )
     adapt_decay: float = key("factor applied to lookup counts at each decision", 0.5, ge=0, lt=1)
     adapt_max_rows: int = key("maximum number of rows that a decision makes hot", 65_536, ge=1)
+    spread_rows: bool | None = key(
+        "spread the rows of row-wise sharded tables over their owners by a fixed permutation, so "
+        "that owners are evenly loaded if ids follow popularity; it changes neither results nor "
+        "checkpoints; null: for tables with encoding=rows, and for placement=saved as in the "
+        "partition",
+        None,
+    )
 
     @property
     def routes_in_loader(self) -> bool:

@@ -34,6 +34,7 @@ from hotrec.cost_model.forms import (
 )
 from hotrec.cost_model.histogram import slices
 from hotrec.cost_model.step import StepModel
+from hotrec.row_order import RowOrder
 from hotrec.types import DEFAULT_LOAD_FRAC, Exchange, Rows, Sharding, TablePlacement, Tier
 
 BYTES_PER_LENGTH = 4
@@ -459,18 +460,24 @@ def predict_torchrec(model: StepModel, per_rank: Sequence[Mapping[str, float]]) 
 
 
 def served_by_shard(
-    counts: Rows, hot_rows: Rows, num_lookups_per_rank: float, world_size: int
+    counts: Rows,
+    hot_rows: Rows,
+    num_lookups_per_rank: float,
+    world_size: int,
+    order: RowOrder | None = None,
 ) -> Floats:
     """Cold rows that each row-wise shard of a table is expected to serve in a step.
 
     TorchRec's shards are contiguous, ceil(R / W) rows each, so they are balanced only if row
-    numbers are independent of popularity. One pass over the rows, a slice at a time.
+    numbers are independent of popularity, or rows are spread. One pass over the rows, a slice at a
+    time.
 
     Args:
         counts: Accesses of each row in the profile, int64 (R,).
         hot_rows: Hot rows, which no shard serves, in any order; int64 (H,).
         num_lookups_per_rank: Lookups n of the table by a rank.
         world_size: World size W.
+        order: The order in which rows are stored; None for that of their ids.
 
     Returns:
         float64 (W,): distinct rows requested, summed over the requesting ranks.
@@ -485,6 +492,7 @@ def served_by_shard(
         values[hot_rows[start:end] - part.start] = 0
         read = np.flatnonzero(values)
         probs = prob_drawn(values[read].astype(np.float64), num_lookups, num_lookups_per_rank)
-        shard_of = (read + part.start) // size
+        rows = read + part.start
+        shard_of = (rows if order is None else order.stored(rows)) // size
         served += world_size * np.bincount(shard_of, weights=probs, minlength=world_size)
     return served

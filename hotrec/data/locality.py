@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hotrec.row_order import RowOrder
 from hotrec.types import Rows, Schema
 
 NOBODY = -1
@@ -117,6 +118,8 @@ class ByOwner:
             example because its rows are not exchanged.
         hot_rows: int64 (H,) by table; a missing table has none.
         host_of_rank: The host of every rank; empty for one host.
+        orders: The order in which the rows of tables are stored in their shards; a missing table
+            has that of its ids.
 
     Raises:
         ValueError: if a table's shards do not start at row 0, or do not increase.
@@ -128,6 +131,7 @@ class ByOwner:
         shards: Mapping[str, Sequence[ShardOwner]],
         hot_rows: Mapping[str, Rows],
         host_of_rank: Sequence[Hashable] = (),
+        orders: Mapping[str, RowOrder] | None = None,
     ) -> None:
         index = {table.name: position for position, table in enumerate(schema.tables)}
         num_rows_T = np.array([table.num_rows for table in schema.tables], np.int64)
@@ -150,6 +154,9 @@ class ByOwner:
         hosts = [number_of[host] for host in host_of_rank]
         self._host_W = np.array(hosts, np.int64) if hosts else None
         self._first_P, self._rank_P = np.array(firsts, np.int64), np.array(ranks, np.int64)
+        spread = {name: order for name, order in (orders or {}).items() if order.factor != 1}
+        self._begin_T = begin_T
+        self._spread_T = [spread.get(table.name) for table in schema.tables] if spread else []
         self._is_hot_bits = np.zeros(-(-int(num_rows_T.sum()) // 8), np.uint8)
         for name, rows in hot_rows.items():
             key_H = rows + begin_T[index[name]]
@@ -157,9 +164,22 @@ class ByOwner:
 
     def owners(self, key_K: Rows) -> Rows:
         """The rank that owns each row, ``NOBODY`` for hot ones; rows numbered over all tables."""
-        owner_K = self._rank_P[np.searchsorted(self._first_P, key_K, side="right") - 1]
+        stored_K = self._stored(key_K)
+        owner_K = self._rank_P[np.searchsorted(self._first_P, stored_K, side="right") - 1]
         owner_K[(self._is_hot_bits[key_K >> 3] & _bit(key_K)) != 0] = NOBODY
         return owner_K
+
+    def _stored(self, key_K: Rows) -> Rows:
+        """The stored rows, numbered over all tables."""
+        if not self._spread_T:
+            return key_K
+        stored_K = key_K.copy()
+        table_K = np.searchsorted(self._begin_T, key_K, side="right") - 1
+        for at, order in enumerate(self._spread_T):
+            if order is not None:
+                is_here, begin = table_K == at, self._begin_T[at]
+                stored_K[is_here] = begin + order.stored(key_K[is_here] - begin)
+        return stored_K
 
     def __call__(self, values_K: Rows, lengths_FS: npt.NDArray[np.int32], shares_W: Rows) -> Rows:
         """The rank of each sample, int64 (S,); see ``Assign``."""

@@ -354,7 +354,7 @@ class ShardedRows(RowCollection):
 
     def refresh_cached_rows(self, written: Mapping[str, Rows]) -> None:
         """Refresh caches after rows in host memory were written, by table, between steps."""
-        stored = {table: self.orders[table].stored(rows) for table, rows in written.items()}
+        stored = {t: order.stored(written[t]) for t, order in self.orders.items() if t in written}
         for lookup in self._cold_lookups:
             if not refresh_slots(lookup, stored) and self._device.type == "cuda":
                 lookup.purge()

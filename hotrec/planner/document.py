@@ -10,6 +10,7 @@ import numpy as np
 
 from hotrec.cost_model.caches import lfu_hit_frac
 from hotrec.cost_model.demand import (
+    Floats,
     TableDemand,
     all_hot_share,
     coverage,
@@ -23,6 +24,7 @@ from hotrec.planner.predict import Prediction, predict_shardings, predict_split
 from hotrec.planner.propose import Decision, fastest_of
 from hotrec.planner.situation import Situation
 from hotrec.planner.trial import Trial
+from hotrec.row_order import RowOrder
 from hotrec.types import Partition, Rows, Tier
 
 ALL_COLD = "all_cold"
@@ -89,7 +91,7 @@ def prediction_document(
             )
             for dim in sorted({demand.dim for demand in situation.demands})
         },
-        "balance": {"served_rows": _served_rows(situation, partition, counts)},
+        "balance": _balance(situation, partition, split, counts),
         "expected": None if split is None else _expected(situation, split, predictions[best]),
         "sensitivity": sensitivity,
         "trial": None if trial is None else trial.document(labels),
@@ -185,21 +187,47 @@ def _sent_bytes(
     }
 
 
-def _served_rows(
-    situation: Situation, partition: Partition | None, counts: Mapping[str, Rows]
-) -> list[float] | None:
-    """Expected cold rows that each rank serves in a step, over all row-wise tables."""
-    if partition is None:
-        return None
-    total = np.zeros(situation.world.num_ranks)
+def _balance(
+    situation: Situation,
+    partition: Partition | None,
+    split: SplitTables | None,
+    counts: Mapping[str, Rows],
+) -> dict[str, Any]:
+    """Expected cold rows that each rank serves in a step, over all row-wise tables.
+
+    And those of the busiest rank over the mean, with all rows in the order of their ids and with
+    all rows spread over their owners.
+    """
+    if partition is None or split is None:
+        return {"served_rows": None}
+    planned, ordered, spread = np.zeros((3, situation.world.num_ranks))
     for demand in situation.demands:
-        total += served_by_shard(
-            counts[demand.name],
-            partition.hot(demand.name),
-            num_lookups_per_rank=demand.lookups_per_sample * situation.workload.batch_size,
-            world_size=situation.world.num_ranks,
-        )
-    return [float(rows) for rows in total]
+        name, num_rows = demand.name, demand.num_rows
+        served = {
+            is_spread: served_by_shard(
+                counts[name],
+                partition.hot(name),
+                num_lookups_per_rank=demand.lookups_per_sample * situation.workload.batch_size,
+                world_size=situation.world.num_ranks,
+                order=RowOrder(num_rows, is_spread),
+            )
+            for is_spread in (False, True)
+        }
+        planned += served[split.tables[name].row_order(num_rows).is_spread]
+        ordered += served[False]
+        spread += served[True]
+    return {
+        "served_rows": planned.tolist(),
+        "most_over_mean": {
+            "planned": _most_over_mean(planned),
+            "ordered": _most_over_mean(ordered),
+            "spread": _most_over_mean(spread),
+        },
+    }
+
+
+def _most_over_mean(served: Floats) -> float | None:
+    return float(served.max() / served.mean()) if served.any() else None
 
 
 def _expected(

@@ -151,6 +151,7 @@ def read_placement(path: Path) -> tuple[Placement, Artifact]:
                 cache_load_frac=table["cache_load_frac"],
                 row_type=WireType(table["row_type"]),
                 row_fetch=RowFetch(table.get("row_fetch", RowFetch.staged.value)),
+                is_spread=bool(table.get("is_spread", False)),
             )
             for name, table in content["placement"]["tables"].items()
         }

@@ -186,4 +186,6 @@ def _table(document: Mapping[str, Any]) -> TablePlacement:
         document["cache_load_frac"],
         WireType(document["row_type"]),
         RowFetch(document["row_fetch"]),
+        # Plans of earlier versions have none.
+        is_spread=document.get("is_spread", False),
     )

@@ -8,7 +8,7 @@ A policy chooses how many of each table's most accessed rows are hot. Rows with 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from hotrec.cost_model.histogram import (
 )
 from hotrec.cost_model.profile import Profile
 from hotrec.planner.counted import ROUNDING, CountedTables, Counts, Groups
+from hotrec.row_order import RowOrder
 from hotrec.types import POPULAR_ROW, Partition, PopularRows
 
 
@@ -173,6 +174,7 @@ def choose_popular_rows(
     load_frac: float,
     global_batch_size: int,
     world_size: int,
+    spread: Collection[str] = (),
 ) -> dict[str, PopularRows]:
     """Chooses the initial rows of the slots.
 
@@ -184,6 +186,7 @@ def choose_popular_rows(
         load_frac: Slots, as a fraction of a rank's rows.
         global_batch_size: Samples of a step of all ranks.
         world_size: World size.
+        spread: Tables whose rows are spread over their owners.
 
     Returns:
         By table, in ascending order of the rows.
@@ -193,13 +196,15 @@ def choose_popular_rows(
     for rank in range(world_size):
         num_rows, found = 0, []
         for table, lookups in counts.items():
-            begin = rank * -(-lookups.size // world_size)
-            block = np.array(lookups[begin : begin + -(-lookups.size // world_size)])
-            hot = partition.hot(table) - begin
+            stored = RowOrder(lookups.size, table in spread)
+            size = -(-lookups.size // world_size)
+            begin, end = (min(at * size, lookups.size) for at in (rank, rank + 1))
+            block = np.array(lookups[stored.rows_at(begin, end)])
+            hot = stored.stored(partition.hot(table)) - begin
             block[hot[(hot >= 0) & (hot < block.size)]] = 0
             num_rows += block.size
             rows = np.flatnonzero(block)
-            found.append((table, rows + begin, block[rows]))
+            found.append((table, stored.original(rows + begin), block[rows]))
         order = np.argsort(-np.concatenate([part for *_, part in found]), kind="stable")
         is_kept = np.zeros(order.size, np.bool_)
         is_kept[order[: math.ceil(load_frac * num_rows)]] = True
@@ -212,4 +217,5 @@ def choose_popular_rows(
                 num_drawn = total / profile.num_samples * global_batch_size
                 kept["prob"] = prob_drawn(part[is_of_table].astype(np.float64), total, num_drawn)
             chosen[table].append(kept)
-    return {table: np.concatenate(parts) for table, parts in chosen.items()}
+    popular = {table: np.concatenate(parts) for table, parts in chosen.items()}
+    return {table: rows[np.argsort(rows["row"], kind="stable")] for table, rows in popular.items()}

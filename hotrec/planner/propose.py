@@ -35,6 +35,7 @@ from hotrec.types import (
     TablePlacement,
     Tier,
     TorchrecPlan,
+    spread_tables,
 )
 
 logger = logging.getLogger(__name__)
@@ -271,7 +272,8 @@ def fastest_split(
             pipeline=pipeline,
         )
         exchange = HotExchange.dense if choice.is_hot_dense else HotExchange.auto
-        add(SplitTables(choice.num_hot, choice.tables, exchange, request.is_routed_by_loader))
+        tables = spread_tables(choice.tables, by_cost.spread)
+        add(SplitTables(choice.num_hot, tables, exchange, request.is_routed_by_loader))
         if any(t.exchange is Exchange.POOLED for t in choice.tables.values()):
             # The search assumes a balanced load, but a few pooled tables do not spread evenly.
             limits = dataclasses.replace(limits, may_pool=False)

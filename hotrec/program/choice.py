@@ -132,13 +132,22 @@ class Tables:
 
 
 def choose_given(
-    given: Partition | Placement, kind: PipelineKind, tables: Tables, machine: Machine
+    given: Partition | Placement,
+    kind: PipelineKind,
+    tables: Tables,
+    machine: Machine,
+    *,
+    spreads_rows: bool,
 ) -> Choice:
-    """The choice for hot rows that the caller chose; no prediction."""
+    """The choice for hot rows that the caller chose; no prediction.
+
+    ``spreads_rows`` only concerns a partition: a placement has its own setting for each table.
+    """
     placement = given
     if isinstance(placement, Partition):
         tier = Tier.DEVICE if machine.device == "cpu" else Tier.HOST_CACHED
         placement = Placement.alike(placement, tier, DEFAULT_LOAD_FRAC)
+        placement = placement.spread(placement.tables if spreads_rows else ())
     plan = unpredicted(tables.request(GivenTables(placement), kind, "given"), machine)
     why = f"{placement.partition.total_hot} hot rows are given."
     return Choice(plan, why, placement, batch_size=machine.batch_size)

@@ -88,6 +88,7 @@ def parallelize(
     may_decline: bool = True,
     plan: ShardingPlan | None = None,
     seed: int | None = None,
+    spread_rows: bool = True,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Shard a TorchRec model over the ranks and create its optimizer; a collective.
 
@@ -132,6 +133,9 @@ def parallelize(
             memory, also one that keeps them on the host.
         plan: TorchRec's sharding plan for "off"; None for that of ``DistributedModelParallel``.
         seed: Seed of initial weights; None for torch's on rank 0.
+        spread_rows: Whether the rows of row-wise sharded tables are spread over the ranks by a
+            fixed permutation, so that owners are evenly loaded if ids follow popularity. A
+            ``Placement`` or a ``Choice`` has its own setting.
 
     Returns:
         The sharded model and the optimizer of all its parameters, for ``Pipeline``.
@@ -191,13 +195,14 @@ def parallelize(
             plan=partial(make_plan, model, sharders, found),
         )
         budget = None if hot_budget_mib is None else hot_budget_mib * MIB
-        by_cost = ByCost(budget, may_decline=may_decline)
+        spread = [table.name for table in tables.configs] if spread_rows else []
+        by_cost = ByCost(budget, may_decline=may_decline, spread=spread)
 
         def choose() -> Choice | None:
             if isinstance(hot, Choice):
                 return hot
             if isinstance(hot, Partition | Placement):
-                return choose_given(hot, kind, tables, found)
+                return choose_given(hot, kind, tables, found, spreads_rows=spread_rows)
             if not ranks.is_first:
                 return None
             assert isinstance(hot, Profile)

@@ -323,8 +323,8 @@ def _ranks(prediction: RecordedPrediction) -> list[Block]:
         for tier in TIERS
         if any(sizes := prediction.memory(name, tier))
     }
-    served = (prediction.document.get("balance") or {}).get("served_rows")
-    if served:
+    balance = prediction.document.get("balance") or {}
+    if served := balance.get("served_rows"):
         columns["cold rows served per step"] = (show_count, served)
     rows = [
         ["least", *(show(min(values)) for show, values in columns.values())],
@@ -332,7 +332,19 @@ def _ranks(prediction: RecordedPrediction) -> list[Block]:
         ["most", *(show(max(values)) for show, values in columns.values())],
     ]
     note = "Rows, optimizer state, gradients of replicas and caches, without activations."
-    return [note, Table(("rank with", *columns), rows)] if columns else []
+    return [note, Table(("rank with", *columns), rows), *_balance(balance)] if columns else []
+
+
+def _balance(balance: Document) -> list[Block]:
+    most = balance.get("most_over_mean") or {}
+    if None in most.values() or not most:  # no cold row is read, or an earlier version's plan
+        return []
+    planned, ordered, spread = (most[key] for key in ("planned", "ordered", "spread"))
+    return [
+        f"The busiest rank serves {planned:.2f} times the mean of the cold rows: {ordered:.2f} if "
+        f"rows are stored in the order of their ids, {spread:.2f} if they are spread over their "
+        "owners (placement.spread_rows)."
+    ]
 
 
 def _sensitivity(prediction: RecordedPrediction) -> list[Block]:

@@ -87,7 +87,7 @@ class _RecordedRun:
         def build() -> tuple[Trainable, Iterable[Batch]]:
             trainable, loader = made.build()
             places[str(self.run_dir)] = destinations(
-                trainable.sharding, self.plan.partition, profile.counts, ranks.world_size
+                trainable.sharding, self.plan.placement, profile.counts, ranks.world_size
             )
             return trainable, loader
 

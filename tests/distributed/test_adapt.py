@@ -48,7 +48,7 @@ STALE_PLACEMENTS = {
     ),
 }
 STALE_PLACEMENTS |= {
-    f"spread {name}": STALE_PLACEMENTS[name].spread(True) for name in ("mixed", "cached")
+    f"spread {name}": STALE_PLACEMENTS[name].spread(setups.NUM_ROWS) for name in ("mixed", "cached")
 }
 
 

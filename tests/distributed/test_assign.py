@@ -75,6 +75,7 @@ PLACEMENTS = {
         },
     ),
 }
+PLACEMENTS["spread"] = PLACEMENTS["row_wise"].spread(NUM_ROWS)
 CASES = (
     ("row_wise", "look_ahead", "rowwise_adagrad"),
     ("mixed", "sparse_dist", "sgd"),
@@ -204,7 +205,8 @@ def check_owners(folder: Path) -> None:
             expected = np.full(num_rows, NOBODY)
             for name, first_row, num, rank in held:
                 if name == table:
-                    expected[first_row : first_row + num] = rank
+                    stored = placement.row_order(table)
+                    expected[stored.rows_at(first_row, first_row + num)] = rank
             expected[placement.partition.hot(table)] = NOBODY
             assert np.array_equal(found[begin : begin + num_rows], expected), table
             begin += num_rows

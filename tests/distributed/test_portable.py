@@ -61,7 +61,7 @@ NUM_LOADED = int(os.environ.get("HOTREC_PORTABLE_CASES", "12" if is_whole() else
 SAVED_STEP, LAST_STEP = 3, 8
 TOLERANCE = 1e-5
 DENSE = OptimizerSpec(OptimizerKind.adam, learning_rate=0.01, eps=1e-3)
-SPLIT = {
+SPLIT: dict[str, Any] = {
     **setups.PARTITIONS,
     "placement": setups.PLACEMENT,
     "pooled": setups.ALL_POOLED,
@@ -70,8 +70,10 @@ SPLIT = {
         setups.PARTITIONS["mixed"],
         {table: TablePlacement(tier=Tier.CACHED, cache_load_frac=0.7) for table in setups.NUM_ROWS},
     ),
-    "spread": Placement.alike(setups.PARTITIONS["mixed"], is_spread=True),
-    "spread cached": Placement.alike(setups.PARTITIONS["mixed"], Tier.CACHED, 0.7, is_spread=True),
+}
+SPLIT |= {
+    "spread": Placement.alike(setups.PARTITIONS["mixed"]).spread(setups.NUM_ROWS),
+    "spread cached": SPLIT["cached"].spread(setups.NUM_ROWS),
 }
 PLANS: dict[str, Any] = {
     **{plan.value: plan for plan in TorchrecPlan},

@@ -175,7 +175,7 @@ def keep_given_weights() -> list[str]:
         bag.weight.data = torch.arange(bag.weight.numel()).view_as(bag.weight).float()
         expected[name] = bag.weight.detach().clone()
     partition = Partition({"a": 40, "b": 7}, {"a": np.array([3, 30])})
-    placement = Placement.alike(partition, is_spread=True)
+    placement = Placement.alike(partition).spread("ab")
     model, _ = parallelize(
         _Model(bags), placement, pipeline="sparse_dist", device="cpu",
         embedding_optimizer=OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1),

@@ -22,6 +22,7 @@ from hotrec.cost_model.quantities import (
     torchrec_quantities,
 )
 from hotrec.cost_model.step import make_model, make_step_model
+from hotrec.row_order import RowOrder
 from hotrec.types import (
     Exchange,
     Levels,
@@ -436,6 +437,9 @@ def test_served_by_shard_by_hand():
     counts = np.array([4, 0, 2, 1, 3])
     assert served_by_shard(counts, np.empty(0, np.int64), 1, 2) == pytest.approx([1.2, 0.8])
     assert served_by_shard(counts, np.array([4, 0]), 1, 2) == pytest.approx([0.4, 0.2])
+    # Rows 0 to 4 are stored as 0, 3, 1, 4, 2: rows 0, 2 and 4 are in the first shard.
+    spread = served_by_shard(counts, np.array([4]), 1, 2, order=RowOrder(5))
+    assert spread == pytest.approx([1.2, 0.2])
     # More ranks than rows: the last shards are empty.
     assert served_by_shard(counts, np.array([0]), 1, 8) == pytest.approx(
         [0, 0, 1.6, 0.8, 2.4, 0, 0, 0]
@@ -452,6 +456,11 @@ def test_served_by_shard_adds_up_to_the_cold_rows(monkeypatch):
     # Rows numbered by falling popularity: the first shard serves most.
     served = served_by_shard(np.sort(counts)[::-1], np.empty(0, np.int64), 30, 3)
     assert served[0] > served[1] > served[2]
+    spread = served_by_shard(
+        np.sort(counts)[::-1], np.empty(0, np.int64), 30, 3, order=RowOrder(100)
+    )
+    assert spread.sum() == pytest.approx(served.sum())
+    assert spread.max() / spread.mean() < 1.05 < served.max() / served.mean()
 
 
 @pytest.mark.parametrize(

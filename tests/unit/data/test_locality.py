@@ -15,6 +15,7 @@ from hotrec.data.chunks import Dataset
 from hotrec.data.gather import select_bags
 from hotrec.data.locality import NOBODY, ByOwner, ShardOwner, assign_by_owner
 from hotrec.data.order import Piece, select_pieces
+from hotrec.row_order import RowOrder
 from hotrec.types import Feature, Partition, Schema, Table
 from tests.unit.data.logs import (
     ONE_HOT_SCHEMA,
@@ -111,6 +112,10 @@ def test_owners_are_those_of_the_shards_and_hot_rows_have_none() -> None:
     of_a = [-1, 0, 0, 0, 1, 1, 1, 1, 2, -1]
     of_b = [2, 2, 2, 2, 2, 2, -1]
     assert by_owner.owners(np.arange(20)).tolist() == [*of_a, -1, -1, -1, *of_b]
+    # Rows 0 to 9 of a are stored as 0 7 4 1 8 5 2 9 6 3.
+    spread = ByOwner(schema, shards, {"a": int64(9, 0), "b": int64(6)}, {"a": RowOrder(10)})
+    of_a = [-1, 1, 1, 0, 2, 1, 0, 2, 1, -1]
+    assert spread.owners(np.arange(20)).tolist() == [*of_a, -1, -1, -1, *of_b]
     # Feature-major: x reads b, y reads a, z reads a table without owners.
     values, lengths = int64(0, 6, 5, 3, 1), np.array([1, 1, 2, 0, 1, 0], np.int32)
     for assign in (by_owner, pickle.loads(pickle.dumps(by_owner))):

@@ -118,7 +118,7 @@ def test_each_field_is_in_the_digest() -> None:
             table = replace(table, tier=Tier.HOST_CACHED, row_fetch=RowFetch.staged)
         tables = {**SPLIT.tables, "b": table}
         plans.append(replace(split, tables=replace(SPLIT, tables=tables)))
-    assert len(changed(placed)) == 6
+    assert len(changed(placed)) == 7
     plans += [replace(torchrec, tables=tables) for tables in changed(torchrec.tables).values()]
     plans.append(replace(torchrec, num_workers=None))
     assert len({plan.digest for plan in plans}) == len(plans)

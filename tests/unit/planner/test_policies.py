@@ -369,7 +369,7 @@ def test_configured_policies(placement, policy):
 POPULAR_COUNTS = {"a": np.array([9, 8, 7, 6, 5, 0]), "b": np.array([4, 10, 1])}
 
 
-def choose_popular(load_frac, *, batch_size=1, world_size=2):
+def choose_popular(load_frac, *, batch_size=1, world_size=2, spread=()):
     partition = Partition({"a": 6, "b": 3}, {"a": np.array([1])})
     return choose_popular_rows(
         partition,
@@ -377,6 +377,7 @@ def choose_popular(load_frac, *, batch_size=1, world_size=2):
         load_frac=load_frac,
         global_batch_size=batch_size,
         world_size=world_size,
+        spread=spread,
     )
 
 
@@ -391,6 +392,16 @@ def choose_popular(load_frac, *, batch_size=1, world_size=2):
 def test_each_rank_begins_with_its_most_looked_up_cold_rows(load_frac, expected):
     # Rank 0 has a0 to a2 and b0, b1; rank 1 has a3 to a5 and b2.
     found = choose_popular(load_frac)
+    assert {name: rows["row"].tolist() for name, rows in found.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("load_frac", "expected"),
+    [(0.2, {"a": [2], "b": [1]}), (0.5, {"a": [0, 2, 3, 4], "b": [1]})],
+)
+def test_each_rank_begins_with_the_most_looked_up_of_spread_rows(load_frac, expected):
+    # Rows of a are stored as 0 5 4 3 2 1, so rank 0 has a0, a5, a4 and b0, b1.
+    found = choose_popular(load_frac, spread=["a"])
     assert {name: rows["row"].tolist() for name, rows in found.items()} == expected
 
 
