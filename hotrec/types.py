@@ -429,10 +429,10 @@ class TablePlacement:
     row_fetch: RowFetch = RowFetch.staged
     is_spread: bool = False
 
-    def row_order(self, num_rows: int) -> RowOrder:
-        """The order in which the rows are stored."""
+    def row_order(self, table: str, num_rows: int) -> RowOrder:
+        """The order in which the rows of this table are stored."""
         is_by_row = self.sharding is Sharding.ROW_WISE and self.exchange is Exchange.ROWS
-        return RowOrder(num_rows, self.is_spread and is_by_row)
+        return RowOrder(num_rows, self.is_spread and is_by_row, table)
 
 
 def spread_tables(
@@ -487,7 +487,7 @@ class Placement:
 
     def row_order(self, table: str) -> RowOrder:
         """The order in which a table's rows are stored."""
-        return self.tables[table].row_order(self.partition.num_rows[table])
+        return self.tables[table].row_order(table, self.partition.num_rows[table])
 
     def __post_init__(self) -> None:
         if set(self.tables) != set(self.partition.num_rows):

@@ -25,7 +25,7 @@ from hotrec.embedding.fused import set_update_count, update_count
 from hotrec.embedding.torchrec import Kernel, kernels
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.sorting import sort_keys
-from hotrec.row_order import RowOrder, multiply
+from hotrec.row_order import RowOrder, mapped
 from hotrec.runtime.comm_thread import HostInts, ints_on
 from hotrec.runtime.hosts import Hosts
 from hotrec.runtime.stages import backward_point, mark_backward
@@ -113,8 +113,10 @@ class RowOwners:
         spread = {t: order for t, order in (orders or {}).items() if order.factor != 1}
         self._is_spread = bool(spread)
         self._is_wide = any(order.is_wide for order in spread.values())
-        factors = [spread[table].factor if table in spread else 1 for table in tables]
-        self._factor_T = torch.tensor(factors, device=device)
+        in_order = RowOrder(1, is_spread=False)
+        of_tables = [spread.get(table, in_order) for table in tables]
+        self._factor_T = torch.tensor([order.factor for order in of_tables], device=device)
+        self._offset_T = torch.tensor([order.offset for order in of_tables], device=device)
         self._num_rows_T = torch.tensor([num_rows[table] for table in tables], device=device)
 
     def find(self, rows: KeyedJaggedTensor, num_hot_keys: int) -> RequestedRows:
@@ -143,11 +145,11 @@ class RowOwners:
         self, cold_U: torch.Tensor, begin_U: torch.Tensor, lengths_T: torch.Tensor
     ) -> RequestedRows:
         """The same if rows are spread: stored rows do not ascend within a table."""
-        factor_U, num_rows_U = (
+        order_U = (
             torch.repeat_interleave(of_T, lengths_T, output_size=cold_U.numel())
-            for of_T in (self._factor_T, self._num_rows_T)
+            for of_T in (self._factor_T, self._offset_T, self._num_rows_T)
         )
-        key_U = begin_U + multiply(cold_U, factor_U, num_rows_U, is_wide=self._is_wide)
+        key_U = begin_U + mapped(cold_U, *order_U, is_wide=self._is_wide)
         shard_U = torch.searchsorted(self._first_S, key_U, right=True) - 1
         owner_U = self._rank_S.index_select(0, shard_U)
         position_U = key_U + self._shift_S.index_select(0, shard_U)

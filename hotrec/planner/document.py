@@ -209,11 +209,11 @@ def _balance(
                 partition.hot(name),
                 num_lookups_per_rank=demand.lookups_per_sample * situation.workload.batch_size,
                 world_size=situation.world.num_ranks,
-                order=RowOrder(num_rows, is_spread),
+                order=RowOrder(num_rows, is_spread, name),
             )
             for is_spread in (False, True)
         }
-        planned += served[split.tables[name].row_order(num_rows).is_spread]
+        planned += served[split.tables[name].row_order(name, num_rows).is_spread]
         ordered += served[False]
         spread += served[True]
     return {

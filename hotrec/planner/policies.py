@@ -196,7 +196,7 @@ def choose_popular_rows(
     for rank in range(world_size):
         num_rows, found = 0, []
         for table, lookups in counts.items():
-            stored = RowOrder(lookups.size, table in spread)
+            stored = RowOrder(lookups.size, table in spread, table)
             size = -(-lookups.size // world_size)
             begin, end = (min(at * size, lookups.size) for at in (rank, rank + 1))
             block = np.array(lookups[stored.rows_at(begin, end)])

@@ -8,8 +8,7 @@ These rows are on all ranks, which exchange them a chunk at a time, all in the s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -45,26 +44,24 @@ class SpreadTensor:
 def gather_spread(parts: TensorParts) -> dict[str, SpreadTensor]:
     """The tensors with spread rows, by name, in the same order on every rank; collective."""
     own = {
-        part.name: (part.first, part.shape, tuple(part.value.shape), part.value.dtype, part.table)
+        part.name: (part.first[0], part.value.shape[0], _without_rows(part))
         for part in parts.parts
         if part.order is not None
     }
-    of_ranks: list[Mapping[str, Any]] = all_gather_object(own)
+    of_ranks: list[Mapping[str, tuple[int, int, TensorPart]]] = all_gather_object(own)
     mine = {part.name: part for part in parts.parts if part.order is not None}
     tensors: dict[str, SpreadTensor] = {}
     for name in dict.fromkeys(name for found in of_ranks for name in found):
-        first, shape, held, dtype, table = next(f[name] for f in of_ranks if name in f)
-        order = RowOrder(shape[0])
-        empty = torch.empty((0, *held[1:]), dtype=dtype)
-        nothing = TensorPart(
-            name, shape, empty, (0,) * len(first), is_shard=True, table=table, order=order
-        )
-        blocks = tuple(
-            (found[name][0][0], found[name][2][0]) if name in found else (0, 0)
-            for found in of_ranks
-        )
-        tensors[name] = SpreadTensor(mine.get(name, nothing), order, blocks)
+        nothing = next(found[name][2] for found in of_ranks if name in found)
+        assert nothing.order is not None
+        blocks = tuple(found[name][:2] if name in found else (0, 0) for found in of_ranks)
+        tensors[name] = SpreadTensor(mine.get(name, nothing), nothing.order, blocks)
     return tensors
+
+
+def _without_rows(part: TensorPart) -> TensorPart:
+    empty = part.value.new_empty((0, *part.value.shape[1:]), device="cpu")
+    return replace(part, value=empty, first=(0,) * len(part.first))
 
 
 class OriginalRows:

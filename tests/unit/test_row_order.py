@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from hotrec.row_order import RowOrder, multiply
+from hotrec.row_order import RowOrder, mapped
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 6, 7, 10, 89, 2310, 10_007, 1 << 20])
-def test_it_is_a_bijection_with_its_inverse(num_rows: int) -> None:
-    order = RowOrder(num_rows)
+@pytest.mark.parametrize("table", ["", "item"])
+def test_it_is_a_bijection_with_its_inverse(num_rows: int, table: str) -> None:
+    order = RowOrder(num_rows, table=table)
     rows = np.arange(num_rows)
     stored = order.stored(rows)
     assert np.array_equal(np.sort(stored), rows)
@@ -36,19 +37,26 @@ def test_the_factor_is_near_the_golden_ratio() -> None:
     [(1 << 31) - 1, (1 << 31) + 1, 3_037_000_499, 3_037_000_500, (1 << 33) + 9, (1 << 41) - 1],
 )
 def test_products_do_not_overflow(num_rows: int) -> None:
-    order = RowOrder(num_rows)
+    order = RowOrder(num_rows, table="item")
     rows = [0, 1, 2, 12_345_678, num_rows // 2, num_rows - 2, num_rows - 1]
-    expected = [row * order.factor % num_rows for row in rows]
+    expected = [(row * order.factor + order.offset) % num_rows for row in rows]
     assert order.stored(np.array(rows)).tolist() == expected
     assert order.stored(torch.tensor(rows)).tolist() == expected
     assert order.original(torch.tensor(expected)).tolist() == rows
 
 
 def test_numbers_of_several_tables_are_multiplied_at_once() -> None:
-    orders = [RowOrder(7), RowOrder((1 << 33) + 9), RowOrder(5, is_spread=False)]
+    orders = [RowOrder(7, table="t"), RowOrder((1 << 33) + 9), RowOrder(5, is_spread=False)]
     rows = torch.tensor([6, 1 << 33, 4])
     factors = torch.tensor([order.factor for order in orders])
+    offsets = torch.tensor([order.offset for order in orders])
     num_rows = torch.tensor([order.num_rows for order in orders])
     expected = [int(o.stored(rows[at])) for at, o in enumerate(orders)]
-    assert multiply(rows, factors, num_rows, is_wide=True).tolist() == expected
+    assert mapped(rows, factors, offsets, num_rows, is_wide=True).tolist() == expected
     assert expected[2] == 4
+
+
+def test_the_first_rows_of_tables_are_stored_at_different_places() -> None:
+    places = [int(RowOrder(1000, table=f"C{at}").stored(np.array([0]))[0]) for at in range(26)]
+    assert len(set(places)) > 20
+    assert RowOrder(1000, is_spread=False, table="C1").offset == 0

@@ -26,7 +26,7 @@ def most_over_mean(num_ranks: int, skew: float, num_hot: int, *, is_spread: bool
     partition = Partition(NUM_ROWS, hot if num_hot else {})
     columns = [Column(table, table, table, is_mean=False) for table in NUM_ROWS]
     [group] = (router := Router({8: columns}, partition)).groups.values()
-    orders = {table: RowOrder(rows, is_spread) for table, rows in NUM_ROWS.items()}
+    orders = {table: RowOrder(rows, is_spread, table) for table, rows in NUM_ROWS.items()}
     shards: list[list[Shard]] = []
     for rank in range(num_ranks):
         held, position = [], 0

@@ -397,10 +397,10 @@ def test_each_rank_begins_with_its_most_looked_up_cold_rows(load_frac, expected)
 
 @pytest.mark.parametrize(
     ("load_frac", "expected"),
-    [(0.2, {"a": [2], "b": [1]}), (0.5, {"a": [0, 2, 3, 4], "b": [1]})],
+    [(0.2, {"a": [0], "b": [1]}), (0.5, {"a": [0, 2, 3, 4], "b": [1]})],
 )
 def test_each_rank_begins_with_the_most_looked_up_of_spread_rows(load_frac, expected):
-    # Rows of a are stored as 0 5 4 3 2 1, so rank 0 has a0, a5, a4 and b0, b1.
+    # Rows of a are stored in reverse, so rank 0 has a3 to a5 and b0, b1; rank 1 has a0 to a2.
     found = choose_popular(load_frac, spread=["a"])
     assert {name: rows["row"].tolist() for name, rows in found.items()} == expected
 
