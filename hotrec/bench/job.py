@@ -134,10 +134,12 @@ def _make_case(
             load_frac=load_frac,
             global_batch_size=bench.batch_size * world_size,
             world_size=world_size,
+            spread=spread,
         )
 
+    spread = counts if variant.spread_rows else ()
     cold = ColdRows(variant.tier, variant.cache_load_frac, exchange)
-    placement = cold.place(partition, device, popular)
+    placement = cold.place(partition, device, popular).spread(spread)
     return split_case(
         name,
         placement,
@@ -195,6 +197,7 @@ def make_benchmark(
         exponent=bench.zipf_exponent,
         num_dense=bench.num_dense,
         seed=bench.seed,
+        by_popularity=bench.rows_by_popularity,
     )
     counts = samples.count(bench.profile_samples)
     return Benchmark(

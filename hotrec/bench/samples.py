@@ -37,7 +37,7 @@ class ZipfTables:
     """Tables whose k-th most popular row is looked up with probability ~ k^-exponent, by table.
 
     Rows are numbered without regard to popularity (a seeded permutation), since row-wise shards are
-    contiguous. Features and tables are those of ``table_per_feature``. A bag of a feature has one
+    contiguous, unless ``by_popularity`` numbers them by it. Features and tables are those of ``table_per_feature``. A bag of a feature has one
     of the feature's ``bag_lengths``, or one id.
     """
 
@@ -50,6 +50,7 @@ class ZipfTables:
         seed: int,
         columns: Schema | None = None,
         bag_lengths: Sequence[Rows] | None = None,
+        by_popularity: bool = False,
     ) -> None:
         self.schema = table_per_feature(table_rows, num_dense, columns)
         self.exponent = exponent
@@ -63,7 +64,8 @@ class ZipfTables:
         ):
             cumulative = np.cumsum(np.arange(1, num_rows + 1, dtype=np.float64) ** -power)
             self._cumulative.append(cumulative / cumulative[-1])
-            self._rows_by_rank.append(rng.permutation(num_rows).astype(np.int64))
+            rows = np.arange(num_rows) if by_popularity else rng.permutation(num_rows)
+            self._rows_by_rank.append(rows.astype(np.int64))
 
     def count(self, num_samples: int) -> dict[str, Rows]:
         """Lookups per row, int64 (R,) by table, of a profile of ``num_samples`` other samples."""

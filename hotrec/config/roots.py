@@ -423,6 +423,7 @@ class BenchVariant:
     micro_batches: bool = key(MICRO_BATCHES, False)
     levels: Levels = key(LEVELS.format(""), Levels.one)
     assign: OrderAssign = key(ASSIGN, OrderAssign.as_read)
+    spread_rows: bool = key("spread the sharded rows over their owners, as in placement", False)
 
     def rules_in(self, bench: BenchConfig) -> Rules:
         """The rules for a variant of a benchmark."""
@@ -465,6 +466,11 @@ class BenchVariant:
             f"assign: expected as_read with the placement {placement.name}, which has no cold rows "
             "that travel, got by_owner. Set placement=hot_cold.",
         )
+        yield (
+            has_cold or not self.spread_rows,
+            f"spread_rows: expected false with the placement {placement.name}, which has no cold "
+            "rows that travel, got true. Set placement=hot_cold.",
+        )
 
 
 @dataclass
@@ -482,6 +488,7 @@ class BenchConfig:
         size=1,
     )
     zipf_exponent: float = key("exponent of the k-th row's popularity, k^-exponent", 1.05, ge=0)
+    rows_by_popularity: bool = key("number rows by popularity instead of at random", False)
     num_dense: int = key("number of dense columns", 13, ge=0)
     batch_size: int = key(BATCH_SIZE, 2048, ge=1)
     rounds: int = key("number of timed blocks of steps of each case", 5, ge=1)

@@ -145,11 +145,11 @@ class RowOwners:
         self, cold_U: torch.Tensor, begin_U: torch.Tensor, lengths_T: torch.Tensor
     ) -> RequestedRows:
         """The same if rows are spread: stored rows do not ascend within a table."""
-        order_U = (
+        of_orders = (
             torch.repeat_interleave(of_T, lengths_T, output_size=cold_U.numel())
             for of_T in (self._factor_T, self._offset_T, self._num_rows_T)
         )
-        key_U = begin_U + mapped(cold_U, *order_U, is_wide=self._is_wide)
+        key_U = begin_U + mapped(cold_U, *of_orders, is_wide=self._is_wide)
         shard_U = torch.searchsorted(self._first_S, key_U, right=True) - 1
         owner_U = self._rank_S.index_select(0, shard_U)
         position_U = key_U + self._shift_S.index_select(0, shard_U)

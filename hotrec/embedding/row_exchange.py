@@ -299,12 +299,15 @@ class ShardedRows(RowCollection):
     @torch.no_grad()
     def _keep_weights(self, module: EmbeddingCollection) -> None:
         """Take the module's weights of spread rows, of which TorchRec has taken the wrong ones."""
-        spread = {table: order for table, order in self.orders.items() if order.factor != 1}
-        state = self.state_dict() if spread and self._device.type != "meta" else {}
+        weights_of: dict[str, Any] = {t: bag.weight for t, bag in module.embeddings.items()}
+        spread = {
+            table: order
+            for table, order in self.orders.items()
+            if order.factor != 1 and not weights_of[table].is_meta
+        }
+        state = self.state_dict() if spread else {}
         for table, order in spread.items():
-            weights: Any = module.embeddings[table].weight
-            if weights.is_meta or not state:
-                continue
+            weights = weights_of[table]
             for shard in state[f"embeddings.{table}.weight"].local_shards():
                 first_row, num_rows = shard.metadata.shard_offsets[0], shard.tensor.shape[0]
                 stored = torch.arange(first_row, first_row + num_rows, device=weights.device)

@@ -76,6 +76,38 @@ def test_a_choice_by_cost(dataset: Dataset) -> None:
     assert request_of(dataset, "placement=cost").tables == ByCost()
 
 
+@pytest.mark.parametrize(
+    ("word", "ordered", "expected"),
+    [
+        ("null", [], []),
+        ("null", ["t_a"], ["t_a"]),
+        ("false", ["t_a"], []),
+        ("true", [], sorted(NUM_ROWS)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["cost", "all_cold", "saved", "torchrec"])
+def test_rows_are_spread_in_tables_of_row_numbers(
+    dataset: Dataset, kind: str, word: str, ordered: list[str], expected: list[str]
+) -> None:
+    words = [f"placement={kind}", f"paths.dataset={dataset.artifact.path}"]
+    if kind != "torchrec":
+        words.append(f"placement.spread_rows={word}")
+    saved = None
+    if kind == "saved":
+        words.append("placement.partition_dir=p")
+        saved = Placement.alike(Partition(NUM_ROWS)).spread(["t_b"])
+        expected = ["t_b"] if word == "null" else expected  # as it was saved
+    asked = plan_job(config_of(*words), dataset.schema, ordered)
+    tables = asked.request(dataset, ON, PROFILE, saved=saved).tables
+    if isinstance(tables, ByCost):
+        assert sorted(tables.spread) == expected
+    elif isinstance(tables, GivenTables):
+        placed = tables.placement.tables
+        assert sorted(name for name, table in placed.items() if table.is_spread) == expected
+    else:
+        assert kind == "torchrec"
+
+
 def test_a_plan_of_torchrec(dataset: Dataset) -> None:
     words = ("placement.plan=table_wise", "placement.tier=fused_uvm", "pipeline=base")
     asked = request_of(dataset, "placement=torchrec", *words)

@@ -58,6 +58,7 @@ def zipf_tables(rows: list[int] | None = None, seed: int = 0) -> ZipfTables:
         ("variants.planner_variant.pipeline=auto", "expected sparse_dist, .* got auto"),
         ("variants.planner_variant.num_hot_rows=3", "expected null .*planner, got 3"),
         ("variants.planner_variant.assign=by_owner", "expected as_read .* planner, .* by_owner"),
+        ("variants.planner_variant.spread_rows=true", "expected false .* planner, .* got true"),
         ("variants.look_ahead.pipeline=prefetch", "expected prefetch only .* hot_cold and the"),
         ("variants.look_ahead.depth=-1", "expected a value at least 0"),
         ("variants.look_ahead.cache_load_frac=1", "expected a value above 0 and below 1"),
@@ -89,6 +90,25 @@ def test_samples_depend_on_seed_and_rank_alone() -> None:
     assert torch.equal(draw(0, 0), draw(0, 0))
     assert not torch.equal(draw(0, 0), draw(0, 1))
     assert not torch.equal(draw(0, 0), draw(1, 0))
+
+
+def test_rows_are_numbered_by_popularity_on_request() -> None:
+    drawn = {"exponent": 1.05, "num_dense": 0, "seed": 0}
+    for by_popularity in (False, True):
+        tables = ZipfTables([1000], **drawn, by_popularity=by_popularity)
+        counts = tables.count(100_000)["C1"]
+        assert (counts[:10].sum() > counts[10:].max() * 10) == by_popularity
+        assert np.argmax(counts) == 0 or not by_popularity
+
+
+def test_a_variant_spreads_its_rows() -> None:
+    variant = "+bench.variants.spread={placement:all_cold,spread_rows:true}"
+    cases = cases_of(root_config(variant, "bench.cases=[all_cold,spread]"))
+    plain, spread = cases["all_cold"], cases["spread"]
+    assert plain.placement is not None
+    assert spread.placement is not None
+    assert {table.is_spread for table in plain.placement.tables.values()} == {False}
+    assert {table.is_spread for table in spread.placement.tables.values()} == {True}
 
 
 def test_without_dense_columns_labels_follow_the_first_feature() -> None:

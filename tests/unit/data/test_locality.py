@@ -113,7 +113,7 @@ def test_owners_are_those_of_the_shards_and_hot_rows_have_none() -> None:
     of_b = [2, 2, 2, 2, 2, 2, -1]
     assert by_owner.owners(np.arange(20)).tolist() == [*of_a, -1, -1, -1, *of_b]
     # Rows 0 to 9 of a are stored as 0 7 4 1 8 5 2 9 6 3.
-    spread = ByOwner(schema, shards, {"a": int64(9, 0), "b": int64(6)}, {"a": RowOrder(10)})
+    spread = ByOwner(schema, shards, {"a": int64(9, 0), "b": int64(6)}, (), {"a": RowOrder(10)})
     of_a = [-1, 1, 1, 0, 2, 1, 0, 2, 1, -1]
     assert spread.owners(np.arange(20)).tolist() == [*of_a, -1, -1, -1, *of_b]
     # Feature-major: x reads b, y reads a, z reads a table without owners.

@@ -35,6 +35,7 @@ from hotrec.config.data import (
 from hotrec.data import prepare as module
 from hotrec.data.chunks import Dataset
 from hotrec.data.days import check_time_order
+from hotrec.data.encode import tables_of_row_numbers
 from hotrec.data.loader import make_loader
 from hotrec.data.prepare import prepare, read_ahead
 from hotrec.data.vocabulary import read_vocabulary
@@ -570,6 +571,9 @@ def test_integers_of_parquet_are_row_numbers(tmp_path):
     dataset = run(spec, tmp_path / "d")
     assert dataset.schema.table("user").num_rows == 5
     assert dataset.block("train", 0).features["user"].tolist() == [4, 0, 2]
+    assert tables_of_row_numbers(dataset) == ["user"]
+    hashed = replace(spec, table_defaults=TableSpec(Encoding.hashing, num_rows=9))
+    assert tables_of_row_numbers(run(hashed, tmp_path / "hashed")) == []
 
 
 def test_days_are_recorded_for_a_log_in_order_of_time(tmp_path):
