@@ -9,8 +9,7 @@ import numpy as np
 from torchrec.distributed.types import ShardingPlan
 
 from hotrec.assemble.torchrec_plan import plan_document, rank_of_shard
-from hotrec.row_order import RowOrder
-from hotrec.types import Placement, Rows
+from hotrec.types import Placement, RowOrder, Rows
 
 
 @dataclass(frozen=True)

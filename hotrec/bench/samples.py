@@ -37,8 +37,8 @@ class ZipfTables:
     """Tables whose k-th most popular row is looked up with probability ~ k^-exponent, by table.
 
     Rows are numbered without regard to popularity (a seeded permutation), since row-wise shards are
-    contiguous, unless ``by_popularity`` numbers them by it. Features and tables are those of ``table_per_feature``. A bag of a feature has one
-    of the feature's ``bag_lengths``, or one id.
+    contiguous; with ``by_popularity`` they are numbered by it. Features and tables are those of
+    ``table_per_feature``. A bag of a feature has one of the feature's ``bag_lengths``, or one id.
     """
 
     def __init__(

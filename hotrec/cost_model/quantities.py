@@ -34,8 +34,7 @@ from hotrec.cost_model.forms import (
 )
 from hotrec.cost_model.histogram import slices
 from hotrec.cost_model.step import StepModel
-from hotrec.row_order import RowOrder
-from hotrec.types import DEFAULT_LOAD_FRAC, Exchange, Rows, Sharding, TablePlacement, Tier
+from hotrec.types import DEFAULT_LOAD_FRAC, Exchange, RowOrder, Rows, Sharding, TablePlacement, Tier
 
 BYTES_PER_LENGTH = 4
 # For tables without a cache; these shares are not read.

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hotrec.row_order import RowOrder
-from hotrec.types import Rows, Schema
+from hotrec.types import RowOrder, Rows, Schema
 
 NOBODY = -1
 

@@ -24,9 +24,8 @@ from hotrec.embedding.canonical import TensorPart, canonical_parts, plain_name
 from hotrec.embedding.snapshot import keep
 from hotrec.embedding.tables import sharded_collections
 from hotrec.routing.popularity import CountedRows, Counts, Popularity
-from hotrec.row_order import RowOrder
 from hotrec.runtime.ranks import all_gather_object, rank, world_size
-from hotrec.types import Rows
+from hotrec.types import RowOrder, Rows
 
 # A swap must gain more lookups than this many standard deviations of the difference of two counts,
 # which are Poisson distributed: otherwise rows would move back and forth by chance.

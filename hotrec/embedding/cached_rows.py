@@ -23,10 +23,9 @@ from hotrec.embedding.slots import Moves, SlotMap, fetches
 from hotrec.embedding.snapshot import keep
 from hotrec.embedding.torchrec import kernels
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.row_order import RowOrder
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread, OnHost, record_use
 from hotrec.runtime.stages import named_range
-from hotrec.types import POPULAR_ROW, Placement, PopularRows, RowFetch, Rows, Tier
+from hotrec.types import POPULAR_ROW, Placement, PopularRows, RowFetch, RowOrder, Rows, Tier
 
 
 def to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:

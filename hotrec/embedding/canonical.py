@@ -21,8 +21,7 @@ from hotrec.embedding.fused import update_counters
 from hotrec.embedding.table_memory import cached_rows, fused_modules
 from hotrec.embedding.tables import modules_of, sharded_collections
 from hotrec.routing.features import hot_name, hot_rows
-from hotrec.row_order import RowOrder
-from hotrec.types import Rows
+from hotrec.types import RowOrder, Rows
 
 # Torch's names of a table's state, where FBGEMM's are used.
 _STATE_NAMES = {"sum": "momentum1", "exp_avg": "momentum1", "exp_avg_sq": "momentum2"}

@@ -25,10 +25,10 @@ from hotrec.embedding.fused import set_update_count, update_count
 from hotrec.embedding.torchrec import Kernel, kernels
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.sorting import sort_keys
-from hotrec.row_order import RowOrder, mapped
 from hotrec.runtime.comm_thread import HostInts, ints_on
 from hotrec.runtime.hosts import Hosts
 from hotrec.runtime.stages import backward_point, mark_backward
+from hotrec.types import RowOrder
 
 MAX_ROWS = 1 << 31  # of a rank, for positions to fit into int32
 
@@ -149,7 +149,7 @@ class RowOwners:
             torch.repeat_interleave(of_T, lengths_T, output_size=cold_U.numel())
             for of_T in (self._factor_T, self._offset_T, self._num_rows_T)
         )
-        key_U = begin_U + mapped(cold_U, *of_orders, is_wide=self._is_wide)
+        key_U = begin_U + RowOrder.mapped(cold_U, *of_orders, is_wide=self._is_wide)
         shard_U = torch.searchsorted(self._first_S, key_U, right=True) - 1
         owner_U = self._rank_S.index_select(0, shard_U)
         position_U = key_U + self._shift_S.index_select(0, shard_U)

@@ -46,13 +46,12 @@ from hotrec.embedding.torchrec import (
     send_rows,
 )
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.row_order import RowOrder
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.comm_thread import HostInts
 from hotrec.runtime.hosts import TwoLevelWire
 from hotrec.runtime.ranks import all_gather_object
 from hotrec.runtime.stages import mark
-from hotrec.types import HotExchange, Placement, Rows, WireType
+from hotrec.types import HotExchange, Placement, RowOrder, Rows, WireType
 
 
 class IdsRequest(Awaitable[Awaitable["IdsRequest"]]):

@@ -51,10 +51,9 @@ from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.features import RoutedFeatures
 from hotrec.routing.popularity import Popularity
 from hotrec.routing.router import Router
-from hotrec.row_order import RowOrder
 from hotrec.runtime.hosts import TwoLevelWire, gather_hosts
 from hotrec.runtime.stages import mark
-from hotrec.types import HotExchange, Levels, Partition, Rows, WireType
+from hotrec.types import HotExchange, Levels, Partition, RowOrder, Rows, WireType
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from torchrec.distributed.types import ShardedModule, ShardedTensor
 
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.routing.features import hot_name, hot_rows
-from hotrec.row_order import RowOrder
+from hotrec.types import RowOrder
 
 T = TypeVar("T")
 

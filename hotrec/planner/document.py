@@ -24,8 +24,7 @@ from hotrec.planner.predict import Prediction, predict_shardings, predict_split
 from hotrec.planner.propose import Decision, fastest_of
 from hotrec.planner.situation import Situation
 from hotrec.planner.trial import Trial
-from hotrec.row_order import RowOrder
-from hotrec.types import Partition, Rows, Tier
+from hotrec.types import Partition, RowOrder, Rows, Tier
 
 ALL_COLD = "all_cold"
 

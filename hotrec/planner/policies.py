@@ -20,8 +20,7 @@ from hotrec.cost_model.histogram import (
 )
 from hotrec.cost_model.profile import Profile
 from hotrec.planner.counted import ROUNDING, CountedTables, Counts, Groups
-from hotrec.row_order import RowOrder
-from hotrec.types import POPULAR_ROW, Partition, PopularRows
+from hotrec.types import POPULAR_ROW, Partition, PopularRows, RowOrder
 
 
 def choose_all_hot(counts: Counts) -> Partition:

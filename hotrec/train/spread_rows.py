@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from hotrec.embedding.canonical import TensorPart, TensorParts
-from hotrec.row_order import RowOrder
 from hotrec.runtime.ranks import all_gather_object, rank
+from hotrec.types import RowOrder
 
 # Reads rows int64 (K,) of a part's value, in the type of the files, on the host.
 ReadRows = Callable[[torch.Tensor], torch.Tensor]

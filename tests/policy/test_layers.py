@@ -12,7 +12,6 @@ from tests.policy.source import Import, imports, imports_of, loaded_by, modules
 
 # From the bottom to the top: a part imports itself and what stands before it.
 ORDER = (
-    "row_order",
     "types",
     "lock",
     "artifact",
@@ -75,7 +74,7 @@ HEAVY = {"torch", "torchrec", "fbgemm_gpu", "tensordict"}
 WITHOUT_CONFIG = {"hotrec.cost_model", "hotrec.planner"}
 READS_A_SPECIFICATION = "hotrec.cost_model.outline"
 # What the planner may import of the project.
-OF_THE_PLANNER = {"row_order", "types", "artifact", "lock", "cost_model", "planner"}
+OF_THE_PLANNER = {"types", "artifact", "lock", "cost_model", "planner"}
 
 
 def part_of(module: str) -> str:

@@ -18,7 +18,7 @@ MORE_PARAMETERS = {
     "hotrec.cost_model.demand.build_demand": 10,
     "hotrec.data.loader.make_loader": 16,
     "hotrec.data.prepare._count_samples": 9,
-    "hotrec.program.parallel.parallelize": 13,  # the library's one call, each with a default
+    "hotrec.program.parallel.parallelize": 14,  # the library's one call, each with a default
 }
 
 # Names of several classes, and of how many. May only shrink.

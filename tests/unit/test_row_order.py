@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hotrec.row_order import RowOrder, mapped
+from hotrec.types import RowOrder
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 6, 7, 10, 89, 2310, 10_007, 1 << 20])
@@ -52,7 +52,7 @@ def test_numbers_of_several_tables_are_multiplied_at_once() -> None:
     offsets = torch.tensor([order.offset for order in orders])
     num_rows = torch.tensor([order.num_rows for order in orders])
     expected = [int(o.stored(rows[at])) for at, o in enumerate(orders)]
-    assert mapped(rows, factors, offsets, num_rows, is_wide=True).tolist() == expected
+    assert RowOrder.mapped(rows, factors, offsets, num_rows, is_wide=True).tolist() == expected
     assert expected[2] == 4
 
 

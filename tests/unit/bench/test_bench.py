@@ -102,9 +102,9 @@ def test_rows_are_numbered_by_popularity_on_request() -> None:
 
 
 def test_a_variant_spreads_its_rows() -> None:
-    variant = "+bench.variants.spread={placement:all_cold,spread_rows:true}"
-    cases = cases_of(root_config(variant, "bench.cases=[all_cold,spread]"))
-    plain, spread = cases["all_cold"], cases["spread"]
+    words = ("bench.cases=[hot_cold,look_ahead]", "++bench.variants.look_ahead.spread_rows=true")
+    cases = cases_of(root_config(*words))
+    plain, spread = cases["hot_cold"], cases["look_ahead"]
     assert plain.placement is not None
     assert spread.placement is not None
     assert {table.is_spread for table in plain.placement.tables.values()} == {False}

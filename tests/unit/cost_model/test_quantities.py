@@ -22,12 +22,12 @@ from hotrec.cost_model.quantities import (
     torchrec_quantities,
 )
 from hotrec.cost_model.step import make_model, make_step_model
-from hotrec.row_order import RowOrder
 from hotrec.types import (
     Exchange,
     Levels,
     PipelineKind,
     PipelineSpec,
+    RowOrder,
     Sharding,
     TablePlacement,
     Tier,

@@ -15,8 +15,7 @@ from hotrec.data.chunks import Dataset
 from hotrec.data.gather import select_bags
 from hotrec.data.locality import NOBODY, ByOwner, ShardOwner, assign_by_owner
 from hotrec.data.order import Piece, select_pieces
-from hotrec.row_order import RowOrder
-from hotrec.types import Feature, Partition, Schema, Table
+from hotrec.types import Feature, Partition, RowOrder, Schema, Table
 from tests.unit.data.logs import (
     ONE_HOT_SCHEMA,
     SCHEMA,

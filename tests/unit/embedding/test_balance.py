@@ -13,8 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.embedding.owned_rows import RowOwners, Shard
 from hotrec.routing.features import Column
 from hotrec.routing.router import Router
-from hotrec.row_order import RowOrder
-from hotrec.types import Partition
+from hotrec.types import Partition, RowOrder
 
 BATCH_SIZE = 2048
 # A prime, a round number, and one that is a multiple of every number of ranks.

@@ -7,7 +7,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.owned_rows import RowOwners, Shard
-from hotrec.row_order import RowOrder
+from hotrec.types import RowOrder
 
 CPU = torch.device("cpu")
 NUM_ROWS = {"a": 10, "b": 4}
