@@ -108,7 +108,7 @@ def _whole(value: torch.Tensor | ShardedTensor, order: RowOrder) -> torch.Tensor
     for (first_row, first_column), part in (shard for rank in gathered for shard in rank):
         num_rows, num_columns = part.shape
         rows = order.original(torch.arange(first_row, first_row + num_rows))
-        whole[rows, first_column : first_column + num_columns] = part
+        whole[rows, first_column : first_column + num_columns] = part.to(whole.dtype)
     return whole
 
 
