@@ -88,7 +88,7 @@ def parallelize(
     may_decline: bool = True,
     plan: ShardingPlan | None = None,
     seed: int | None = None,
-    spread_rows: bool = True,
+    spread_rows: bool = False,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Shard a TorchRec model over the ranks and create its optimizer; a collective.
 
@@ -134,8 +134,9 @@ def parallelize(
         plan: TorchRec's sharding plan for "off"; None for that of ``DistributedModelParallel``.
         seed: Seed of initial weights; None for torch's on rank 0.
         spread_rows: Whether the rows of row-wise sharded tables are spread over the ranks by a
-            fixed permutation, so that owners are evenly loaded if ids follow popularity. A
-            ``Placement`` or a ``Choice`` has its own setting.
+            fixed permutation, so that owners are evenly loaded if ids follow popularity. A state
+            dict saved by ``torch.distributed.checkpoint`` is in this order: load it with the same
+            setting. A ``Placement`` or a ``Choice`` has its own.
 
     Returns:
         The sharded model and the optimizer of all its parameters, for ``Pipeline``.
