@@ -2,7 +2,8 @@
 
     python benchmarks/networks_page.py DIRECTORY
 
-Reads DIRECTORY/<network>-w<ranks>-b<batch>.json, writes DIRECTORY/networks.md and networks.png.
+Reads DIRECTORY/<network>-w<ranks>[-g<ranks of a host>]-b<batch>.json, writes networks.md and
+networks.png there.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ EXACT, HALF = "look_ahead", "look_ahead_bf16"
 
 HEADER = """# Networks
 
-Made by `benchmarks/networks.sh`. Hosts are network namespaces of one machine, one rank in each,
-every link shaped to the rate both ways (two hosts on a veth pair, four on a bridge); loopback: all
-ranks on one host. In each network all cases are run in turn in one `hotrec bench`, in blocks of
-consecutive steps, on the same batches from the same weights."""
+Made by `benchmarks/networks.sh`. Hosts are network namespaces of one machine, one rank in each or
+as many as the section says, every link shaped to the rate both ways (two hosts on a veth pair, four
+on a bridge); loopback: all ranks on one host. In each network all cases are run in turn in one
+`hotrec bench`, in blocks of consecutive steps, on the same batches from the same weights."""
 
 READING = """Step: from when the last rank returned from the step before to when the last rank
 returned from this one, within a block, with no barrier in between; the first {skip} of a block's
@@ -93,9 +94,10 @@ def read(directory: Path) -> dict[Cell, dict[str, Any]]:
     """The figures of ``hotrec bench`` by network, ranks and batch, in the page's order."""
     found = {}
     for path in directory.glob("*.json"):
-        match = re.fullmatch(r"(\w+)-w(\d+)-b(\d+)", path.stem)
+        match = re.fullmatch(r"(\w+)-w(\d+)(?:-g(\d+))?-b(\d+)", path.stem)
         if match:
-            cell = (match[1], int(match[2]), int(match[3]))
+            network = f"{match[1]}, {match[3]} a host" if match[3] else match[1]
+            cell = (network, int(match[2]), int(match[4]))
             found[cell] = json.loads(path.read_text())
     return dict(sorted(found.items(), key=lambda item: (item[0][1:], _place(item[0][0]))))
 
@@ -253,6 +255,15 @@ def _setting(document: Mapping[str, Any]) -> str:
     return f"**Losses differ: {', '.join(apart)}.** {text}" if apart else text
 
 
+def target_parts(documents: Mapping[Cell, Mapping[str, Any]]) -> list[str]:
+    """The section of targets, if one of their networks was measured."""
+    if not any((t.network, TARGET_RANKS, TARGET_BATCH) in documents for t in TARGETS):
+        return []
+    columns = ["network", "case", "what", "wanted", "found", "reached"]
+    title = f"## Targets: {TARGET_RANKS} ranks, B = {TARGET_BATCH:,}"
+    return [title, markdown_table(columns, verdicts(documents))]
+
+
 def render(documents: Mapping[Cell, Mapping[str, Any]]) -> str:
     """The whole page, from what ``read`` gives."""
     first = next(iter(documents.values()))
@@ -269,10 +280,7 @@ def render(documents: Mapping[Cell, Mapping[str, Any]]) -> str:
         f"{data['zipf_exponent']:g}, D = {data['embedding_dim']}, one id per feature, "
         f"{first['optimizer']}, dense layers of {show_bytes(4 * data['num_dense_values'])}, "
         f"{machine['threads_per_rank']} thread per rank, routing: {first['routing']}.",
-        f"## Targets: {TARGET_RANKS} ranks, B = {TARGET_BATCH:,}",
-        markdown_table(
-            ["network", "case", "what", "wanted", "found", "reached"], verdicts(documents)
-        ),
+        *target_parts(documents),
         "![steps of all cases](networks.png)",
         "## How to read the tables",
         READING.format(
