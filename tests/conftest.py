@@ -10,11 +10,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from tests.helpers.quiet import compose_once
 
 if TYPE_CHECKING:
     from hotrec.runtime.ranks import Ranks
+
+# Examples have no time limit: a machine that does other work would fail them.
+settings.register_profile("hotrec", deadline=None)
+settings.load_profile("hotrec")
 
 
 def pytest_collection_finish() -> None:
