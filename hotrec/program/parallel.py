@@ -365,7 +365,7 @@ def _shard(
     else:
         split = placement
         same_verdict(lambda: use_hot_cold(model, split))
-        sharders.append(HotColdSharder(tables.rule))
+        sharders.append(HotColdSharder(tables.rule, levels=choice.plan.pipeline.levels))
         constraints = placement_constraints(placement, choice.cache_stats, ranks.device.type)
     sharding = same_verdict(lambda: make_plan(model, sharders, machine, constraints))
     if ranks.device.type == "cuda":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,11 @@ from torchrec.streamable import Pipelineable
 import hotrec
 from hotrec.embedding.initialize import set_unsplit
 from hotrec.embedding.tables import sharded_collections
+from hotrec.runtime.hosts import RANKS_PER_HOST
 from hotrec.runtime.ranks import RankError
 from hotrec.types import (
     Exchange,
+    Levels,
     Partition,
     PipelineKind,
     Placement,
@@ -535,3 +537,34 @@ def refuse_state(hot_set: hotrec.AdaptiveHotSet) -> None:
 
 def test_hot_rows_follow_the_batches(tmp_path: Path) -> None:
     run_ranks(adapt_all, 2, timeout_s=100, folder=str(tmp_path))
+
+
+def adapt_in_two_levels() -> None:
+    """On two pretended hosts of two ranks, with a choice that a planner could have made."""
+    expected, tables = reference()
+    stale = Partition(ROWS, {"user": np.arange(60, 80), "tag": np.arange(50, 60)})
+    for kind in (LOOK_AHEAD, SPARSE_DIST, BASE):
+        model, _, pipeline = parallelized(stale, pipeline=kind)
+        pipeline.close()
+        choice = hotrec.choice_of(model)
+        spec = replace(choice.plan.pipeline, levels=Levels.two)
+        choice = replace(choice, plan=replace(choice.plan, pipeline=spec))
+        model, optimizer, hot_set = adaptive(choice, PipelineKind.auto)
+        rows = [part for _, of in sharded_collections(model) for part in of.sharded_rows()]
+        assert all(part.hosts is not None for part in rows), kind
+        pipeline = hotrec.Pipeline(model, optimizer, hot_set=hot_set, adapt_every=2)
+        losses = train(pipeline, iter(batches()))
+        pipeline.close()
+        hot = {path: c.partition.hot("user").tolist() for path, c in sharded_collections(model)}
+        assert min(hot["bags."]) < 60, kind
+        np.testing.assert_allclose(losses, expected, rtol=1e-5, err_msg=str(kind))
+        gathered = hotrec.gather_tables(model)
+        for table, weight in tables.items():
+            np.testing.assert_allclose(
+                gathered[table], weight, atol=1e-5, err_msg=f"{kind} {table}"
+            )
+
+
+def test_rows_of_a_program_cross_the_network_once_per_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RANKS_PER_HOST, "2")
+    run_ranks(adapt_in_two_levels, 4, timeout_s=150)
