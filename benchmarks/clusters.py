@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 from benchmarks.terabyte_plan import zipf_groups
 from hotrec.cost_model.builtin import BUILTIN
@@ -30,11 +31,8 @@ from hotrec.report.render import markdown_table
 from hotrec.report.units import show_count, show_seconds
 from hotrec.types import Levels, PipelineKind, PipelineSpec, TablePlacement
 
-# Of hotrec bench's criteo_like tables: 4.95 million rows.
-TABLE_ROWS = (
-    1461, 584, 876_000, 876_000, 306, 24, 12_518, 634, 4, 93_146, 5684, 876_000, 3195, 28, 14_993,
-    876_000, 11, 5653, 2173, 5, 876_000, 18, 16, 286_181, 105, 142_572,
-)  # fmt: skip
+CONF = Path(__file__).parents[1] / "conf/bench/criteo_like_b2048.yaml"
+TABLE_ROWS = tuple(yaml.safe_load(CONF.read_text())["table_rows"])
 DIM, ROW_BYTES = 128, 516
 CLUSTERS = {
     "aws_p5": (8, "8 H100, 32 x 100 Gbit/s"),

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import yaml
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.bench.samples import ZipfTables
@@ -26,10 +27,8 @@ from hotrec.report.render import markdown_table
 from hotrec.report.units import show_bytes, show_count
 from hotrec.runtime.hosts import Hosts
 
-TABLE_ROWS = (
-    1461, 584, 876_000, 876_000, 306, 24, 12_518, 634, 4, 93_146, 5684, 876_000, 3195, 28, 14_993,
-    876_000, 11, 5653, 2173, 5, 876_000, 18, 16, 286_181, 105, 142_572,
-)  # fmt: skip
+CONF = Path(__file__).parents[1] / "conf/bench/criteo_like_b2048.yaml"
+TABLE_ROWS = tuple(yaml.safe_load(CONF.read_text())["table_rows"])
 DIM, BATCH_SIZE, EXPONENT, SEED = 64, 2048, 1.05, 0
 SHAPES = ((2, 2), (2, 4), (8, 8), (64, 8), (512, 8))
 # Hosts whose batches are drawn; the others are alike.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from scipy.optimize import brentq
 
@@ -216,12 +217,9 @@ def _add_messages(
     narrow_frac, copy = pipeline.narrow_frac, costs.kernels["copy"]
     ids = stages["ids_exchange"]
     requests = {f"rows_{tier}": POSITION_BYTES for tier in TIERS}
-    fixed = _add_all_to_all(
+    add_all_to_all = partial(_add_all_to_all, costs, world, pipeline, at)
+    fixed = add_all_to_all(
         ids,
-        costs,
-        world,
-        pipeline,
-        at,
         requests,
         relayed=("relayed_rows", POSITION_BYTES),
         pooled=("pooled_sent_ids", BYTES_PER_ID),
@@ -240,12 +238,8 @@ def _add_messages(
         ids.wire.add(group, 2 * fixed_s)
     for name in ("rows_exchange", "grads_exchange"):
         stage, values = stages[name], {f"bytes_{tier}": narrow_frac for tier in TIERS}
-        fixed = _add_all_to_all(
+        fixed = add_all_to_all(
             stage,
-            costs,
-            world,
-            pipeline,
-            at,
             values,
             relayed=("relayed_bytes", narrow_frac),
             pooled=("pooled_sent_bytes", narrow_frac),
@@ -263,6 +257,8 @@ def _add_messages(
     if world.has_levels:
         _add_hot_by_host(stages, costs, world, is_hot_dense, at, narrow_frac)
         reduce = costs.collective("all_reduce", world, _message_bytes(replicated, at))
+        hot.sent_bytes.add_form(replicated)
+        hot.wire.add_form(replicated, reduce.per_byte_s)
     else:
         reduced, gathered = Form().add_form(replicated), Form()
         peers = world.num_ranks - 1
@@ -280,18 +276,15 @@ def _add_messages(
         hot.wire.add_form(gathered, gather.per_byte_s).add_form(reduced, reduce.per_byte_s)
         hot.wire.add("hot_groups", 2 * gather.fixed_s + (reduce.fixed_s if is_hot_dense else 0.0))
         hot.compute.add_form(gathered, copy.per_byte_s)
-    if world.has_levels:
-        hot.sent_bytes.add_form(replicated)
-        hot.wire.add_form(replicated, reduce.per_byte_s)
     hot.wire.add("replicated_groups", reduce.fixed_s)
 
 
 def _add_all_to_all(
-    stage: StageForm,
     costs: Costs,
     world: World,
     pipeline: PipelineSpec,
     at: Mapping[str, float] | None,
+    stage: StageForm,
     of_rank: Mapping[str, float],
     relayed: tuple[str, float],
     pooled: tuple[str, float],

@@ -23,7 +23,7 @@ class Relay:
 
     Args:
         positions_K: Positions on their owners, int (K,), in the order of local ranks, for each of
-            them in the order of hosts, ascending within a host.
+            them in the order of hosts, distinct within a host.
         num_from_GH: The number of rows of each local rank and host.
         owners: The owners of the rows.
     """
