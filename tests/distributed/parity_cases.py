@@ -92,6 +92,7 @@ class Case:
     row_type: WireType = WireType.fp32
     row_fetch: RowFetch = RowFetch.staged
     levels: Levels = Levels.one
+    wire: WireType = WireType.fp32
     is_spread: bool = False
     tables: tuple[PlainTable, ...] = field(init=False)
 
@@ -396,7 +397,7 @@ def build_hot_cold(case: Case) -> tuple[DistributedModelParallel, CombinedOptimi
     spec = spec_of(case)
     model = shard_task(
         task,
-        HotColdSharder(spec, case.exchange, levels=case.levels),
+        HotColdSharder(spec, case.exchange, case.wire, case.levels),
         placement_constraints(placement, device=device.type),
         device=case.device,
         data_parallel=case.pipeline != "look_ahead",
@@ -444,6 +445,7 @@ def _train(
         return
     spec = PipelineSpec(
         PipelineKind[case.pipeline],
+        case.wire,
         depth=case.depth,
         window=0,
         micro_batches=case.micro_batches,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hotrec.runtime.hosts import RANKS_PER_HOST
-from hotrec.types import Levels, Tier
+from hotrec.types import Levels, Tier, WireType
 from tests.distributed.parity_cases import (
     Case,
     make_cases,
@@ -47,6 +48,7 @@ def check_all(ranks_per_host: int) -> dict[str, list[str]]:
         return {
             "unsplit model": run_cases(cases_of(dist.get_world_size())),
             "depths": compare_depths(6),
+            "16 bits": compare_half(4),
         }
     finally:
         del os.environ[RANKS_PER_HOST]
@@ -66,6 +68,23 @@ def compare_depths(num_cases: int) -> list[str]:
             for other in others:
                 _, weights = run_hot_cold(other)
                 found += [f"{other}: {name}" for name in different(expected, weights)]
+    return found
+
+
+def compare_half(num_cases: int) -> list[str]:
+    """Cases in which 16 bits between hosts change losses too much, not at all, or by chance."""
+    found = []
+    # The first has all rows hot.
+    for case in make_cases(num_cases + 1, seed=31)[1:]:
+        case = replace(case, placement="row_wise", batches="drawn", levels=Levels.two)
+        for wire, kind in product((WireType.fp16, WireType.bf16), ("look_ahead", "sparse_dist")):
+            half = replace(case, wire=wire, pipeline=kind)
+            expected, exact = run_hot_cold(replace(half, wire=WireType.fp32))
+            losses, weights = run_hot_cold(half)
+            again, _ = run_hot_cold(half)
+            off = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+            if off > 0.02 or losses != again or not different(exact, weights):
+                found.append(f"{half}: losses {losses}, {again}, in fp32 {expected}")
     return found
 
 
