@@ -17,13 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import yaml
 
-from benchmarks.terabyte_plan import zipf_groups
+from benchmarks.terabyte_plan import build_demands
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import World
-from hotrec.cost_model.demand import TableDemand, prob_met
 from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.quantities import hot_cold_quantities
 from hotrec.cost_model.step import make_model
@@ -33,7 +31,7 @@ from hotrec.types import Levels, PipelineKind, PipelineSpec, TablePlacement
 
 CONF = Path(__file__).parents[1] / "conf/bench/criteo_like_b2048.yaml"
 TABLE_ROWS = tuple(yaml.safe_load(CONF.read_text())["table_rows"])
-DIM, ROW_BYTES = 128, 516
+DIM = 128
 CLUSTERS = {
     "aws_p5": (8, "8 H100, 32 x 100 Gbit/s"),
     "dgx_h100_infiniband": (8, "8 H100, 8 x 400 Gbit/s"),
@@ -74,41 +72,14 @@ class Cell:
         return next(n for n, of in self.candidates.items() if of.step_s <= (1 + TIE) * least)
 
 
-def build_demands(exponent: float, world: World, batch_size: int) -> list[TableDemand]:
-    """One independent id per sample from each table, of fixed popularity."""
-    demands = []
-    for number, num_rows in enumerate(TABLE_ROWS):
-        rows, probs = zipf_groups(num_rows, exponent)
-        rank, host, any_rank = (
-            prob_met(probs, batch_size * num_ranks)
-            for num_ranks in (1, world.ranks_per_host, world.num_ranks)
-        )
-        demands.append(
-            TableDemand(
-                name=f"t{number}",
-                num_rows=num_rows,
-                dim=DIM,
-                row_bytes=ROW_BYTES,
-                lookups_per_sample=1.0,
-                num_columns=1,
-                rows_G=rows.astype(np.int64),
-                probs_G=probs,
-                by_rank_G=rank,
-                by_any_G=any_rank,
-                by_host_G=host,
-                by_host_both_G=host * any_rank,
-            )
-        )
-    return demands
-
-
 def predict_cell(
     cluster: str, num_hosts: int, batch_size: int, kind: PipelineKind, exponent: float
 ) -> Cell:
     """The four candidates of a cell."""
     costs, ranks = BUILTIN[cluster], CLUSTERS[cluster][0]
     world = World(num_hosts * ranks, ranks)
-    demands = build_demands(exponent, world, batch_size)
+    exponents = [exponent] * len(TABLE_ROWS)
+    demands = build_demands(exponents, world, batch_size, DIM, TABLE_ROWS)
     workload = Workload(batch_size, 5e6, 0.3, 2_000_000)
     tables = {demand.name: TablePlacement() for demand in demands}
     sets: list[dict[str, int]] = [{}]

@@ -11,6 +11,7 @@ values: `min_count: 1`), or else are those of the first 10,000 lines of day 0. C
     row_wise      TorchRec, every table on all GPUs in equal shares
     uvm_cache     as table_wise, rows in host memory, a fifth of them cached by the GPU
     all_cold      distinct rows are exchanged, none is hot, in GPU memory
+    two_levels    the same; a row crosses the network once for all GPUs of a host
     hot_cold      the choice of the search within the memory of the GPUs
 
 The last line on stdout is one JSON object.
@@ -55,7 +56,15 @@ from hotrec.models.flops import DenseWork, dense_flops
 from hotrec.planner.search import Limits, search_placement
 from hotrec.report.render import markdown_table
 from hotrec.report.units import show_count, show_frac
-from hotrec.types import Feature, Schema, Table, TablePlacement, Tier
+from hotrec.types import (
+    Feature,
+    Levels,
+    PipelineSpec,
+    Schema,
+    Table,
+    TablePlacement,
+    Tier,
+)
 
 CONF = Path(__file__).parents[1] / "conf"
 OUTLINE = yaml.safe_load((CONF / "data/criteo_terabyte.yaml").read_text())["outline"]
@@ -186,12 +195,20 @@ def read_exponents(path: Path) -> tuple[float, ...]:
 
 
 def build_demands(
-    exponents: Sequence[float], world: World, batch_size: int, dim: int
+    exponents: Sequence[float],
+    world: World,
+    batch_size: int,
+    dim: int,
+    table_rows: Sequence[int] = TABLE_ROWS,
 ) -> list[TableDemand]:
     """One id per sample from each table; rows with their state of full Adagrad."""
     demands = []
-    for i, (num_rows, exponent) in enumerate(zip(TABLE_ROWS, exponents, strict=True)):
+    for i, (num_rows, exponent) in enumerate(zip(table_rows, exponents, strict=True)):
         rows, probs = zipf_groups(num_rows, exponent)
+        of_rank, of_host, of_any = (
+            prob_met(probs, batch_size * num_ranks)
+            for num_ranks in (1, world.ranks_per_host, world.num_ranks)
+        )
         demands.append(
             TableDemand(
                 name=f"C{i + 1}",
@@ -202,8 +219,10 @@ def build_demands(
                 num_columns=1,
                 rows_G=rows.astype(np.int64),
                 probs_G=probs,
-                by_rank_G=prob_met(probs, batch_size),
-                by_any_G=prob_met(probs, batch_size * world.num_ranks),
+                by_rank_G=of_rank,
+                by_any_G=of_any,
+                by_host_G=of_host if world.has_levels else None,
+                by_host_both_G=of_host * of_any if world.has_levels else None,
             )
         )
     return demands
@@ -269,6 +288,9 @@ def predict_setting(
     quantities = hot_cold_quantities(demands, {}, cold, world, batch_size)
     memory = memory_by_rank(demands, {}, cold, world, costs.device)
     predicted["all_cold"] = (step_model.predict(quantities), memory)
+    in_two_levels = PipelineSpec(levels=Levels.two)
+    two_levels = make_step_model(costs, world, workload, pipeline=in_two_levels)
+    predicted["two_levels"] = (two_levels.predict(quantities), memory)
     choice = search_placement(demands, costs, world, workload, limits)
     memory = memory_by_rank(demands, choice.num_hot, choice.tables, world, costs.device)
     predicted["hot_cold"] = (choice.prediction, memory)

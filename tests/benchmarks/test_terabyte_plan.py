@@ -75,7 +75,9 @@ def test_a_setting_is_predicted_for_every_plan() -> None:
     setting = predict_setting(BUILTIN[COSTS], [1.1] * len(TABLE_ROWS), 8, 2048)
     document = setting_document(setting)
     plans = document["plans"]
-    assert list(plans) == ["table_wise", "row_wise", "uvm_cache", "all_cold", "hot_cold"]
+    assert list(plans) == [
+        *("table_wise", "row_wise", "uvm_cache", "all_cold", "two_levels", "hot_cold")
+    ]
     assert plans["hot_cold"]["step_s"] <= plans["all_cold"]["step_s"]
     # a partial sum of every bag from every rank, instead of one vector
     exchanges = [plans[p]["sent_bytes"]["rows_exchange"] for p in ("table_wise", "row_wise")]
