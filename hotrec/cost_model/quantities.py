@@ -256,7 +256,16 @@ def table_quantities(
             pooled vectors are.
         world: Ranks and hosts.
         batch_size: Batch B of a rank.
+
+    Raises:
+        ValueError: If the demand does not have the reads of a host, and the world has such hosts.
     """
+    if world.has_levels and demand.by_host_G is None:
+        raise ValueError(
+            f"demand of table {demand.name} by_host_G: expected the reads of a host for "
+            f"{world.num_hosts} hosts of {world.ranks_per_host} ranks, got none. Build the demand "
+            "for these hosts."
+        )
     num_ids, row_bytes = batch_size * demand.lookups_per_sample, BYTES_PER_FLOAT * demand.dim
     found: dict[str, Any] = {}
 

@@ -18,13 +18,17 @@ from hotrec.types import Exchange, Sharding, TablePlacement, Tier
 GROUPS = ("cold_groups", "hot_groups", "pooled_groups", "replicated_groups")
 
 
-def make_demand(rng, name, *, dim, row_bytes, num_draws, ranks, num_groups, most_rows):
+def make_demand(rng, name, *, dim, row_bytes, num_draws, world, num_groups, most_rows):
     """A table whose groups have few rows; some rows may never have been seen."""
     weights = np.sort(rng.pareto(rng.uniform(0.5, 2.0), num_groups) + 1e-3)[::-1]
     rows = rng.integers(1, most_rows + 1, num_groups)
     probs = weights / (weights * rows).sum()
     unseen = int(rng.integers(0, 3)) * int(rng.random() < 0.5)
     columns = int(rng.integers(1, 3))
+    of_rank, of_host, of_any = (
+        -np.expm1(num_draws * ranks * np.log1p(-np.minimum(probs, 1 - 1e-12)))
+        for ranks in (1, world.ranks_per_host, world.num_ranks)
+    )
     return TableDemand(
         name=name,
         num_rows=int(rows.sum()) + unseen,
@@ -34,8 +38,10 @@ def make_demand(rng, name, *, dim, row_bytes, num_draws, ranks, num_groups, most
         num_columns=columns,
         rows_G=rows.astype(np.int64),
         probs_G=probs,
-        by_rank_G=-np.expm1(num_draws * np.log1p(-np.minimum(probs, 1 - 1e-12))),
-        by_any_G=-np.expm1(num_draws * ranks * np.log1p(-np.minimum(probs, 1 - 1e-12))),
+        by_rank_G=of_rank,
+        by_any_G=of_any,
+        by_host_G=of_host if world.has_levels else None,
+        by_host_both_G=of_host * of_any if world.has_levels else None,
     )
 
 
@@ -85,7 +91,7 @@ def make_case(seed, *, most_tables=3, num_groups=3, most_rows=2):
                 dim=dim,
                 row_bytes=4 * dim + int(rng.choice([0, 4, 4 * dim])),
                 num_draws=batch_size,
-                ranks=world.num_ranks,
+                world=world,
                 num_groups=int(rng.integers(1, num_groups + 1)),
                 most_rows=most_rows,
             )

@@ -33,10 +33,12 @@ def zipf_demand(name, num_rows, *, dim=64, alpha=1.05, lookups=1.0):
     rows = np.diff(edges)
     probs = ((edges[:-1] + edges[1:] + 1) / 2) ** -alpha
     probs = np.minimum(probs / (probs * rows).sum(), 1 - 1e-12)
-    by_rank, by_any = (
-        -np.expm1(2048 * lookups * n * np.log1p(-probs)) for n in (1, WORLD.num_ranks)
+    by_rank, by_host, by_any = (
+        -np.expm1(2048 * lookups * n * np.log1p(-probs))
+        for n in (1, WORLD.ranks_per_host, WORLD.num_ranks)
     )
-    return TableDemand(name, num_rows, dim, 4 * dim + 4, lookups, 1, rows, probs, by_rank, by_any)
+    demand = TableDemand(name, num_rows, dim, 4 * dim + 4, lookups, 1, rows, probs, by_rank, by_any)
+    return dataclasses.replace(demand, by_host_G=by_host, by_host_both_G=by_host * by_any)
 
 
 def machine(device="cuda", without=()):
