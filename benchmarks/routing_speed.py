@@ -62,7 +62,7 @@ def measure(router: Router, features: KeyedJaggedTensor, repeats: int) -> dict[s
     num_ids = features.values().numel()
     return {
         "num_ids": num_ids,
-        "num_distinct_rows": sum(routed.num_distinct),
+        "num_distinct_rows": sum(group.rows.values().numel() for group in routed.groups),
         "hot_lookups_frac": routed.num_hot_lookups() / num_ids,
         "clock_s": float(np.median(clock[2:])),
         "processor_s": processor_s,

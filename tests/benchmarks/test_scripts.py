@@ -79,6 +79,7 @@ def test_routing_speed_counts_every_id(capsys: pytest.CaptureFixture[str]) -> No
     )
     (result,) = json.loads(capsys.readouterr().out)["results"]
     assert result["num_ids"] == 5 * 30 * 2
+    assert 5 <= result["num_distinct_rows"] < result["num_ids"]
     assert result["ids_per_core_s"] > 0
 
 
