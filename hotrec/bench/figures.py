@@ -190,6 +190,8 @@ def _summarize_case(
         "whole_step_s": float(np.median([_whole_step(blocks) for blocks in by_round.values()])),
         "cpu_s": _per_step(of_ranks, "cpu_s"),
         "main_cpu_s": _per_step(of_ranks, "main_cpu_s"),
+        "core_wait_s": _per_step(of_ranks, "core_wait_s"),
+        "main_core_wait_s": _per_step(of_ranks, "main_core_wait_s"),
         "samples_per_s": global_batch_size / float(p50),
         "sent_bytes": sent,
         "sent_bytes_most": float(max(by_rank)),
@@ -232,20 +234,16 @@ def _bound_between_hosts(of_ranks: Sequence[Measured], dim: int, num_dense_value
     return float(np.mean(bounds))
 
 
-def _per_step(of_ranks: Sequence[Measured], name: str) -> float:
-    """CPU time per step, mean over the ranks.
+def _per_step(of_ranks: Sequence[Measured], name: str) -> float | None:
+    """Time of threads per step, mean over the ranks; None where it is not counted.
 
     Measured over whole blocks, because threads may still work for a step after it has returned.
     """
-    return float(
-        np.mean(
-            [
-                sum(getattr(block, name) for block in rank.blocks.values())
-                / sum(len(block.returned_s) for block in rank.blocks.values())
-                for rank in of_ranks
-            ]
-        )
-    )
+    of_blocks = [[getattr(block, name) for block in rank.blocks.values()] for rank in of_ranks]
+    if any(value is None for values in of_blocks for value in values):
+        return None
+    num_steps = [sum(len(block.returned_s) for block in rank.blocks.values()) for rank in of_ranks]
+    return float(np.mean([sum(v) / num for v, num in zip(of_blocks, num_steps, strict=True)]))
 
 
 def _stage_figures(of_ranks: Sequence[Measured]) -> dict[str, Any]:

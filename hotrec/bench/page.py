@@ -35,6 +35,7 @@ COLUMNS: tuple[Column, ...] = (
     ("exposed", "exposed_frac", show_frac),
     ("processor", "cpu_s", show_seconds),
     ("main thread", "main_cpu_s", show_seconds),
+    ("for a core", "core_wait_s", show_seconds),
     ("sent per rank", "sent_bytes", show_bytes),
     ("of bound", "bytes_over_bound", _times),
     ("step / planner", "planner_step_ratio", _times),

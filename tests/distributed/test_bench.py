@@ -88,6 +88,7 @@ def test_waiting_is_part_of_the_step(figures: dict[str, Any]) -> None:
         assert case["step_p50_s"] > 0
         assert case["stage_s"]["dense"] > 0
         assert 0 < case["main_cpu_s"] < case["cpu_s"], name
+        assert 0 <= case["main_core_wait_s"] <= case["core_wait_s"], name
 
 
 def test_bytes_add_up_and_keep_to_the_bound(figures: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -341,6 +342,14 @@ def test_processor_time_is_of_whole_blocks() -> None:
     # 11 s of blocks over 6 steps on the one rank, 1 s a step on the other one; two threads.
     assert figures["cpu_s"] == pytest.approx((2 * 11 / 6 + 2) / 2)
     assert figures["main_cpu_s"] == pytest.approx(figures["cpu_s"] / 8)
+    assert figures["core_wait_s"] is None  # not counted by this kernel
+
+
+def test_waits_for_a_core_are_of_whole_blocks() -> None:
+    waited = replace(block_of([1.0, 2.0], 3.0), core_wait_s=0.6, main_core_wait_s=0.2)
+    figures = figures_of(a=[measured(blocks={0: waited}), measured(blocks={0: waited})])["a"]
+    assert figures["core_wait_s"] == pytest.approx(0.3)
+    assert figures["main_core_wait_s"] == pytest.approx(0.1)
 
 
 def test_exposed_is_the_main_thread_s_waiting() -> None:
