@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,10 +22,13 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.canonical import canonical_parts
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.program import choice
+from hotrec.program.count import profile
 from hotrec.program.parallel import parallelize
 from hotrec.runtime.hosts import RANKS_PER_HOST
 from hotrec.train import tensor_files
@@ -299,6 +303,30 @@ def test_a_state_dict_of_another_order_is_refused() -> None:
         key = "rows.dim8.embeddings.a."
         assert f"expected {key}weight, got {key}spread_weight. " in to_ordered
         assert f"expected {key}spread_weight, got {key}weight. " in to_spread
+
+
+def profile_popular() -> list[str]:
+    """The warnings of ``parallelize`` where only the first rows of tables are read."""
+    warnings = []
+    with mock.patch.object(choice.logger, "warning", lambda text, *v: warnings.append(text % v)):
+        rng = np.random.default_rng(3)
+        ids = torch.from_numpy(rng.integers(0, 5, 200))
+        lengths, nothing = torch.ones(200, dtype=torch.long), torch.zeros(100)
+        features = KeyedJaggedTensor.from_lengths_sync(["fa", "fb"], ids, lengths)
+        counted = profile([Batch(nothing, features, nothing, nothing, 300)], _model())
+        for spread_rows in (False, True):
+            _parallelize(
+                _model(), counted, spread_rows=spread_rows, may_decline=False, hot_budget_mib=0
+            )
+    return warnings
+
+
+def test_uneven_owners_are_reported_once() -> None:
+    first, *others = run_ranks(profile_popular, 3, timeout_s=60)
+    [warning] = first
+    assert re.match(r"by the profile, one rank serves 2\.\d times .* 1\.\d\d times if", warning)
+    assert "spread_rows=True" in warning
+    assert others == [[], []]
 
 
 def check_two_levels() -> list[str]:
