@@ -469,6 +469,11 @@ class RowOrder:
         return 0 if self.factor == 1 else crc32(self.table.encode()) * self.num_rows >> 32
 
     @property
+    def weight_name(self) -> str:
+        """The name of a sharded parameter with rows in this order, such as in a state dict."""
+        return "weight" if self.factor == 1 else "spread_weight"
+
+    @property
     def is_wide(self) -> bool:
         """Whether the product of two row numbers may not fit into int64."""
         return self.num_rows > _MAX_EXACT_ROWS

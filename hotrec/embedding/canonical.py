@@ -158,9 +158,10 @@ def _tables(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, _StoredTa
         for dim, group in collection.router.groups.items():
             prefix = f"{path}rows.dim{dim}.embeddings."
             for table in group.cold_tables:
-                order = orders[table] if orders[table].factor != 1 else None
-                name = plain_name(path, table)
-                tables[f"{prefix}{table}.weight"] = _StoredTable(name, order=order)
+                order, name = orders[table], plain_name(path, table)
+                tables[f"{prefix}{table}.{order.weight_name}"] = _StoredTable(
+                    name, order=order if order.factor != 1 else None
+                )
             for table in group.hot_tables:
                 rows = hot_rows(partition, table)
                 key = f"{prefix}{hot_name(table)}.weight"

@@ -270,6 +270,7 @@ class ShardedRows(RowCollection):
             if config.name not in hot_tables
         }
         self._keep_weights(module)
+        self.name_weights(self.orders)
         self.dim, self.spec = module.embedding_dim(), spec
         self._keys = [config.name for config in module.embedding_configs()]
         self._group, self._device, self.hosts = env.process_group, device, settings.hosts

@@ -83,8 +83,9 @@ def table_parts(model: nn.Module) -> Iterator[TablePart]:
         for dim, group in hot_cold.router.groups.items():
             prefix = f"rows.dim{dim}.embeddings."
             for table in group.cold_tables:
-                value = state[f"{prefix}{table}.weight"]
-                yield TablePart(table, num_rows[table], None, value, orders[table])
+                order = orders[table]
+                value = state[f"{prefix}{table}.{order.weight_name}"]
+                yield TablePart(table, num_rows[table], None, value, order)
             for table in group.hot_tables:
                 rows = hot_rows(hot_cold.partition, table)
                 value = state[f"{prefix}{hot_name(table)}.weight"]

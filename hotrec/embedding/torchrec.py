@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase
 from torchrec.distributed.types import Awaitable, QuantizedCommCodecs
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
-from hotrec.types import Rows
+from hotrec.types import RowOrder, Rows
 
 # ---- Sharded collections -------------------------------------------------------------------------
 
@@ -60,6 +61,8 @@ class RowCollection(ShardedEmbeddingCollection):
     methods: ``shard`` makes replicas equal later, or ``initialize_embeddings`` without a message.
     """
 
+    _orders: Mapping[str, RowOrder] = MappingProxyType({})
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # TorchRec's pipelines reject a module that has not created it yet.
@@ -73,6 +76,38 @@ class RowCollection(ShardedEmbeddingCollection):
             assert config.init_fn is not None
             config.init_fn(self.embeddings[config.name].weight)
 
+    def name_weights(self, orders: Mapping[str, RowOrder]) -> None:
+        """Name the parameters of sharded tables by the order in which their rows are stored.
+
+        A tensor says nothing about its order: under one name, a reader that expects another order
+        would take each row for another one. So it finds no tensor, and fails.
+        """
+        self._orders = orders
+        names = {_weight(table): _weight(table, order) for table, order in orders.items()}
+        for table, order in orders.items():
+            holder = self.embeddings[table]
+            weight = holder.weight
+            del holder.weight
+            holder.register_parameter(order.weight_name, weight)
+        for _, optimizer in self.fused_optimizer.optimizers:
+            optimizer.params = {names.get(key, key): w for key, w in optimizer.params.items()}
+        self.register_state_dict_post_hook(_name_weights_in)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for table, order in self._orders.items():
+            key = prefix + _weight(table, order)
+            if key not in state_dict:
+                of_table = f"{prefix}embeddings.{table}."
+                found = [other for other in state_dict if other.startswith(of_table)]
+                raise ValueError(
+                    f"state dict: expected {key}, got {found[0] if found else 'none'}. Each order "
+                    "of rows has its own name. Pass hotrec.parallelize the choice with which it "
+                    "was saved, on several ranks if it spreads rows, or use hotrec.save_checkpoint."
+                )
+            state_dict[prefix + _weight(table)] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        _name_weights_in(self, state_dict, prefix)
+
     def init_data_parallel(self) -> None:
         """Wrap the lookup of replicated rows in DDP; torchrec 1.6 does so in its constructor."""
         for at, sharding in enumerate(self._sharding_type_to_sharding.values()):
@@ -85,6 +120,17 @@ class RowCollection(ShardedEmbeddingCollection):
                     static_graph=True,
                     init_sync=False,
                 )
+
+
+def _weight(table: str, order: RowOrder | None = None) -> str:
+    """The key of a table in the state dict; TorchRec's without an order."""
+    return f"embeddings.{table}.{'weight' if order is None else order.weight_name}"
+
+
+def _name_weights_in(rows: RowCollection, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Replace TorchRec's keys in a state dict by those of the orders."""
+    for table, order in rows._orders.items():
+        state_dict[prefix + _weight(table, order)] = state_dict.pop(prefix + _weight(table))
 
 
 def send_rows(

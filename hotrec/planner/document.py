@@ -90,7 +90,7 @@ def prediction_document(
             )
             for dim in sorted({demand.dim for demand in situation.demands})
         },
-        "balance": _balance(situation, partition, split, counts),
+        "balance": balance_of_owners(situation, partition, split, counts),
         "expected": None if split is None else _expected(situation, split, predictions[best]),
         "sensitivity": sensitivity,
         "trial": None if trial is None else trial.document(labels),
@@ -186,7 +186,7 @@ def _sent_bytes(
     }
 
 
-def _balance(
+def balance_of_owners(
     situation: Situation,
     partition: Partition | None,
     split: SplitTables | None,

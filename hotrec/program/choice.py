@@ -16,13 +16,14 @@ from hotrec.assemble.torchrec_plan import shardings_of
 from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.profile import Profile
 from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.planner.document import balance_of_owners
 from hotrec.planner.machine import Machine
 from hotrec.planner.partition import most_accessed
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
 from hotrec.planner.predict import Shardings
 from hotrec.planner.propose import propose, unpredicted
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
-from hotrec.planner.situation import TableShape, build_situation, choose_costs
+from hotrec.planner.situation import Situation, TableShape, build_situation, choose_costs
 from hotrec.runtime.memory import read_fingerprint
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
@@ -31,6 +32,7 @@ from hotrec.types import (
     PipelineKind,
     PipelineSpec,
     Placement,
+    Rows,
     Tier,
     TorchrecPlan,
 )
@@ -42,6 +44,8 @@ OFF = "off"
 COSTS_PATH = Path("data/costs")
 # Forward and backward use each weight of a linear layer in three products per sample.
 FLOPS_PER_WEIGHT = 6
+# Rows that the busiest rank serves over the mean, from which spreading them is suggested.
+UNEVEN = 2
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,8 @@ def choose_by_cost(
     if isinstance(plan.tables, SplitTables):
         policy = f"least step, {measured.name}"
         placement = most_accessed(plan.tables, counted.counts, histograms, policy)
+        if machine.world_size > 1 and not by_cost.spread:
+            _warn_if_uneven(situation, plan.tables, placement.partition, counted.counts)
     return Choice(
         plan,
         decision.why,
@@ -213,6 +219,18 @@ def choose_by_cost(
         step_s=decision.prediction.step_s,
         cache_stats={} if placement is None else cache_statistics(situation, placement),
     )
+
+
+def _warn_if_uneven(
+    situation: Situation, split: SplitTables, partition: Partition, counts: Mapping[str, Rows]
+) -> None:
+    most = balance_of_owners(situation, partition, split, counts)["most_over_mean"]
+    if most["ordered"] is not None and most["ordered"] >= UNEVEN:
+        logger.warning(
+            "by the profile, one rank serves %.1f times as many rows as the mean of the ranks, and "
+            "%.2f times if rows are spread over them: pass spread_rows=True to hotrec.parallelize",
+            *(most["ordered"], most["spread"]),
+        )
 
 
 def constraints_of(

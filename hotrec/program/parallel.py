@@ -134,9 +134,10 @@ def parallelize(
         plan: TorchRec's sharding plan for "off"; None for that of ``DistributedModelParallel``.
         seed: Seed of initial weights; None for torch's on rank 0.
         spread_rows: Whether the rows of row-wise sharded tables are spread over the ranks by a
-            fixed permutation, so that owners are evenly loaded if ids follow popularity. A state
-            dict saved by ``torch.distributed.checkpoint`` is in this order: load it with the same
-            setting. A ``Placement`` or a ``Choice`` has its own.
+            fixed permutation, so that owners are evenly loaded if ids follow popularity; a warning
+            suggests it where the profile shows uneven ones. Their parameters are then in this order
+            and named ``spread_weight`` instead of ``weight``, also in state dicts, which only load
+            with the same setting. A ``Placement`` or a ``Choice`` has its own.
 
     Returns:
         The sharded model and the optimizer of all its parameters, for ``Pipeline``.

@@ -130,6 +130,14 @@ MUTANTS = [
         "distributed/test_spread_rows.py::test_spread_rows_cross_the_network_once_per_host",
     ),
     mutant(
+        "rows.spread_name",
+        "A state dict of spread rows is not read as rows in the order of their ids.",
+        "hotrec/types.py",
+        'return "weight" if self.factor == 1 else "spread_weight"',
+        'return "weight"',
+        "distributed/test_spread_rows.py::test_a_state_dict_is_only_read_in_its_own_order",
+    ),
+    mutant(
         "rows.spread_saved_in_ids",
         "A checkpoint has the rows of spread tables in the order of their ids.",
         "hotrec/train/spread_rows.py",
