@@ -295,7 +295,8 @@ def lower_bound_between_hosts_bytes(
     other hosts, and sends the sum of its gradients back; the G ranks share both, and the all-reduce
     of the host's sum of the n dense gradients. With H equal hosts (W-G)/W is (H-1)/H.
 
-    It is the minimum for rows that have one owner. Owners that move to the hosts that read a row
+    It is the minimum for rows that have one owner, independent of who reads them: fewer cross if
+    samples go to the owners of their rows. Owners that move to the hosts that read a row
     next could do with 0.73 to 0.78 of the rows' part (8 hosts of 4 or 8, popularity by Zipf's law);
     that is not built: the optimizer's state would travel with the row.
 

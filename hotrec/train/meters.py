@@ -213,7 +213,7 @@ class TrafficMeter:
         return self._sums["steps"] <= index
 
     @contextmanager
-    def counting(self, batches: SegmentBatches) -> Iterator[None]:
+    def counting(self, step: int, batches: SegmentBatches) -> Iterator[None]:
         """Count the bytes that the step in the block sends and the rows that its batch reads.
 
         A collective, as the ranks of a host count the rows that they read together.
@@ -225,8 +225,7 @@ class TrafficMeter:
         for name, num_bytes in traffic.sent_bytes.items():
             self._sums[name] += num_bytes
         if self._inspect_batch is not None:
-            assert batches.last_taken is not None, "the step consumed no batch"
-            facts = self._inspect_batch(batches.last_taken)
+            facts = self._inspect_batch(batches.batch(step))
             self._sums["lookups"] += facts.num_lookups
             self._sums["hot_lookups"] += facts.num_hot_lookups
             self._sums["bound"] += lower_bound_bytes(

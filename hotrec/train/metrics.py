@@ -200,7 +200,7 @@ class Metrics:
             if is_counted:
                 # Bytes that a thread of the pipeline still sends belong to the step before.
                 self._pipeline.drain()
-                stack.enter_context(self._traffic.counting(batches))
+                stack.enter_context(self._traffic.counting(step, batches))
                 stack.callback(self._pipeline.drain)
             if is_like_others:
                 stack.enter_context(self._stages.measuring())

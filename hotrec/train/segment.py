@@ -21,9 +21,9 @@ class SegmentBatches(Iterator[Batch]):
         self.first_step = segment.first_step
         self.num_steps = segment.num_steps
         self.wait_s = 0.0
-        self.last_taken: Batch | None = None
         self._source = source
         self._num_samples: list[int] = []
+        self._taken: dict[int, Batch] = {}  # by step, until the step ends
 
     def __next__(self) -> Batch:
         if len(self._num_samples) >= self.num_steps:
@@ -36,7 +36,7 @@ class SegmentBatches(Iterator[Batch]):
         batch = next(self._source)
         self.wait_s += time.perf_counter() - start
         mark("other")
-        self.last_taken = batch
+        self._taken[self.first_step + len(self._num_samples)] = batch
         self._num_samples.append(batch.num_global_samples)
         return batch
 
@@ -45,11 +45,16 @@ class SegmentBatches(Iterator[Batch]):
         index = 0
         while index < self.num_steps:  # ``cut`` may lower it meanwhile
             yield self.first_step + index
+            self._taken.pop(self.first_step + index, None)
             index += 1
 
     def cut(self) -> None:
         """Return no more batches."""
         self.num_steps = len(self._num_samples)
+
+    def batch(self, step: int) -> Batch:
+        """The batch of ``step``, once the pipeline has taken it and until the step ends."""
+        return self._taken[step]
 
     def num_samples(self, step: int) -> int:
         """The number of samples of all ranks in the batch of ``step``."""

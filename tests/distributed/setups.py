@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,7 @@ from hotrec.types import (
     ColdTier,
     Exchange,
     HotExchange,
+    Levels,
     ModelKind,
     OptimizerKind,
     Partition,
@@ -169,6 +171,12 @@ def this_rank() -> Ranks:
     return Ranks(rank, size, rank, size, torch.device("cpu"))
 
 
+def pretend_hosts(hosts: str) -> None:
+    """Set what torchrun would set on this rank, a process of its own, given each rank's host."""
+    host = hosts[dist.get_rank()]
+    os.environ |= {"GROUP_RANK": host, "LOCAL_WORLD_SIZE": str(hosts.count(host))}
+
+
 def gather(value: Any) -> list[Any]:
     """The value of every rank."""
     values: list[Any] = [None] * dist.get_world_size()
@@ -233,6 +241,7 @@ def build(
     dense_rate: float = 0.1,
     dense: OptimizerSpec | None = None,
     data_parallel: bool = True,
+    levels: Levels = Levels.one,
 ) -> Setup:
     """A model over ``splits`` collections of tables, by a partition or by a TorchRec plan.
 
@@ -250,7 +259,7 @@ def build(
             HotColdEmbeddingBagCollection(configs(split, dims), partition, device=meta)
             for split in splits
         ]
-        sharder: Any = HotColdSharder(spec, exchange, wire_type)
+        sharder: Any = HotColdSharder(spec, exchange, wire_type, levels)
         if isinstance(partition, Placement):
             constraints = placement_constraints(partition)
         else:

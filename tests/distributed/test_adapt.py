@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,19 @@ import torch.distributed as dist
 from hotrec.embedding.adapt import AdaptiveHotSet, HotSetDecision
 from hotrec.embedding.convert import check_replicas
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
-from hotrec.types import POPULAR_ROW, OptimizerKind, Partition, Placement, TablePlacement, Tier
+from hotrec.types import (
+    POPULAR_ROW,
+    Levels,
+    OptimizerKind,
+    Partition,
+    Placement,
+    TablePlacement,
+    Tier,
+)
 from tests.distributed import setups, test_portable
 from tests.distributed.test_portable import LAST_STEP, TOLERANCE, Run, Way, train_plain
 from tests.helpers.ranks import run_ranks
-from tests.helpers.samples import on_ranks
+from tests.helpers.samples import on_ranks, only_whole
 from tests.helpers.tiny import TinyLoader
 
 EVERY, SAVED_STEP = 2, 4
@@ -164,3 +172,34 @@ def test_moves_change_nothing(world_size: int, plain: Any, tmp_path: Path) -> No
         [elsewhere, *_] = run_ranks(resume_all, 2, timeout_s=280, folder=tmp_path, saved_by=3)
         for way, found in zip(chosen, elsewhere, strict=True):
             check(found, plain[way.optimizer][0][SAVED_STEP:], plain[way.optimizer][1], way)
+
+
+def run_on_hosts(hosts: str) -> list[tuple[Way, Found, Found]]:
+    """Some ways in two levels, twice."""
+    setups.pretend_hosts(hosts)
+    test_portable.SPLIT.update(STALE_PLACEMENTS)
+    results = []
+    for way in [replace(way, levels=Levels.two) for way in ways()[::6]]:
+        found = []
+        for _ in range(2):
+            run, hot_set = make_run(way)
+            found.append(train_on(run, hot_set, 0, LAST_STEP))
+            run.close()
+        results.append((way, found[0], found[1]))
+    return results
+
+
+# The host of each rank; in two levels on the first ones.
+HOSTS = ["0011", *only_whole("001122", "001", "0101")]
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_moves_on_hosts_change_nothing(hosts: str, plain: Any) -> None:
+    for of_rank in run_ranks(run_on_hosts, len(hosts), timeout_s=280, hosts=hosts):
+        for way, found, again in of_rank:
+            losses, tensors = plain[way.optimizer]
+            check(found, losses, tensors, way)
+            assert sum(decision.num_moved for decision in found.decisions) >= 9, way
+            assert found.losses == again.losses, way
+            for key, value in found.tensors.items():
+                assert torch.equal(again.tensors[key], value), (way, key)

@@ -24,6 +24,7 @@ from hotrec.embedding.tables import gather_tables
 from hotrec.planner.machine import Machine
 from hotrec.planner.propose import unpredicted
 from hotrec.planner.request import GivenTables
+from hotrec.runtime.hosts import gather_host_of_rank
 from hotrec.runtime.ranks import all_gather_object
 from hotrec.train.checkpoint import Checkpoints, find_latest
 from hotrec.train.loop import TrainResult
@@ -39,10 +40,10 @@ from hotrec.types import (
     Table,
     TablePlacement,
 )
-from tests.distributed.setups import this_rank
+from tests.distributed.setups import pretend_hosts, this_rank
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import losses
-from tests.helpers.samples import on_ranks
+from tests.helpers.samples import on_ranks, only_whole
 from tests.helpers.training import Cadence, train_model
 
 NUM_ROWS = {"t0": 2000, "t1": 1500, "t2": 700, "t3": 5, "t4": 301}
@@ -105,13 +106,16 @@ def write_skewed(path: Path) -> None:
         commit_dataset(scratch, path, SCHEMA, {"train": writer.close()}, {})
 
 
-def config_of(folder: Path, pipeline: str, optimizer: str, assign: str) -> Config:
+def config_of(
+    folder: Path, pipeline: str, optimizer: str, assign: str, levels: str = "auto"
+) -> Config:
     words = [f"paths.dataset={folder / 'd'}", "placement=coverage", f"pipeline={pipeline}"]
     words += [f"optimizer={optimizer}", "optimizer.learning_rate=0.1", f"order.assign={assign}"]
     words += ["model.embedding_dim=8", "model.dense_layer_sizes=[8]"]
     words += ["model.over_layer_sizes=[8,1]", "trainer.num_workers=0", "trainer.device=cpu"]
     words += [f"trainer.batch_size={BATCH_SIZE}", "trainer.num_epochs=2"]
     words += ["optimizer.eps=1e-4"] if optimizer != "sgd" else []
+    words += [f"pipeline.levels={levels}"]
     config: Config = build_config(compose_config("config", words))
     return config
 
@@ -151,13 +155,18 @@ def run(
     return result, gather_tables(made.model)
 
 
-def check_training(folder: Path, placement: str, pipeline: str, optimizer: str) -> None:
-    """By owner trains what as read trains, with fewer bytes; a stopped run goes on bitwise."""
+def check_training(
+    folder: Path, placement: str, pipeline: str, optimizer: str, levels: str = "auto"
+) -> dict[str, Any]:
+    """By owner trains what as read trains, with fewer bytes; a stopped run goes on bitwise.
+
+    Returns the summary as read.
+    """
     placed = PLACEMENTS[placement]
     folder = folder / f"{placement}-{dist.get_world_size()}"
     folder.mkdir(exist_ok=True)
-    as_read = config_of(folder.parent, pipeline, optimizer, "as_read")
-    assigned = config_of(folder.parent, pipeline, optimizer, "by_owner")
+    as_read = config_of(folder.parent, pipeline, optimizer, "as_read", levels)
+    assigned = config_of(folder.parent, pipeline, optimizer, "by_owner", levels)
     plain, plain_tables = run(as_read, placed, folder / "as_read")
     whole, tables = run(assigned, placed, folder / "by_owner")
     expected, found = losses(folder / "as_read"), losses(folder / "by_owner")
@@ -169,6 +178,9 @@ def check_training(folder: Path, placement: str, pipeline: str, optimizer: str) 
     # Of one full step, the same in both runs: ids, cold rows and their gradients.
     before, after = (result.summary["sent_bytes"]["all_to_all"] for result in (plain, whole))
     assert 0 < after < 0.9 * before, (after, before)
+    if len(set(gather_host_of_rank())) > 1:
+        before, after = (result.summary["between_hosts_bytes"] for result in (plain, whole))
+        assert 0 < after < 0.9 * before, (after, before)
 
     checkpoints = Checkpoints(folder / "checkpoints", facts={})
     run(assigned, placed, folder / "cut", num_steps=STOP, checkpoints=checkpoints)
@@ -184,6 +196,7 @@ def check_training(folder: Path, placement: str, pipeline: str, optimizer: str) 
     left = losses(folder / "other")
     assert left == pytest.approx({step: found[step] for step in left}, abs=1e-6)
     assert max(left) == max(found)
+    return dict(plain.summary)
 
 
 def check_owners(folder: Path) -> None:
@@ -226,3 +239,24 @@ def run_checks(folder: Path) -> None:
 def test_ranks(tmp_path: Path, world_size: int) -> None:
     write_skewed(tmp_path / "d")
     run_ranks(run_checks, world_size, timeout_s=200, folder=tmp_path)
+
+
+def run_on_hosts(folder: Path, hosts: str) -> None:
+    torch.set_num_threads(1)
+    pretend_hosts(hosts)
+    summaries = []
+    for case, levels in zip(CASES, ("two", "auto"), strict=True):
+        dist.barrier()
+        summaries.append(check_training(folder, *case, levels))
+    # Of the same step's batch, however far ahead a pipeline reads.
+    bounds = {(of["bound_bytes"], of["between_hosts_bound_bytes"]) for of in summaries}
+    assert len(bounds) == 1, bounds
+
+
+# The host of each rank; in two levels on the first ones.
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("hosts", ["0011", *only_whole("001", "0101")])
+def test_ranks_on_hosts(tmp_path: Path, hosts: str) -> None:
+    write_skewed(tmp_path / "d")
+    run_ranks(run_on_hosts, len(hosts), timeout_s=280, folder=tmp_path, hosts=hosts)

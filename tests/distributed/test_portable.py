@@ -33,6 +33,7 @@ from hotrec.train.checkpoint import (
 )
 from hotrec.train.pipelines import make_pipeline
 from hotrec.types import (
+    Levels,
     OptimizerKind,
     PipelineKind,
     PipelineSpec,
@@ -89,6 +90,7 @@ class Way:
     optimizer: OptimizerKind
     placement: str
     pipeline: str
+    levels: Levels = Levels.one
 
 
 def names_for(optimizer: OptimizerKind) -> list[str]:
@@ -138,7 +140,9 @@ class Run:
     def __init__(self, way: Way) -> None:
         is_ahead = way.pipeline == "look_ahead"
         placement: Any = SPLIT.get(way.placement) or PLANS[way.placement]
-        self.setup = setups.build(way.optimizer, placement, dense=DENSE, data_parallel=not is_ahead)
+        self.setup = setups.build(
+            way.optimizer, placement, dense=DENSE, data_parallel=not is_ahead, levels=way.levels
+        )
         model, device = self.setup.model, torch.device("cpu")
         spec = PipelineSpec(PipelineKind[way.pipeline], depth=2, window=0)
         self.make_pipeline = partial(make_pipeline, spec, model, self.setup.optimizer, device)

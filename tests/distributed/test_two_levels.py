@@ -4,54 +4,40 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from hotrec.runtime.hosts import RANKS_PER_HOST
-from hotrec.types import Levels, Tier, WireType
+from hotrec.types import Levels, WireType
 from tests.distributed.parity_cases import (
     Case,
     make_cases,
-    make_pipeline_cases,
-    run_cases,
+    make_level_cases,
     run_hot_cold,
+    run_twice,
 )
 from tests.distributed.test_look_ahead import different
 from tests.helpers.ranks import run_ranks
-from tests.helpers.samples import only_whole
+from tests.helpers.samples import only_whole, sample
 
-NUM_CASES = 16  # of each shape, pipelines and plain loops alike
-
-
-def cases_of(world_size: int) -> list[Case]:
-    first = world_size * NUM_CASES
-    plain = make_cases(first + NUM_CASES // 4, seed=23)[first:]
-    ahead = make_pipeline_cases(first + NUM_CASES, seed=29)[first + NUM_CASES // 4 :]
-    cases = [replace(case, levels=Levels.two) for case in plain + ahead]
-    # Slots need look-ahead and rows that are exchanged.
-    return [
-        replace(case, tier=Tier.CACHED, cache_load_frac=1.0, placement="row_wise", popular_frac=0.3)
-        if case.pipeline == "look_ahead" and at % 3 == 0
-        else case
-        for at, case in enumerate(cases)
-    ]
+# Number of hosts and of ranks of each, and which of make_level_cases.
+SHAPES = [(2, 2, 0), *only_whole((3, 2, 1), (2, 3, 2))]
 
 
-def check_all(ranks_per_host: int) -> dict[str, list[str]]:
+def check_all(what: str, shape: int, ranks_per_host: int) -> list[str]:
     """What differs on this rank."""
     torch.set_num_threads(1)
     os.environ[RANKS_PER_HOST] = str(ranks_per_host)
-    try:
-        return {
-            "unsplit model": run_cases(cases_of(dist.get_world_size())),
-            "depths": compare_depths(6),
-            "16 bits": compare_half(4),
-        }
-    finally:
-        del os.environ[RANKS_PER_HOST]
+    match what:
+        case "the unsplit model, twice":
+            return run_twice(sample(make_level_cases(shape), first=2, every=3))
+        case "every depth":
+            return compare_depths(6)
+        case _:
+            return compare_half(half_cases())
 
 
 def compare_depths(num_cases: int) -> list[str]:
@@ -71,12 +57,19 @@ def compare_depths(num_cases: int) -> list[str]:
     return found
 
 
-def compare_half(num_cases: int) -> list[str]:
+def half_cases() -> list[Case]:
+    """From no row to some of each table hot, and messages that are empty on some ranks or all."""
+    kinds = ("drawn", "idle_rank", "no_ids", "only_hot")
+    cases = zip(make_cases(1 + len(kinds), seed=31)[1:], kinds, strict=True)
+    return [
+        replace(case, placement="row_wise", batches=kind, levels=Levels.two) for case, kind in cases
+    ]
+
+
+def compare_half(cases: list[Case]) -> list[str]:
     """Cases in which 16 bits between hosts change losses too much, not at all, or by chance."""
     found = []
-    # The first has all rows hot.
-    for case in make_cases(num_cases + 1, seed=31)[1:]:
-        case = replace(case, placement="row_wise", batches="drawn", levels=Levels.two)
+    for case in cases:
         for wire, kind in product((WireType.fp16, WireType.bf16), ("look_ahead", "sparse_dist")):
             half = replace(case, wire=wire, pipeline=kind)
             expected, exact = run_hot_cold(replace(half, wire=WireType.fp32))
@@ -88,14 +81,9 @@ def compare_half(num_cases: int) -> list[str]:
     return found
 
 
-SHAPES = [(2, 2), *only_whole((3, 2), (2, 3))]
-
-
-@pytest.mark.parametrize(("num_hosts", "ranks_per_host"), SHAPES)
-def test_it_trains_the_unsplit_model_and_look_ahead_changes_no_bit(
-    num_hosts: int, ranks_per_host: int
-) -> None:
-    size = num_hosts * ranks_per_host
-    for found in run_ranks(check_all, size, timeout_s=280, ranks_per_host=ranks_per_host):
-        failures = [f"{what}: {line}" for what, lines in found.items() for line in lines]
-        assert not failures, "\n".join(failures)
+@pytest.mark.parametrize("what", ["the unsplit model, twice", "every depth", "16 bits"])
+@pytest.mark.parametrize(("num_hosts", "ranks_per_host", "shape"), SHAPES)
+def test_it_trains_the_same(what: str, num_hosts: int, ranks_per_host: int, shape: int) -> None:
+    check = partial(check_all, what, shape, ranks_per_host)
+    for found in run_ranks(check, num_hosts * ranks_per_host, timeout_s=280):
+        assert not found, "\n".join(found)

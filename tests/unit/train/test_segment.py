@@ -47,6 +47,7 @@ def test_cut_segment_ends_with_the_batches_taken_so_far(time: Time) -> None:
             next(batches), next(batches)  # a pipeline fills itself first
         next(batches, None)
         made.append(step)
+        assert batches.batch(step).num_global_samples == batches.num_samples(step) == step
         if step == 3:
             batches.cut()
     # 2 ahead and one in each of the steps 1 to 3: 5 batches that have to be computed.
