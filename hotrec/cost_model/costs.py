@@ -65,6 +65,23 @@ class World:
         """The ranks of a host."""
         return World(self.ranks_per_host, self.ranks_per_host)
 
+    def between_hosts_frac(self, kind: str) -> float:
+        """Share of the bytes that a rank sends in a collective of all ranks that leave its host.
+
+        In the hierarchical form of each collective (n bytes, W ranks, m per host, N hosts):
+
+            all_to_all      (W-m)/(W-1)
+            all_reduce      2 (N-1)/N n per host, of 2 (W-1)/W n per rank
+            all_gather      (W-m) n per host, of (W-1) n per rank
+            reduce_scatter  as all_reduce
+        """
+        ranks, local, hosts = self.num_ranks, self.ranks_per_host, self.num_hosts
+        if hosts == 1:
+            return 0.0
+        others = (ranks - local) / (ranks - 1)
+        reduced = ((hosts - 1) / hosts) * ranks / (ranks - 1) / local
+        return {"all_to_all": others, "all_gather": others / local}.get(kind, reduced)
+
 
 @dataclass(frozen=True)
 class Line:
@@ -335,13 +352,9 @@ class Costs:
         """Seconds of a collective by the bytes that a rank sends (``hotrec.runtime.traffic``).
 
         A curve measured in exactly this world (its line for messages of ``num_bytes``, or the one
-        that fits all sizes best), else the slower of the links inside and between hosts, for the
-        hierarchical form of each collective (n bytes, W ranks, m per host, N hosts):
-
-            all_to_all      (m-1)/(W-1) of the sent bytes inside, (W-m)/(W-1) between, all ranks
-            all_reduce      sends 2 (W-1)/W n inside; between hosts 2 (N-1)/N n per host
-            all_gather      sends (W-1) n inside; between hosts (W-m) n per host
-            reduce_scatter  half of all_reduce, in bytes and so in time
+        that fits all sizes best), else the slower of the links inside and between hosts. Between
+        hosts all ranks of a host send ``World.between_hosts_frac`` of their bytes; inside, an
+        all_to_all sends (m-1)/(W-1) of them with m ranks per host, the others all.
 
         Raises:
             CostsError: If the world has several hosts and the costs lack the link between them.
@@ -351,16 +364,14 @@ class Costs:
         for curve in self.curves:
             if curve.kind == kind and curve.world == world:
                 return curve.line() if num_bytes is None else curve.line_at(num_bytes)
-        ranks, local, hosts = world.num_ranks, world.ranks_per_host, world.num_hosts
-        if hosts == 1:
+        local = world.ranks_per_host
+        if world.num_hosts == 1:
             return Line(self.intra.latency_s, 0.0, 1 / self.intra.bytes_per_s)
         inter = self._between(world)
-        reduced = 1.0, ((hosts - 1) / hosts) * ranks / (ranks - 1)
-        inside, between = {
-            "all_to_all": ((local - 1) / (ranks - 1), local * (ranks - local) / (ranks - 1)),
-            "all_gather": (1.0, (ranks - local) / (ranks - 1)),
-        }.get(kind, reduced)
-        rate = inter.bytes_per_s * (inter.all_to_all_frac if kind == "all_to_all" else 1.0)
+        is_to_all = kind == "all_to_all"
+        inside = (local - 1) / (world.num_ranks - 1) if is_to_all else 1.0
+        between = local * world.between_hosts_frac(kind)
+        rate = inter.bytes_per_s * (inter.all_to_all_frac if is_to_all else 1.0)
         per_byte_s = max(inside / self.intra.bytes_per_s, between / rate)
         return Line(self.intra.latency_s + inter.latency_s, 0.0, per_byte_s)
 

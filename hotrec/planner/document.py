@@ -17,7 +17,12 @@ from hotrec.cost_model.demand import (
     expected_distinct,
     expected_urgent,
 )
-from hotrec.cost_model.quantities import TableSharding, cached_rows, served_by_shard
+from hotrec.cost_model.quantities import (
+    TableSharding,
+    between_hosts_bound_bytes,
+    cached_rows,
+    served_by_shard,
+)
 from hotrec.cost_model.step import break_even
 from hotrec.planner.plan import Plan, SplitTables
 from hotrec.planner.predict import Prediction, predict_shardings, predict_split
@@ -70,6 +75,9 @@ def prediction_document(
         },
         "world": dataclasses.asdict(situation.world),
         "batch_size": situation.workload.batch_size,
+        "between_hosts_bound_bytes": between_hosts_bound_bytes(
+            situation.demands, situation.world, situation.workload.num_dense_values
+        ),
         "device": situation.machine.device,
         "pipeline": chosen.pipeline.kind.value,
         "chosen": chosen.label,

@@ -50,9 +50,10 @@ def one_rank() -> Document:
 
 
 def many_ranks() -> Document:
-    """64 ranks, no plan of TorchRec's, and nothing known of the costs or of one table."""
+    """64 ranks on 8 hosts, no plan of TorchRec's, nothing known of the costs or of one table."""
     document = prediction(num_ranks=64, ranks_per_host=8) | {"costs": None}
-    document["plans"] = {"hot_cold": document["plans"]["hot_cold"]}
+    document["between_hosts_bound_bytes"] = 2e6
+    document["plans"] = {"hot_cold": document["plans"]["hot_cold"] | {"between_hosts_bytes": 3e6}}
     unknown = ("exchange", "sharding", "torchrec_sharding", "sent_bytes_before", "sent_bytes_after")
     document["tables"][0] |= dict.fromkeys(unknown)
     return document
