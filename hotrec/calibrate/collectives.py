@@ -214,33 +214,32 @@ class Network:
         return (link, None) if self.world.num_hosts == 1 else (None, link)
 
 
-def start_network(ranks: Ranks, *, max_bytes: float, max_s: float) -> Network:
+def start_network(world: World, device: torch.device, *, max_bytes: float, max_s: float) -> Network:
     """Measure all ranks together and, with several on several hosts, each level once; collective.
 
     Inside a host its ranks form a group. Between hosts the ranks of equal local rank form a group,
     and all these groups send at the same time, so that together they saturate the host's link.
 
     Args:
-        ranks: Ranks of the process group.
+        world: Ranks of the process group, and their hosts.
+        device: Device of this rank.
         max_bytes: Maximum number of bytes that a rank sends in one message.
         max_s: Maximum seconds of two rounds; on a slow network messages are smaller.
     """
-    world = World(ranks.world_size, ranks.local_world_size)
-    if ranks.world_size == 1:
+    if world.num_ranks == 1:
         return Network(world)
-    local, hosts = ranks.local_world_size, range(ranks.num_hosts)
-    has_levels = len(hosts) > 1 and local > 1
-    num_curves = len(COLLECTIVES) + (2 * len(LINK_KINDS) if has_levels else 0)
+    local, hosts = world.ranks_per_host, range(world.num_hosts)
+    num_curves = len(COLLECTIVES) + (2 * len(LINK_KINDS) if world.has_levels else 0)
     max_call_s = min(MAX_CALL_S, max_s / num_curves / CALLS_OF_LARGEST)
 
     def start(
         kinds: Sequence[str], of: World, group: dist.ProcessGroup | None
     ) -> list[CurveSeries]:
         sizes = {"max_bytes": max_bytes, "max_call_s": max_call_s}
-        return [start_curve(kind, of, group, ranks.device, **sizes) for kind in kinds]
+        return [start_curve(kind, of, group, device, **sizes) for kind in kinds]
 
     among_all = start(COLLECTIVES, world, None)
-    if not has_levels:
+    if not world.has_levels:
         return Network(world, among_all)
     inside = Group("in a host", [[h * local + i for i in range(local)] for h in hosts])
     between = Group("between hosts", [[h * local + i for h in hosts] for i in range(local)])

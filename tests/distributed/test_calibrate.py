@@ -111,11 +111,8 @@ def test_bytes_are_those_that_the_traffic_counter_sees() -> None:
 def measure_two_hosts() -> tuple[list[Any], float, float]:
     """Four ranks that take themselves for two hosts of two."""
     from hotrec.calibrate.collectives import start_network
-    from hotrec.runtime.ranks import Ranks
 
-    rank = dist.get_rank()
-    ranks = Ranks(rank, 4, rank % 2, 2, torch.device("cpu"))
-    network = start_network(ranks, max_bytes=16384.0, max_s=60.0)
+    network = start_network(World(4, 2), torch.device("cpu"), max_bytes=16384.0, max_s=60.0)
     intra, inter = network.links()
     assert intra is not None
     assert inter is not None
