@@ -270,7 +270,9 @@ def costs_table(costs: Costs) -> str:
     """Lines and links of costs as a table for the terminal."""
     lines = {name: costs.kernels[name] for name in KERNELS if name in costs.kernels}
     for curve in costs.curves:
-        lines[f"{curve.kind} {curve.world.num_ranks}r/{curve.world.num_hosts}h"] = curve.line()
+        rails = f" on {curve.num_rails} rails" if curve.num_rails > 1 else ""
+        world = f"{curve.world.num_ranks}r/{curve.world.num_hosts}h{rails}"
+        lines[f"{curve.kind} {world}"] = curve.line()
     if costs.look_ahead.source == "measured":
         lines["look_ahead"] = costs.look_ahead  # for the bytes of cold rows, besides its stages
     for name, line in costs.loader.items():

@@ -147,9 +147,11 @@ class CollectiveCurve:
     """A collective measured over sizes, in one world.
 
     Args:
+        world: Its ranks and hosts; on rails, one rank of each host.
         sent_bytes: Bytes that a rank sends (``hotrec.runtime.traffic``), increasing.
         seconds: Median of the slowest rank for each size.
         spreads: Interquartile range / median.
+        num_rails: Rails of all local ranks, measured at once; 1 for a collective of all ranks.
     """
 
     kind: str
@@ -157,6 +159,7 @@ class CollectiveCurve:
     sent_bytes: tuple[float, ...]
     seconds: tuple[float, ...]
     spreads: tuple[float, ...]
+    num_rails: int = 1
 
     def line(self) -> Line:
         """The line with minimal relative errors and non-negative coefficients."""
@@ -361,9 +364,8 @@ class Costs:
         """
         if world.num_ranks == 1:
             return Line(source="one rank sends nothing")
-        for curve in self.curves:
-            if curve.kind == kind and curve.world == world:
-                return curve.line() if num_bytes is None else curve.line_at(num_bytes)
+        if (measured := self._measured(kind, world, 1, num_bytes)) is not None:
+            return measured
         local = world.ranks_per_host
         if world.num_hosts == 1:
             return Line(self.intra.latency_s, 0.0, 1 / self.intra.bytes_per_s)
@@ -375,17 +377,31 @@ class Costs:
         per_byte_s = max(inside / self.intra.bytes_per_s, between / rate)
         return Line(self.intra.latency_s + inter.latency_s, 0.0, per_byte_s)
 
-    def on_rails(self, kind: str, world: World) -> Line:
+    def _measured(
+        self, kind: str, world: World, num_rails: int, num_bytes: float | None
+    ) -> Line | None:
+        """A measured collective: for messages of ``num_bytes``, or the best fit of all sizes."""
+        for curve in self.curves:
+            if (curve.kind, curve.world, curve.num_rails) == (kind, world, num_rails):
+                return curve.line() if num_bytes is None else curve.line_at(num_bytes)
+        return None
+
+    def on_rails(self, kind: str, world: World, num_bytes: float | None = None) -> Line:
         """Seconds of a collective of ranks of equal local rank, of all local ranks at once.
 
-        They share the links of a host. Each has one connection to every other host, which may be
-        slower than its share of the links.
+        A curve measured on such rails (see ``collective``), else by the link: they share the links
+        of a host, and each has one connection to every other host, which may be slower than its
+        share of the links.
 
         Raises:
             CostsError: If the costs lack the link between hosts.
         """
+        local = world.ranks_per_host
+        rail = World(world.num_hosts, 1)
+        if (measured := self._measured(kind, rail, local, num_bytes)) is not None:
+            return measured
         inter = self._between(world)
-        rate = inter.bytes_per_s / world.ranks_per_host
+        rate = inter.bytes_per_s / local
         if inter.flow_bytes_per_s is not None:
             rate = min(rate, (world.num_hosts - 1) * inter.flow_bytes_per_s)
         rate *= inter.all_to_all_frac if kind == "all_to_all" else 1.0
@@ -434,7 +450,10 @@ class Costs:
 
 def _read_curve(document: Mapping[str, Any]) -> CollectiveCurve:
     lists = {key: tuple(document[key]) for key in ("sent_bytes", "seconds", "spreads")}
-    return CollectiveCurve(kind=document["kind"], world=World(**document["world"]), **lists)
+    num_rails = document.get("num_rails", 1)  # costs of earlier versions have none on rails
+    return CollectiveCurve(
+        kind=document["kind"], world=World(**document["world"]), num_rails=num_rails, **lists
+    )
 
 
 def check_costs(costs: Costs) -> None:

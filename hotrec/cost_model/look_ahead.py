@@ -288,11 +288,10 @@ class LookAheadModel:
         """Seconds of an exchange inside hosts and one on the rails; none is empty."""
         if inside_bytes <= 0:
             return 0.0
-        size = inside_bytes / max(1.0, num_messages)
-        lines = (
-            (self.costs.collective("all_to_all", self.world.inside, size), inside_bytes),
-            (self.costs.on_rails("all_to_all", self.world), rail_bytes),
-        )
+        num = max(1.0, num_messages)
+        inside = self.costs.collective("all_to_all", self.world.inside, inside_bytes / num)
+        rail = self.costs.on_rails("all_to_all", self.world, rail_bytes / num or None)
+        lines = ((inside, inside_bytes), (rail, rail_bytes))
         return sum(num_messages * line.fixed_s + line.per_byte_s * size for line, size in lines)
 
     def _hot(self, quantities: Mapping[str, float]) -> _Traffic:
@@ -348,7 +347,7 @@ class LookAheadModel:
         }
         name = min(forms, key=lambda form: forms[form][0])
         on_rails, num_messages, kind = forms["dense" if self.is_hot_dense else name]
-        rail = self.costs.on_rails(kind, self.world)
+        rail = self.costs.on_rails(kind, self.world, on_rails / num_messages or None)
         inside = local * sum(
             quantities.get(num_bytes, 0.0) + SLOT_BYTES * quantities.get(rows, 0.0)
             for rows, num_bytes in (("hot_rows", "hot_bytes"), ("union_rows", "union_bytes"))
@@ -375,7 +374,11 @@ class LookAheadModel:
             return 0.0
         size = num_bytes / max(1.0, num_messages)
         kinds = ["all_to_all"]
-        measured = {curve.kind for curve in self.costs.curves if curve.world == self.world}
+        measured = {
+            curve.kind
+            for curve in self.costs.curves
+            if curve.world == self.world and curve.num_rails == 1
+        }
         if not is_pooled and {"all_to_all", "all_gather"} <= measured:
             kinds.append("all_gather")
         lines = [self.costs.collective(kind, self.world, size) for kind in kinds]

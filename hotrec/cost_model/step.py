@@ -318,7 +318,7 @@ def _add_all_to_all(
         inside.add(quantity, whole * (world.ranks_per_host - 1) / world.ranks_per_host)
     on_rails.add(relayed[0], relayed[1] * (world.num_hosts - 1) / world.num_hosts)
     line = costs.collective("all_to_all", world.inside, _message_bytes(inside, at))
-    rail = costs.on_rails("all_to_all", world)
+    rail = costs.on_rails("all_to_all", world, _message_bytes(on_rails, at))
     flat = costs.collective("all_to_all", world, _message_bytes(theirs, at))
     stage.send(inside, line, 0.0)
     stage.send(on_rails, rail, 1.0)
@@ -355,7 +355,8 @@ def _add_hot_by_host(
         on_rails.add("union_bytes", rail_frac * narrow_frac / ranks)
         on_rails.add("union_rows", rail_frac * SLOT_BYTES / ranks)
     line = costs.collective("all_to_all", world.inside, _message_bytes(inside, at))
-    rail = costs.on_rails("all_reduce" if is_hot_dense else "all_to_all", world)
+    kind = "all_reduce" if is_hot_dense else "all_to_all"
+    rail = costs.on_rails(kind, world, _message_bytes(on_rails, at))
     for form, of_form, to_others in ((inside, line, 0.0), (on_rails, rail, 1.0)):
         hot.send(form, of_form, to_others)
         hot.compute.add_form(form, costs.kernels["copy"].per_byte_s)

@@ -116,7 +116,7 @@ def measure_two_hosts() -> tuple[list[Any], float, float]:
     intra, inter = network.links()
     assert intra is not None
     assert inter is not None
-    worlds = [(curve.kind, curve.world) for curve in network.curves]
+    worlds = [(curve.kind, curve.world, curve.num_rails) for curve in network.curves]
     assert len(network.series) > len(worlds)
     return worlds, intra.bytes_per_s, inter.bytes_per_s
 
@@ -124,9 +124,11 @@ def measure_two_hosts() -> tuple[list[Any], float, float]:
 def test_inside_and_between_hosts_are_told_apart() -> None:
     worlds, intra, inter = run_ranks(measure_two_hosts, world_size=4, timeout_s=120)[0]
     assert worlds == [
-        *[(kind, World(4, 2)) for kind in COLLECTIVES],
-        ("all_to_all", World(2, 2)),
-        ("all_reduce", World(2, 2)),
+        *[(kind, World(4, 2), 1) for kind in COLLECTIVES],
+        ("all_to_all", World(2, 2), 1),
+        ("all_reduce", World(2, 2), 1),
+        ("all_to_all", World(2, 1), 2),
+        ("all_reduce", World(2, 1), 2),
     ]
     assert intra > 0
     assert inter > 0
