@@ -203,11 +203,13 @@ def _balance(
     """Expected cold rows that each rank serves in a step, over all row-wise tables.
 
     And those of the busiest rank over the mean, with all rows in the order of their ids and with
-    all rows spread over their owners.
+    all rows spread over their owners; on hosts of several ranks also those of the busiest rail, the
+    ranks of one local rank.
     """
     if partition is None or split is None:
         return {"served_rows": None}
-    planned, ordered, spread = np.zeros((3, situation.world.num_ranks))
+    world = situation.world
+    planned, ordered, spread = np.zeros((3, world.num_ranks))
     for demand in situation.demands:
         name, num_rows = demand.name, demand.num_rows
         served = {
@@ -215,7 +217,7 @@ def _balance(
                 counts[name],
                 partition.hot(name),
                 num_lookups_per_rank=demand.lookups_per_sample * situation.workload.batch_size,
-                world_size=situation.world.num_ranks,
+                world_size=world.num_ranks,
                 order=RowOrder(num_rows, is_spread, name),
             )
             for is_spread in (False, True)
@@ -223,14 +225,17 @@ def _balance(
         planned += served[split.tables[name].row_order(name, num_rows).is_spread]
         ordered += served[False]
         spread += served[True]
-    return {
+    orders = {"planned": planned, "ordered": ordered, "spread": spread}
+    found: dict[str, Any] = {
         "served_rows": planned.tolist(),
-        "most_over_mean": {
-            "planned": _most_over_mean(planned),
-            "ordered": _most_over_mean(ordered),
-            "spread": _most_over_mean(spread),
-        },
+        "most_over_mean": {name: _most_over_mean(served) for name, served in orders.items()},
     }
+    if world.has_levels:
+        found["rail_most_over_mean"] = {
+            name: _most_over_mean(served.reshape(-1, world.ranks_per_host).sum(0))
+            for name, served in orders.items()
+        }
+    return found
 
 
 def _most_over_mean(served: Floats) -> float | None:

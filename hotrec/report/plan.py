@@ -355,15 +355,21 @@ def _ranks(prediction: RecordedPrediction) -> list[Block]:
 
 
 def _balance(balance: Document) -> list[Block]:
-    most = balance.get("most_over_mean") or {}
-    if None in most.values() or not most:  # no cold row is read, or an earlier version's plan
-        return []
-    planned, ordered, spread = (most[key] for key in ("planned", "ordered", "spread"))
-    return [
-        f"The busiest rank serves {planned:.2f} times the mean of the cold rows: {ordered:.2f} if "
-        f"rows are stored in the order of their ids, {spread:.2f} if they are spread over their "
-        "owners (placement.spread_rows)."
-    ]
+    blocks: list[Block] = []
+    for key, who in (
+        ("most_over_mean", "rank serves"),
+        ("rail_most_over_mean", "rail (ranks with one local rank) serves"),
+    ):
+        most = balance.get(key) or {}
+        if None in most.values() or not most:  # no cold row is read, or an earlier version's plan
+            continue
+        planned, ordered, spread = (most[name] for name in ("planned", "ordered", "spread"))
+        blocks.append(
+            f"The busiest {who} {planned:.2f} times the mean of the cold rows: {ordered:.2f} if "
+            f"rows are stored in the order of their ids, {spread:.2f} if they are spread over "
+            "their owners (placement.spread_rows)."
+        )
+    return blocks
 
 
 def _sensitivity(prediction: RecordedPrediction) -> list[Block]:

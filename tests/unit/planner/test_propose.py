@@ -46,12 +46,12 @@ from hotrec.types import (
 )
 from tests.unit.cost_model.samples import make_demand
 from tests.unit.planner.situations import (
-    COUNTS,
     NUM_ROWS,
     RANKS,
     SKEWED_BATCH,
     by_table,
     machine,
+    on_two_hosts_of_two,
     situation,
     skewed_situation,
     split_plan,
@@ -64,18 +64,6 @@ PLANNER, HAND_TUNED = TorchrecPlan.planner, TorchrecPlan.hand_tuned
 TABLE_WISE = TorchrecPlan.table_wise
 
 # --- the fastest split in a pipeline
-
-
-def on_two_hosts_of_two(of: Situation) -> Situation:
-    """The skewed tables there."""
-    shape: Any = {"dim": 64, "lookups": 4.0, "num_columns": 4, "batch_size": SKEWED_BATCH}
-    demands = tuple(
-        make_demand(counts, name, world_size=4, ranks_per_host=2, **shape)
-        for name, counts in COUNTS.items()
-    )
-    return replace(
-        of, machine=replace(of.machine, world_size=4, local_world_size=2), demands=demands
-    )
 
 
 def test_relays_rows_in_flight_need_memory() -> None:
