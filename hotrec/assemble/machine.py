@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hotrec.planner.machine import Machine
+from hotrec.runtime.hosts import FoundHosts
 from hotrec.runtime.memory import GIB, read_memory
 
 # Device memory that `hotrec plan` assumes without a GPU: an H100's.
@@ -19,6 +20,7 @@ def make_machine(
     batch_size: int,
     hbm_gib: float | None = None,
     host_gib: float | None = None,
+    found: FoundHosts | None = None,
 ) -> Machine:
     """The machine of these ranks.
 
@@ -29,6 +31,7 @@ def make_machine(
         batch_size: Batch of a rank.
         hbm_gib: Memory of a device; None for its free memory.
         host_gib: Memory of a host; None for that of this host.
+        found: The hosts between which the ranks exchange; None for hosts of ``ranks_per_host``.
     """
     if hbm_gib is None and device == "cuda" and torch.cuda.is_available():
         device_bytes = free_device_bytes()
@@ -41,6 +44,8 @@ def make_machine(
         device_bytes=device_bytes,
         host_bytes=read_memory()[0] if host_gib is None else int(host_gib * GIB),
         batch_size=batch_size,
+        ranks_per_domain=None if found is None else found.ranks_per_host,
+        irregular="" if found is None or found.is_regular else found.why,
     )
 
 

@@ -423,7 +423,7 @@ def _recorded_plan(prediction: Mapping[str, Any]) -> tuple[PipelineKind, Torchre
 def _planned_for(machine: Machine) -> dict[str, int]:
     return {
         "num_ranks": machine.world_size,
-        "ranks_per_host": machine.local_world_size,
+        "ranks_per_host": machine.world.ranks_per_host,
         "batch_size": machine.batch_size,
     }
 

@@ -27,6 +27,7 @@ from hotrec.planner.plan import Plan
 from hotrec.planner.propose import split_of
 from hotrec.planner.request import GivenTables, PlanRequest
 from hotrec.planner.situation import Situation, build_situation
+from hotrec.runtime.hosts import FoundHosts
 from hotrec.runtime.ranks import Ranks, barrier, broadcast_object
 from hotrec.runtime.stages import StageClock
 from hotrec.train.interleave import Block
@@ -107,8 +108,8 @@ class Subject:
         """The same model on tables of other sizes."""
         return replace(self, spec=replace(self.spec, schema=schema))
 
-    def machine(self, ranks: Ranks) -> Machine:
-        """The machine of these ranks, as detected by this rank."""
+    def machine(self, ranks: Ranks, hosts: FoundHosts | None = None) -> Machine:
+        """The machine of these ranks, as detected by this rank; see ``make_machine``."""
         return make_machine(
             world_size=ranks.world_size,
             ranks_per_host=ranks.local_world_size,
@@ -116,6 +117,7 @@ class Subject:
             batch_size=self.batch_size,
             hbm_gib=self.hbm_gib,
             host_gib=self.host_gib,
+            found=hosts,
         )
 
     def situation(
@@ -124,6 +126,7 @@ class Subject:
         num_samples: int,
         costs: Costs,
         ranks: Ranks,
+        hosts: FoundHosts | None = None,
     ) -> Situation:
         """The situation of the cases' predictions; see ``build_situation``."""
         spec = self.spec
@@ -134,7 +137,7 @@ class Subject:
             num_dense_values=self.work.num_dense_values,
         )
         shapes = shapes_of(spec.schema, spec.architecture.embedding_dim, spec.row_bytes)
-        machine = self.machine(ranks)
+        machine = self.machine(ranks, hosts)
         return build_situation(shapes, workload, histograms, num_samples, machine, (costs, None))
 
 

@@ -97,6 +97,7 @@ class CurveSeries:
 
     kind: str
     world: World
+    num_rails: int = 1
     sent_bytes: list[float] = field(default_factory=list)
     series: list[Series] = field(default_factory=list)
 
@@ -109,6 +110,7 @@ class CurveSeries:
             tuple(self.sent_bytes),
             tuple(result.seconds for result in results),
             tuple(result.spread for result in results),
+            self.num_rails,
         )
 
 
@@ -118,6 +120,7 @@ def start_curve(
     group: dist.ProcessGroup | None,
     device: torch.device,
     *,
+    num_rails: int,
     max_bytes: float,
     max_call_s: float,
 ) -> CurveSeries:
@@ -125,7 +128,7 @@ def start_curve(
 
     Sizes grow to ``max_bytes`` a rank, or until the next would take longer than ``max_call_s``.
     """
-    found = CurveSeries(kind, world)
+    found = CurveSeries(kind, world, num_rails)
     for wanted in sizes_up_to(max_bytes):
         values = num_values(kind, wanted, world.num_ranks)
         size = values * bytes_per_value(kind, world.num_ranks)
@@ -196,7 +199,8 @@ class Network:
     @property
     def curves(self) -> tuple[CollectiveCurve, ...]:
         """The collectives that represent the links in a world like the measured one."""
-        return tuple(found.curve for found in (*self.among_all, *self.in_host))
+        of_all = (*self.among_all, *self.in_host, *self.among_hosts)
+        return tuple(found.curve for found in of_all)
 
     @property
     def largest_bytes(self) -> float:
@@ -214,38 +218,44 @@ class Network:
         return (link, None) if self.world.num_hosts == 1 else (None, link)
 
 
-def start_network(ranks: Ranks, *, max_bytes: float, max_s: float) -> Network:
+def start_network(world: World, device: torch.device, *, max_bytes: float, max_s: float) -> Network:
     """Measure all ranks together and, with several on several hosts, each level once; collective.
 
     Inside a host its ranks form a group. Between hosts the ranks of equal local rank form a group,
     and all these groups send at the same time, so that together they saturate the host's link.
 
     Args:
-        ranks: Ranks of the process group.
+        world: Ranks of the process group, and their hosts.
+        device: Device of this rank.
         max_bytes: Maximum number of bytes that a rank sends in one message.
         max_s: Maximum seconds of two rounds; on a slow network messages are smaller.
     """
-    world = World(ranks.world_size, ranks.local_world_size)
-    if ranks.world_size == 1:
+    if world.num_ranks == 1:
         return Network(world)
-    local, hosts = ranks.local_world_size, range(ranks.num_hosts)
-    has_levels = len(hosts) > 1 and local > 1
-    num_curves = len(COLLECTIVES) + (2 * len(LINK_KINDS) if has_levels else 0)
+    local, hosts = world.ranks_per_host, range(world.num_hosts)
+    num_curves = len(COLLECTIVES) + (2 * len(LINK_KINDS) if world.has_levels else 0)
     max_call_s = min(MAX_CALL_S, max_s / num_curves / CALLS_OF_LARGEST)
 
     def start(
-        kinds: Sequence[str], of: World, group: dist.ProcessGroup | None
+        kinds: Sequence[str], of: World, group: dist.ProcessGroup | None, num_rails: int = 1
     ) -> list[CurveSeries]:
-        sizes = {"max_bytes": max_bytes, "max_call_s": max_call_s}
-        return [start_curve(kind, of, group, ranks.device, **sizes) for kind in kinds]
+        return [
+            start_curve(
+                *(kind, of, group, device),
+                num_rails=num_rails,
+                max_bytes=max_bytes,
+                max_call_s=max_call_s,
+            )
+            for kind in kinds
+        ]
 
     among_all = start(COLLECTIVES, world, None)
-    if not has_levels:
+    if not world.has_levels:
         return Network(world, among_all)
     inside = Group("in a host", [[h * local + i for i in range(local)] for h in hosts])
     between = Group("between hosts", [[h * local + i for h in hosts] for i in range(local)])
     in_host = start(LINK_KINDS, World(local, local), inside.group)
-    among_hosts = start(LINK_KINDS, World(len(hosts), 1), between.group)
+    among_hosts = start(LINK_KINDS, World(len(hosts), 1), between.group, local)
     return Network(world, among_all, in_host, among_hosts, (inside, between))
 
 

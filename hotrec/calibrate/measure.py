@@ -26,8 +26,17 @@ from hotrec.calibrate.timing import (
     time_work,
 )
 from hotrec.calibrate.workload import CalibrationTarget, CalibrationWorkload, group_alone
-from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World, interval_text
+from hotrec.cost_model.costs import (
+    KERNELS,
+    Costs,
+    CostsError,
+    Line,
+    Link,
+    World,
+    interval_text,
+)
 from hotrec.runtime.cores import cores_per_host
+from hotrec.runtime.hosts import gather_hosts
 from hotrec.runtime.load import LoadMeter
 from hotrec.runtime.memory import read_fingerprint, read_memory
 from hotrec.runtime.progress import Progress
@@ -90,21 +99,30 @@ def measure_costs(
         The costs, equal on every rank.
 
     Raises:
-        CostsError: If the hosts have different numbers of ranks, or a measured time is not above 0.
+        CostsError: If hosts have different numbers of ranks or ranks that are not consecutive, or a
+            measured time is not above 0.
         ValueError: If tables in host memory do not fit there.
     """
     budget = Budget(budget_s)
-    World(ranks.world_size, ranks.local_world_size)  # validates the number of ranks per host
+    found = gather_hosts()
+    if not found.is_regular:
+        raise CostsError(
+            "calibrate: expected hosts with equal numbers of consecutive ranks, got ranks that "
+            f"exchange {found.why}. Start as many ranks on every host, numbered by host."
+        )
+    world = World(ranks.world_size, found.ranks_per_host)
     warm_memory(ranks.device, target.cap_bytes)
     with (
         Progress("calibrate", round(budget_s), unit="s", is_shown=ranks.is_first) as bar,
         group_alone(ranks) as alone,
         ExitStack() as stack,
     ):
-        workload = CalibrationWorkload(target, ranks, alone)
+        workload = CalibrationWorkload(target, ranks, alone, found)
         load, shown = LoadMeter(), BudgetProgress(bar, budget)
         shown("network")
-        network = start_network(ranks, max_bytes=max_bytes, max_s=NETWORK_FRAC * budget_s)
+        network = start_network(
+            world, ranks.device, max_bytes=max_bytes, max_s=NETWORK_FRAC * budget_s
+        )
         stack.callback(network.close)
         overlaps = [measure_overlap(ranks, max_bytes=max_bytes)]
 
@@ -150,7 +168,7 @@ def measure_costs(
             host=host,
             facts={
                 "num_ranks": ranks.world_size,
-                "ranks_per_host": ranks.local_world_size,
+                "ranks_per_host": world.ranks_per_host,
                 "threads_per_rank": torch.get_num_threads(),
                 "batch_size": target.batch_size,
                 "embedding_dim": workload.dim,
@@ -252,7 +270,9 @@ def costs_table(costs: Costs) -> str:
     """Lines and links of costs as a table for the terminal."""
     lines = {name: costs.kernels[name] for name in KERNELS if name in costs.kernels}
     for curve in costs.curves:
-        lines[f"{curve.kind} {curve.world.num_ranks}r/{curve.world.num_hosts}h"] = curve.line()
+        rails = f" on {curve.num_rails} rails" if curve.num_rails > 1 else ""
+        world = f"{curve.world.num_ranks}r/{curve.world.num_hosts}h{rails}"
+        lines[f"{curve.kind} {world}"] = curve.line()
     if costs.look_ahead.source == "measured":
         lines["look_ahead"] = costs.look_ahead  # for the bytes of cold rows, besides its stages
     for name, line in costs.loader.items():

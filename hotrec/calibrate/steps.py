@@ -510,9 +510,9 @@ class StepTarget:
         self, case: Case, batch_size: int, shardings: Shardings | None, costs: Costs
     ) -> Prediction:
         """The prediction of a case with hot rows, or of a plan of TorchRec."""
-        ranks = self.workload.ranks
+        workload = self.workload
         situation = self.subject(batch_size).situation(
-            self.histograms, PROFILE_SAMPLES, costs, ranks
+            self.histograms, PROFILE_SAMPLES, costs, workload.ranks, workload.hosts
         )
         return predict(case.plan, situation, shardings)
 

@@ -17,6 +17,7 @@ from hotrec.cost_model.skew import DEFAULT_EXPONENT
 from hotrec.planner.policies import choose_all_cold, choose_fraction
 from hotrec.routing.features import Column, RoutedGroup
 from hotrec.routing.router import Router
+from hotrec.runtime.hosts import FoundHosts
 from hotrec.runtime.ranks import Group, Ranks
 from hotrec.types import Partition, Rows, Schema, Table
 
@@ -142,12 +143,14 @@ def cut_tables(table_rows: Sequence[int], max_rows: int) -> list[int]:
 class CalibrationWorkload:
     """Batches and modules of a target on this rank, shared by the probes.
 
-    ``alone`` is the process group of this rank alone (``group_alone``).
+    ``alone`` is the process group of this rank alone (``group_alone``). ``hosts`` are those between
+    which whole steps are predicted; None for the ranks' own.
     """
 
     target: CalibrationTarget
     ranks: Ranks
     alone: Group
+    hosts: FoundHosts | None = None
     _built: dict[str, tuple[object, Any]] = field(default_factory=dict)
     _drawn: dict[tuple[int, int], list[KeyedJaggedTensor]] = field(default_factory=dict)
     _routed: dict[tuple[int, int], list[RoutedGroup]] = field(default_factory=dict)

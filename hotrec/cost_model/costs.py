@@ -65,6 +65,23 @@ class World:
         """The ranks of a host."""
         return World(self.ranks_per_host, self.ranks_per_host)
 
+    def between_hosts_frac(self, kind: str) -> float:
+        """Share of the bytes that a rank sends in a collective of all ranks that leave its host.
+
+        In the hierarchical form of each collective (n bytes, W ranks, m per host, N hosts):
+
+            all_to_all      (W-m)/(W-1)
+            all_reduce      2 (N-1)/N n per host, of 2 (W-1)/W n per rank
+            all_gather      (W-m) n per host, of (W-1) n per rank
+            reduce_scatter  as all_reduce
+        """
+        ranks, local, hosts = self.num_ranks, self.ranks_per_host, self.num_hosts
+        if hosts == 1:
+            return 0.0
+        others = (ranks - local) / (ranks - 1)
+        reduced = ((hosts - 1) / hosts) * ranks / (ranks - 1) / local
+        return {"all_to_all": others, "all_gather": others / local}.get(kind, reduced)
+
 
 @dataclass(frozen=True)
 class Line:
@@ -130,9 +147,11 @@ class CollectiveCurve:
     """A collective measured over sizes, in one world.
 
     Args:
+        world: Its ranks and hosts; on rails, one rank of each host.
         sent_bytes: Bytes that a rank sends (``hotrec.runtime.traffic``), increasing.
         seconds: Median of the slowest rank for each size.
         spreads: Interquartile range / median.
+        num_rails: Rails of all local ranks, measured at once; 1 for a collective of all ranks.
     """
 
     kind: str
@@ -140,6 +159,7 @@ class CollectiveCurve:
     sent_bytes: tuple[float, ...]
     seconds: tuple[float, ...]
     spreads: tuple[float, ...]
+    num_rails: int = 1
 
     def line(self) -> Line:
         """The line with minimal relative errors and non-negative coefficients."""
@@ -335,46 +355,53 @@ class Costs:
         """Seconds of a collective by the bytes that a rank sends (``hotrec.runtime.traffic``).
 
         A curve measured in exactly this world (its line for messages of ``num_bytes``, or the one
-        that fits all sizes best), else the slower of the links inside and between hosts, for the
-        hierarchical form of each collective (n bytes, W ranks, m per host, N hosts):
-
-            all_to_all      (m-1)/(W-1) of the sent bytes inside, (W-m)/(W-1) between, all ranks
-            all_reduce      sends 2 (W-1)/W n inside; between hosts 2 (N-1)/N n per host
-            all_gather      sends (W-1) n inside; between hosts (W-m) n per host
-            reduce_scatter  half of all_reduce, in bytes and so in time
+        that fits all sizes best), else the slower of the links inside and between hosts. Between
+        hosts all ranks of a host send ``World.between_hosts_frac`` of their bytes; inside, an
+        all_to_all sends (m-1)/(W-1) of them with m ranks per host, the others all.
 
         Raises:
             CostsError: If the world has several hosts and the costs lack the link between them.
         """
         if world.num_ranks == 1:
             return Line(source="one rank sends nothing")
-        for curve in self.curves:
-            if curve.kind == kind and curve.world == world:
-                return curve.line() if num_bytes is None else curve.line_at(num_bytes)
-        ranks, local, hosts = world.num_ranks, world.ranks_per_host, world.num_hosts
-        if hosts == 1:
+        if (measured := self._measured(kind, world, 1, num_bytes)) is not None:
+            return measured
+        local = world.ranks_per_host
+        if world.num_hosts == 1:
             return Line(self.intra.latency_s, 0.0, 1 / self.intra.bytes_per_s)
         inter = self._between(world)
-        reduced = 1.0, ((hosts - 1) / hosts) * ranks / (ranks - 1)
-        inside, between = {
-            "all_to_all": ((local - 1) / (ranks - 1), local * (ranks - local) / (ranks - 1)),
-            "all_gather": (1.0, (ranks - local) / (ranks - 1)),
-        }.get(kind, reduced)
-        rate = inter.bytes_per_s * (inter.all_to_all_frac if kind == "all_to_all" else 1.0)
+        is_to_all = kind == "all_to_all"
+        inside = (local - 1) / (world.num_ranks - 1) if is_to_all else 1.0
+        between = local * world.between_hosts_frac(kind)
+        rate = inter.bytes_per_s * (inter.all_to_all_frac if is_to_all else 1.0)
         per_byte_s = max(inside / self.intra.bytes_per_s, between / rate)
         return Line(self.intra.latency_s + inter.latency_s, 0.0, per_byte_s)
 
-    def on_rails(self, kind: str, world: World) -> Line:
+    def _measured(
+        self, kind: str, world: World, num_rails: int, num_bytes: float | None
+    ) -> Line | None:
+        """A measured collective: for messages of ``num_bytes``, or the best fit of all sizes."""
+        for curve in self.curves:
+            if (curve.kind, curve.world, curve.num_rails) == (kind, world, num_rails):
+                return curve.line() if num_bytes is None else curve.line_at(num_bytes)
+        return None
+
+    def on_rails(self, kind: str, world: World, num_bytes: float | None = None) -> Line:
         """Seconds of a collective of ranks of equal local rank, of all local ranks at once.
 
-        They share the links of a host. Each has one connection to every other host, which may be
-        slower than its share of the links.
+        A curve measured on such rails (see ``collective``), else by the link: they share the links
+        of a host, and each has one connection to every other host, which may be slower than its
+        share of the links.
 
         Raises:
             CostsError: If the costs lack the link between hosts.
         """
+        local = world.ranks_per_host
+        rail = World(world.num_hosts, 1)
+        if (measured := self._measured(kind, rail, local, num_bytes)) is not None:
+            return measured
         inter = self._between(world)
-        rate = inter.bytes_per_s / world.ranks_per_host
+        rate = inter.bytes_per_s / local
         if inter.flow_bytes_per_s is not None:
             rate = min(rate, (world.num_hosts - 1) * inter.flow_bytes_per_s)
         rate *= inter.all_to_all_frac if kind == "all_to_all" else 1.0
@@ -423,7 +450,10 @@ class Costs:
 
 def _read_curve(document: Mapping[str, Any]) -> CollectiveCurve:
     lists = {key: tuple(document[key]) for key in ("sent_bytes", "seconds", "spreads")}
-    return CollectiveCurve(kind=document["kind"], world=World(**document["world"]), **lists)
+    num_rails = document.get("num_rails", 1)  # costs of earlier versions have none on rails
+    return CollectiveCurve(
+        kind=document["kind"], world=World(**document["world"]), num_rails=num_rails, **lists
+    )
 
 
 def check_costs(costs: Costs) -> None:

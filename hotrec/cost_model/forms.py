@@ -107,13 +107,21 @@ class Form:
 class StageForm:
     """One stage: ``compute + max(0, wire - overlap * cover)`` seconds, and bytes sent.
 
-    ``compute`` includes the share of communication that cannot be hidden, ``wire`` the rest.
+    ``compute`` includes the share of communication that cannot be hidden, ``wire`` the rest. Of the
+    bytes, ``between_hosts_bytes`` go to other hosts.
     """
 
     compute: Form = field(default_factory=Form)
     wire: Form = field(default_factory=Form)
     cover: Form = field(default_factory=Form)
     sent_bytes: Form = field(default_factory=Form)
+    between_hosts_bytes: Form = field(default_factory=Form)
+
+    def send(self, form: Form, line: Line, between_hosts_frac: float) -> None:
+        """Add the bytes of a collective, and their seconds without its fixed part."""
+        self.sent_bytes.add_form(form)
+        self.between_hosts_bytes.add_form(form, between_hosts_frac)
+        self.wire.add_form(form, line.per_byte_s)
 
 
 @dataclass(frozen=True)
@@ -125,12 +133,14 @@ class StepPrediction:
         stage_s: Exposed seconds of each stage, which add up to ``step_s``.
         hidden_s: Seconds of each stage's communication that computation hides.
         sent_bytes: Bytes that a rank sends in each stage.
+        between_hosts_bytes: Of all these, bytes to ranks of other hosts.
     """
 
     step_s: float
     stage_s: Mapping[str, float]
     hidden_s: Mapping[str, float]
     sent_bytes: Mapping[str, float]
+    between_hosts_bytes: float = 0.0
 
     @property
     def total_sent_bytes(self) -> float:

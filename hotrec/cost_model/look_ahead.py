@@ -49,6 +49,7 @@ class _Traffic:
     """The bytes of one exchange, and its seconds on the link."""
 
     sent_bytes: float = 0.0
+    between_hosts_bytes: float = 0.0
     background_s: float = 0.0
     critical_s: float = 0.0
     in_line_s: float = 0.0  # critical and not hidden
@@ -177,6 +178,7 @@ class LookAheadModel:
             {name: factor * seconds for name, seconds in stage_s.items()},
             {name: factor * seconds for name, seconds in hidden_s.items()},
             sent,
+            sum(of.between_hosts_bytes for of in traffic.values()),
         )
 
     @property
@@ -197,14 +199,15 @@ class LookAheadModel:
         if is_ahead:
             urgent = quantities.get("urgent_bytes", 0.0)
             urgent_relayed = quantities.get("relayed_urgent_bytes", 0.0)
-        sent_bytes, _ = self._of_rows(of_rank, relayed)
-        _, late_s = self._of_rows(of_rank - urgent, relayed - urgent_relayed)
-        _, urgent_s = self._of_rows(urgent, urgent_relayed)
+        sent_bytes, between, _ = self._of_rows(of_rank, relayed)
+        *_, late_s = self._of_rows(of_rank - urgent, relayed - urgent_relayed)
+        *_, urgent_s = self._of_rows(urgent, urgent_relayed)
         copied_bytes = of_rank * self._others + (relayed + of_rank if self._is_relayed else 0.0)
         pooled_bytes = quantities.get("pooled_sent_bytes", 0.0)
         num_pooled = quantities.get("pooled_groups", 0.0)
         rows = _Traffic(
             sent_bytes=sent_bytes + pooled_bytes,
+            between_hosts_bytes=between + pooled_bytes * self._to_others,
             background_s=late_s,
             critical_s=urgent_s,
             in_line_s=self._seconds(pooled_bytes, num_pooled, is_pooled=True),
@@ -218,21 +221,25 @@ class LookAheadModel:
         grads = replace(
             rows,
             sent_bytes=rows.sent_bytes + dense_bytes,
+            between_hosts_bytes=rows.between_hosts_bytes
+            + dense_bytes * self.world.between_hosts_frac("all_reduce"),
             background_s=rows.background_s + dense_s,
         )
         num_rows = sum(quantities.get(f"rows_{tier}", 0.0) for tier in TIERS)
         row_flags = POSITION_BYTES + FLAGS_BYTES
         requested_bytes = num_rows * self._others * row_flags
+        between = requested_bytes * self._to_others
         ids_of_pooled = quantities.get("pooled_sent_ids", 0.0) * BYTES_PER_ID
         ids_s = self._seconds(requested_bytes, NUM_ID_MESSAGES)
         if self._is_relayed:
             inside = num_rows * self._inside_frac * row_flags
-            on_rails = quantities.get("relayed_rows", 0.0) * self._rail_frac * row_flags
-            requested_bytes = inside + on_rails
-            ids_s = self._two_levels_s(inside, on_rails, NUM_ID_MESSAGES)
+            between = quantities.get("relayed_rows", 0.0) * self._rail_frac * row_flags
+            requested_bytes = inside + between
+            ids_s = self._two_levels_s(inside, between, NUM_ID_MESSAGES)
         ids_s += self._seconds(ids_of_pooled, 3 * num_pooled, is_pooled=True)
         ids = _Traffic(
             sent_bytes=requested_bytes + ids_of_pooled,
+            between_hosts_bytes=between + ids_of_pooled * self._to_others,
             background_s=ids_s if is_ahead else 0.0,
             in_line_s=0.0 if is_ahead else ids_s,
         )
@@ -242,6 +249,11 @@ class LookAheadModel:
             "rows_exchange": rows,
             "ids_exchange": ids,
         }
+
+    @property
+    def _to_others(self) -> float:
+        """Share of an exchange between all ranks that goes to other hosts."""
+        return self.world.between_hosts_frac("all_to_all")
 
     @property
     def _is_relayed(self) -> bool:
@@ -257,15 +269,18 @@ class LookAheadModel:
         """(H-1)/H."""
         return (self.world.num_hosts - 1) / self.world.num_hosts
 
-    def _of_rows(self, rank_bytes: float, relayed_bytes: float) -> tuple[float, float]:
-        """Bytes sent, and seconds, for distinct rows of a rank, or its share of those of a host."""
+    def _of_rows(self, rank_bytes: float, relayed_bytes: float) -> tuple[float, float, float]:
+        """Bytes sent, those between hosts, and seconds.
+
+        Of distinct rows of a rank, and of its share of those of a host.
+        """
         narrow = self.pipeline.narrow_frac
         if not self._is_relayed:
             sent = rank_bytes * self._others * narrow
-            return sent, self._seconds(sent)
+            return sent, sent * self._to_others, self._seconds(sent)
         inside = rank_bytes * self._inside_frac
         on_rails = relayed_bytes * self._rail_frac * narrow
-        return inside + on_rails, self._two_levels_s(inside, on_rails)
+        return inside + on_rails, on_rails, self._two_levels_s(inside, on_rails)
 
     def _two_levels_s(
         self, inside_bytes: float, rail_bytes: float, num_messages: float = 1
@@ -273,11 +288,10 @@ class LookAheadModel:
         """Seconds of an exchange inside hosts and one on the rails; none is empty."""
         if inside_bytes <= 0:
             return 0.0
-        size = inside_bytes / max(1.0, num_messages)
-        lines = (
-            (self.costs.collective("all_to_all", self.world.inside, size), inside_bytes),
-            (self.costs.on_rails("all_to_all", self.world), rail_bytes),
-        )
+        num = max(1.0, num_messages)
+        inside = self.costs.collective("all_to_all", self.world.inside, inside_bytes / num)
+        rail = self.costs.on_rails("all_to_all", self.world, rail_bytes / num or None)
+        lines = ((inside, inside_bytes), (rail, rail_bytes))
         return sum(num_messages * line.fixed_s + line.per_byte_s * size for line, size in lines)
 
     def _hot(self, quantities: Mapping[str, float]) -> _Traffic:
@@ -309,6 +323,7 @@ class LookAheadModel:
         compute_s += num_bytes * self.costs.kernels["copy"].per_byte_s
         return _Traffic(
             num_bytes,
+            num_bytes * self._to_others,  # to all of them, or to none
             critical_s=seconds,
             compute_s=compute_s * self.costs.correction("hot_exchange"),
         )
@@ -332,7 +347,7 @@ class LookAheadModel:
         }
         name = min(forms, key=lambda form: forms[form][0])
         on_rails, num_messages, kind = forms["dense" if self.is_hot_dense else name]
-        rail = self.costs.on_rails(kind, self.world)
+        rail = self.costs.on_rails(kind, self.world, on_rails / num_messages or None)
         inside = local * sum(
             quantities.get(num_bytes, 0.0) + SLOT_BYTES * quantities.get(rows, 0.0)
             for rows, num_bytes in (("hot_rows", "hot_bytes"), ("union_rows", "union_bytes"))
@@ -343,6 +358,7 @@ class LookAheadModel:
         copy_s = (inside + on_rails) * self.costs.kernels["copy"].per_byte_s
         return _Traffic(
             inside + on_rails,
+            on_rails,
             critical_s=4 * line.fixed_s
             + line.per_byte_s * inside
             + num_messages * rail.fixed_s
@@ -358,7 +374,11 @@ class LookAheadModel:
             return 0.0
         size = num_bytes / max(1.0, num_messages)
         kinds = ["all_to_all"]
-        measured = {curve.kind for curve in self.costs.curves if curve.world == self.world}
+        measured = {
+            curve.kind
+            for curve in self.costs.curves
+            if curve.world == self.world and curve.num_rails == 1
+        }
         if not is_pooled and {"all_to_all", "all_gather"} <= measured:
             kinds.append("all_gather")
         lines = [self.costs.collective(kind, self.world, size) for kind in kinds]

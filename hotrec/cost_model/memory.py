@@ -1,7 +1,8 @@
 """Device and host memory of each rank for a placement or a plan.
 
 On CPU everything is host memory. Dense layers, activations and messages hardly depend on the
-placement and are not counted; planners keep a reserve for them.
+placement and are not counted; planners keep a reserve for them. Rows that relays hold for batches
+to come do, and are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import Floats, TableDemand
 from hotrec.cost_model.forms import BYTES_PER_FLOAT
 from hotrec.cost_model.quantities import TableSharding, cached_rows, check_tables, host_state_bytes
-from hotrec.types import Exchange, Sharding, TablePlacement, Tier, WireType
+from hotrec.types import Exchange, Levels, PipelineSpec, Sharding, TablePlacement, Tier, WireType
 
 # For every row of the tables that exchange rows: on the host, shared by loader workers, and on the
 # device if ids are routed there.
@@ -113,6 +114,15 @@ def mean_bytes(
     return found
 
 
+def held_by_relay(quantities: Mapping[str, float], world: World, pipeline: PipelineSpec) -> float:
+    """Bytes of the rows that a rank relays for the batch of a step and ``depth`` later ones.
+
+    In line a relay's rows are messages, which are freed within the step.
+    """
+    is_held = world.has_levels and pipeline.levels is Levels.two and pipeline.is_look_ahead
+    return (pipeline.depth + 1) * quantities["relayed_bytes"] if is_held else 0.0
+
+
 def memory_by_rank(
     demands: Sequence[TableDemand],
     num_hot: Mapping[str, int],
@@ -122,6 +132,7 @@ def memory_by_rank(
     *,
     is_routed_on_device: bool = True,
     num_gradients: int = NUM_REPLICA_GRADIENTS,
+    relayed_bytes: float = 0.0,
 ) -> list[dict[str, float]]:
     """Memory of every rank.
 
@@ -134,6 +145,7 @@ def memory_by_rank(
         device: "cpu" or "cuda".
         is_routed_on_device: Whether ranks route the ids, not loader workers.
         num_gradients: Copies of a replicated row's gradient; by default the peak number.
+        relayed_bytes: Bytes that each rank holds as a relay (``held_by_relay``).
 
     Returns:
         By rank {"device_bytes", "host_bytes"}; on CPU device_bytes is 0.
@@ -143,6 +155,7 @@ def memory_by_rank(
     """
     check_tables(demands, num_hot, tables)
     bytes_W2 = np.zeros((world.num_ranks, 2))
+    bytes_W2[:, 0] += relayed_bytes
     owned = []
     # Largest D of the tables that share each device cache: the width of its slots.
     widest: dict[tuple[str, int], int] = {}

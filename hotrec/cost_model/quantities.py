@@ -297,6 +297,23 @@ def table_quantities(
     return found
 
 
+def between_hosts_bound_bytes(
+    demands: Sequence[TableDemand], world: World, num_dense_values: int
+) -> float:
+    """The minimum bytes between hosts of the mean rank in an exact step.
+
+    It is that of ``lower_bound_between_hosts_bytes`` in ``hotrec.runtime.traffic``, for the
+    expected distinct rows of a host: 2 (U D + n) 4 (H-1)/H, which its G ranks share.
+    """
+    num_values = float(num_dense_values)
+    for demand in demands:
+        of_host = expected_of_host(demand)
+        num_rows = expected_distinct(demand)[1] if of_host is None else of_host.cold
+        num_values += demand.dim * num_rows
+    rail_frac = (world.num_hosts - 1) / world.num_hosts
+    return 2 * num_values * BYTES_PER_FLOAT * rail_frac / world.ranks_per_host
+
+
 def hot_cold_caches(
     demands: Sequence[TableDemand],
     num_hot: Mapping[str, int],
@@ -464,7 +481,8 @@ def predict_torchrec(model: StepModel, per_rank: Sequence[Mapping[str, float]]) 
         stage_s[stage] = slowest.stage_s[stage]
         hidden_s[stage] = slowest.hidden_s[stage]
         sent[stage] = sum(p.sent_bytes[stage] for p in predictions) / len(predictions)
-    return StepPrediction(sum(stage_s.values()), stage_s, hidden_s, sent)
+    between = sum(p.between_hosts_bytes for p in predictions) / len(predictions)
+    return StepPrediction(sum(stage_s.values()), stage_s, hidden_s, sent, between)
 
 
 def served_by_shard(

@@ -105,7 +105,8 @@ class StepModel:
             hidden_s[name] = min(wire_s, self.overlap * form.cover.value(quantities))
             stage_s[name] = form.compute.value(quantities) + wire_s - hidden_s[name]
             sent[name] = form.sent_bytes.value(quantities)
-        return StepPrediction(sum(stage_s.values()), stage_s, hidden_s, sent)
+        between = sum(form.between_hosts_bytes.value(quantities) for form in self.stages.values())
+        return StepPrediction(sum(stage_s.values()), stage_s, hidden_s, sent, between)
 
 
 def make_model(
@@ -136,7 +137,7 @@ def _prefetched(lookup: StageForm, dense: Form) -> StageForm:
         fetch = max(miss - hit, 0.0)
         compute.add(f"{kind}_miss", -fetch)
         wire.add(f"{kind}_miss", fetch)
-    return StageForm(compute, wire, Form().add_form(dense), lookup.sent_bytes)
+    return replace(lookup, compute=compute, wire=wire, cover=Form().add_form(dense))
 
 
 def make_step_model(
@@ -248,17 +249,17 @@ def _add_messages(
         for group, fixed_s in fixed.items():
             stage.wire.add(group, fixed_s)
     dense_bytes = 2 * others * BYTES_PER_FLOAT * workload.num_dense_values * narrow_frac
-    stages["other"].sent_bytes.constant = dense_bytes
+    reduced_frac = world.between_hosts_frac("all_reduce")
     line = costs.collective("all_reduce", world, dense_bytes or None)
-    stages["other"].wire.constant = line.seconds(num_bytes=dense_bytes)
+    stages["other"].send(Form(dense_bytes), line, reduced_frac)
+    stages["other"].wire.constant += line.fixed_s
     hot = stages["hot_exchange"]
     replicated = Form().add("replicated_bytes", 2 * others * narrow_frac)
     add_hot_pack(hot.compute, costs)
     if world.has_levels:
         _add_hot_by_host(stages, costs, world, is_hot_dense, at, narrow_frac)
         reduce = costs.collective("all_reduce", world, _message_bytes(replicated, at))
-        hot.sent_bytes.add_form(replicated)
-        hot.wire.add_form(replicated, reduce.per_byte_s)
+        hot.send(replicated, reduce, reduced_frac)
     else:
         reduced, gathered = Form().add_form(replicated), Form()
         peers = world.num_ranks - 1
@@ -268,12 +269,12 @@ def _add_messages(
         else:
             gathered.add("hot_bytes", peers * narrow_frac).add("hot_rows", SLOT_BYTES * peers)
         hot.compute.add_line(costs.kernels["hot_add"], "hot_rows", world.num_ranks)
-        hot.sent_bytes.add_form(reduced).add_form(gathered)
         reduce = costs.collective("all_reduce", world, _message_bytes(reduced, at))
         gather = costs.collective("all_gather", world, _message_bytes(gathered, at))
         # The number of rows that each rank touches is known once the ids are.
         ids.compute.add("hot_groups", gather.fixed_s)
-        hot.wire.add_form(gathered, gather.per_byte_s).add_form(reduced, reduce.per_byte_s)
+        hot.send(gathered, gather, world.between_hosts_frac("all_gather"))
+        hot.send(reduced, reduce, reduced_frac)
         hot.wire.add("hot_groups", 2 * gather.fixed_s + (reduce.fixed_s if is_hot_dense else 0.0))
         hot.compute.add_form(gathered, copy.per_byte_s)
     hot.wire.add("replicated_groups", reduce.fixed_s)
@@ -300,13 +301,15 @@ def _add_all_to_all(
         Seconds of an empty exchange, by group.
     """
     others = (world.num_ranks - 1) / world.num_ranks
+    to_others = world.between_hosts_frac("all_to_all")
     theirs = Form().add(*pooled)
     if not (world.has_levels and pipeline.levels is Levels.two):
+        sent = Form()
         for quantity, num_bytes in of_rank.items():
-            stage.sent_bytes.add(quantity, num_bytes * others)
-        stage.sent_bytes.add_form(theirs)
-        line = costs.collective("all_to_all", world, _message_bytes(stage.sent_bytes, at))
-        stage.wire.add_form(stage.sent_bytes, line.per_byte_s)
+            sent.add(quantity, num_bytes * others)
+        sent.add_form(theirs)
+        line = costs.collective("all_to_all", world, _message_bytes(sent, at))
+        stage.send(sent, line, to_others)
         return {"cold_groups": line.fixed_s, "pooled_groups": line.fixed_s}
     inside, on_rails = Form(), Form()
     for quantity, num_bytes in of_rank.items():
@@ -315,11 +318,11 @@ def _add_all_to_all(
         inside.add(quantity, whole * (world.ranks_per_host - 1) / world.ranks_per_host)
     on_rails.add(relayed[0], relayed[1] * (world.num_hosts - 1) / world.num_hosts)
     line = costs.collective("all_to_all", world.inside, _message_bytes(inside, at))
-    rail = costs.on_rails("all_to_all", world)
+    rail = costs.on_rails("all_to_all", world, _message_bytes(on_rails, at))
     flat = costs.collective("all_to_all", world, _message_bytes(theirs, at))
-    for form, of_form in ((inside, line), (on_rails, rail), (theirs, flat)):
-        stage.sent_bytes.add_form(form)
-        stage.wire.add_form(form, of_form.per_byte_s)
+    stage.send(inside, line, 0.0)
+    stage.send(on_rails, rail, 1.0)
+    stage.send(theirs, flat, to_others)
     # The relay gathers rows, or adds them up.
     stage.compute.add_form(inside, costs.kernels["copy"].per_byte_s)
     return {"cold_groups": line.fixed_s + rail.fixed_s, "pooled_groups": flat.fixed_s}
@@ -352,10 +355,10 @@ def _add_hot_by_host(
         on_rails.add("union_bytes", rail_frac * narrow_frac / ranks)
         on_rails.add("union_rows", rail_frac * SLOT_BYTES / ranks)
     line = costs.collective("all_to_all", world.inside, _message_bytes(inside, at))
-    rail = costs.on_rails("all_reduce" if is_hot_dense else "all_to_all", world)
-    for form, of_form in ((inside, line), (on_rails, rail)):
-        hot.sent_bytes.add_form(form)
-        hot.wire.add_form(form, of_form.per_byte_s)
+    kind = "all_reduce" if is_hot_dense else "all_to_all"
+    rail = costs.on_rails(kind, world, _message_bytes(on_rails, at))
+    for form, of_form, to_others in ((inside, line, 0.0), (on_rails, rail, 1.0)):
+        hot.send(form, of_form, to_others)
         hot.compute.add_form(form, costs.kernels["copy"].per_byte_s)
     # Inside, positions and values to the owners of slots, and those of the union back.
     hot.wire.add("hot_groups", 4 * line.fixed_s + 2 * rail.fixed_s)

@@ -17,7 +17,12 @@ from hotrec.cost_model.demand import (
     expected_distinct,
     expected_urgent,
 )
-from hotrec.cost_model.quantities import TableSharding, cached_rows, served_by_shard
+from hotrec.cost_model.quantities import (
+    TableSharding,
+    between_hosts_bound_bytes,
+    cached_rows,
+    served_by_shard,
+)
 from hotrec.cost_model.step import break_even
 from hotrec.planner.plan import Plan, SplitTables
 from hotrec.planner.predict import Prediction, predict_shardings, predict_split
@@ -70,6 +75,9 @@ def prediction_document(
         },
         "world": dataclasses.asdict(situation.world),
         "batch_size": situation.workload.batch_size,
+        "between_hosts_bound_bytes": between_hosts_bound_bytes(
+            situation.demands, situation.world, situation.workload.num_dense_values
+        ),
         "device": situation.machine.device,
         "pipeline": chosen.pipeline.kind.value,
         "chosen": chosen.label,
@@ -195,11 +203,13 @@ def balance_of_owners(
     """Expected cold rows that each rank serves in a step, over all row-wise tables.
 
     And those of the busiest rank over the mean, with all rows in the order of their ids and with
-    all rows spread over their owners.
+    all rows spread over their owners; on hosts of several ranks also those of the busiest rail, the
+    ranks of one local rank.
     """
     if partition is None or split is None:
         return {"served_rows": None}
-    planned, ordered, spread = np.zeros((3, situation.world.num_ranks))
+    world = situation.world
+    planned, ordered, spread = np.zeros((3, world.num_ranks))
     for demand in situation.demands:
         name, num_rows = demand.name, demand.num_rows
         served = {
@@ -207,7 +217,7 @@ def balance_of_owners(
                 counts[name],
                 partition.hot(name),
                 num_lookups_per_rank=demand.lookups_per_sample * situation.workload.batch_size,
-                world_size=situation.world.num_ranks,
+                world_size=world.num_ranks,
                 order=RowOrder(num_rows, is_spread, name),
             )
             for is_spread in (False, True)
@@ -215,14 +225,17 @@ def balance_of_owners(
         planned += served[split.tables[name].row_order(name, num_rows).is_spread]
         ordered += served[False]
         spread += served[True]
-    return {
+    orders = {"planned": planned, "ordered": ordered, "spread": spread}
+    found: dict[str, Any] = {
         "served_rows": planned.tolist(),
-        "most_over_mean": {
-            "planned": _most_over_mean(planned),
-            "ordered": _most_over_mean(ordered),
-            "spread": _most_over_mean(spread),
-        },
+        "most_over_mean": {name: _most_over_mean(served) for name, served in orders.items()},
     }
+    if world.has_levels:
+        found["rail_most_over_mean"] = {
+            name: _most_over_mean(served.reshape(-1, world.ranks_per_host).sum(0))
+            for name, served in orders.items()
+        }
+    return found
 
 
 def _most_over_mean(served: Floats) -> float | None:

@@ -19,12 +19,15 @@ class Machine:
 
     Args:
         world_size: World size W.
-        local_world_size: Ranks of a host.
+        local_world_size: Ranks of a host, which share its memory and cores.
         device: "cpu" or "cuda".
         device_bytes: Free memory of each rank's device; ignored on CPU.
         host_bytes: Memory of a host, shared by its ranks.
         batch_size: Batch of a rank.
         costs: Costs with the bandwidths for TorchRec's planner; None for its datasheet figures.
+        ranks_per_domain: Ranks that exchange as one host (``HOTREC_RANKS_PER_HOST``); None for
+            those of a host.
+        irregular: Why hosts of several ranks exchange in one level; empty if they are alike.
     """
 
     world_size: int
@@ -34,6 +37,8 @@ class Machine:
     host_bytes: int
     batch_size: int
     costs: Costs | None = None
+    ranks_per_domain: int | None = None
+    irregular: str = ""
 
     @property
     def num_hosts(self) -> int:
@@ -41,12 +46,22 @@ class Machine:
 
     @property
     def world(self) -> World:
-        """Ranks and hosts; hosts of unequal size count as hosts of one rank.
+        """Ranks and hosts, as exchanges find them; hosts that are not alike have one rank each.
 
-        Then every message crosses the network in the prediction: an upper bound.
+        Then every message crosses the network in the prediction, where ``ranks_per_link`` share a
+        link: an upper bound.
         """
-        is_equal = self.world_size % self.local_world_size == 0
-        return World(self.world_size, self.local_world_size if is_equal else 1)
+        return World(self.world_size, self._largest_host if self.ranks_per_link == 1 else 1)
+
+    @property
+    def ranks_per_link(self) -> int:
+        """Ranks that share the link of what ``world`` counts as a host but is a part of one."""
+        is_alike = not self.irregular and self.world_size % self._largest_host == 0
+        return 1 if is_alike else self._largest_host
+
+    @property
+    def _largest_host(self) -> int:
+        return self.ranks_per_domain or self.local_world_size
 
     @property
     def replica_bytes(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.forms import BYTES_OF, BYTES_PER_FLOAT, TIERS, StepPrediction
 from hotrec.cost_model.look_ahead import FETCHES, MOVEMENTS
-from hotrec.cost_model.memory import NUM_LASTING_GRADIENTS, memory_by_rank
+from hotrec.cost_model.memory import NUM_LASTING_GRADIENTS, held_by_relay, memory_by_rank
 from hotrec.cost_model.quantities import (
     TableSharding,
     hot_cold_caches,
@@ -138,7 +138,9 @@ def predict_split(
     num_gradients = 0 if pipeline.is_look_ahead else NUM_LASTING_GRADIENTS
     return Prediction(
         step=situation.beside_loader(model.predict(quantities), is_routed=True),
-        memory=_memory(situation, num_hot, tables, num_gradients),
+        memory=_memory(
+            situation, num_hot, tables, num_gradients, held_by_relay(quantities, world, pipeline)
+        ),
         quantities=quantities,
         slots=slots,
     )
@@ -149,6 +151,7 @@ def _memory(
     num_hot: Mapping[str, int],
     tables: Mapping[str, TablePlacement] | Shardings,
     num_gradients: int,
+    relayed_bytes: float = 0.0,
 ) -> list[dict[str, float]]:
     return memory_by_rank(
         list(situation.demands),
@@ -158,6 +161,7 @@ def _memory(
         device=situation.machine.device,
         is_routed_on_device=not situation.workload.is_routed_by_loader,
         num_gradients=num_gradients,
+        relayed_bytes=relayed_bytes,
     )
 
 

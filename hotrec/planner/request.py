@@ -178,7 +178,7 @@ class PlanRequest:
             ValueError: If the requested one cannot train the tables.
         """
         first, *others = self._kinds_of(self.pipelines(machine))
-        is_large = machine.num_hosts > 1 or machine.batch_size >= MIN_BATCH_ON_ONE_HOST
+        is_large = machine.world.num_hosts > 1 or machine.batch_size >= MIN_BATCH_ON_ONE_HOST
         return first if is_large or not others or not first.is_look_ahead else others[0]
 
     def torchrec_pipelines(self) -> tuple[PipelineSpec, ...]:

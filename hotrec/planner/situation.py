@@ -82,7 +82,7 @@ class Situation:
             step,
             loader_s=self.costs.loader_s(batch, batch * lookups, num_workers) or (0.0, 0.0),
             num_workers=num_workers,
-            ranks_per_host=self.world.ranks_per_host,
+            ranks_per_host=self.machine.local_world_size,
             # Computation on a GPU uses none of the workers' cores.
             cores_per_host=cores if self.costs.device == "cpu" else math.inf,
             overlap=self.costs.overlap,
@@ -107,7 +107,8 @@ def choose_costs(
         fingerprint: Of this host (``hotrec.runtime.memory``).
 
     The caveat lists what is unmeasured, from another host, extrapolated to the machine's ranks or
-    batch, or untrusted. Costs of one host get a built-in link for several.
+    batch, or untrusted. Costs of one host get a built-in link for several. Ranks of hosts that are
+    not alike share the link (``Machine.ranks_per_link``).
 
     Raises:
         ArtifactError: If measured costs are configured, but missing or altered.
@@ -132,6 +133,16 @@ def choose_costs(
             f"Calibrate on {device}, or choose a built-in set with planner.costs."
         )
     costs, of_world = fit_to_world(costs, machine.world, machine.batch_size)
+    if machine.ranks_per_link > 1 and costs.inter is not None:
+        rate = costs.inter.bytes_per_s / machine.ranks_per_link
+        # A curve of hosts of one rank has the link for itself.
+        costs = dataclasses.replace(
+            costs, inter=dataclasses.replace(costs.inter, bytes_per_s=rate), curves=()
+        )
+        of_world.append(
+            f"predicted {machine.irregular or 'in one level'}: an upper bound, as if each rank had "
+            f"a host of its own and 1/{machine.ranks_per_link} of a link"
+        )
     return costs, "; ".join(note for note in (*notes, *of_world) if note) or None
 
 
@@ -215,10 +226,16 @@ def resized(machine: Machine, costs: Costs, world_factor: float, batch_factor: f
     hosts. A world smaller than a host is one host with fewer ranks.
     """
     world_size = max(1, round(machine.world_size * world_factor))
-    local = world_size if costs.inter is None else min(machine.local_world_size, world_size)
+
+    def resized_host(ranks: int) -> int:
+        local = world_size if costs.inter is None else min(ranks, world_size)
+        return local if world_size % local == 0 else 1
+
+    domain = machine.ranks_per_domain
     return dataclasses.replace(
         machine,
         world_size=world_size,
-        local_world_size=local if world_size % local == 0 else 1,
+        local_world_size=resized_host(machine.local_world_size),
+        ranks_per_domain=None if domain is None else resized_host(domain),
         batch_size=max(1, round(machine.batch_size * batch_factor)),
     )

@@ -58,6 +58,7 @@ from hotrec.program.tables import (
     shared_rule,
     tables_of,
 )
+from hotrec.runtime.hosts import gather_hosts
 from hotrec.runtime.memory import MIB
 from hotrec.runtime.ranks import Ranks, broadcast_object, joined_ranks, same_verdict
 from hotrec.train.dense_sync import check_modules, share_first
@@ -179,12 +180,15 @@ def parallelize(
         if isinstance(hot, Profile | Choice):
             batch_size = batch_size or hot.batch_size
 
+        hosts = gather_hosts()
+
         def make_machine_here() -> Machine:
             return machine or make_machine(
                 world_size=ranks.world_size,
                 ranks_per_host=ranks.local_world_size,
                 device=ranks.device.type,
                 batch_size=batch_size or ASSUMED_BATCH_SIZE,
+                found=hosts,
             )
 
         found = broadcast_object(same_verdict(make_machine_here))

@@ -192,7 +192,11 @@ def plan_report_text(document: Document) -> str:
 def plan_sections(prediction: RecordedPrediction) -> dict[str, list[Block]]:
     """All sections of the page by title, in reading order."""
     return {
-        "What was chosen": [*_choice(prediction), _plans_table(prediction)],
+        "What was chosen": [
+            *_choice(prediction),
+            _plans_table(prediction),
+            *_between_hosts(prediction),
+        ],
         "Where a step's time and bytes go": _stages(prediction),
         "Tables": _tables(prediction),
         "What a step is expected to read": _expected(prediction.document),
@@ -225,6 +229,7 @@ def _plans_table(prediction: RecordedPrediction) -> Table:
         for name in prediction.order
     ]
     measured: list[Column] = [("in the trial", "measured_s", show_seconds)]
+    between: list[Column] = [("between hosts", "between_hosts_bytes", show_bytes)]
     return record_table(
         records,
         [
@@ -235,11 +240,25 @@ def _plans_table(prediction: RecordedPrediction) -> Table:
             ("of TorchRec's best", "ratio", str),
             ("samples", "samples_per_s", show_rate),
             ("sent", "total_sent_bytes", show_bytes),
+            *(between if prediction.document.get("between_hosts_bound_bytes") else []),
             ("device memory", "device_bytes", show_bytes),
             ("host memory", "host_bytes", show_bytes),
             ("pipeline", "pipeline", str),
         ],
     )
+
+
+def _between_hosts(prediction: RecordedPrediction) -> list[str]:
+    """Only with several hosts."""
+    bound = prediction.document.get("between_hosts_bound_bytes")
+    if not bound:
+        return []
+    local = int(prediction.document["world"]["ranks_per_host"])
+    return [
+        "Between hosts: of the bytes that a rank sends, those to ranks of other hosts; a host "
+        f"sends {show_count(local)} times as many. The lower bound, every row that a host reads "
+        f"and its gradient once, is {show_bytes(bound)} per rank."
+    ]
 
 
 def _show_interval(interval_s: Sequence[float]) -> str:
@@ -336,15 +355,21 @@ def _ranks(prediction: RecordedPrediction) -> list[Block]:
 
 
 def _balance(balance: Document) -> list[Block]:
-    most = balance.get("most_over_mean") or {}
-    if None in most.values() or not most:  # no cold row is read, or an earlier version's plan
-        return []
-    planned, ordered, spread = (most[key] for key in ("planned", "ordered", "spread"))
-    return [
-        f"The busiest rank serves {planned:.2f} times the mean of the cold rows: {ordered:.2f} if "
-        f"rows are stored in the order of their ids, {spread:.2f} if they are spread over their "
-        "owners (placement.spread_rows)."
-    ]
+    blocks: list[Block] = []
+    for key, who in (
+        ("most_over_mean", "rank serves"),
+        ("rail_most_over_mean", "rail (ranks with one local rank) serves"),
+    ):
+        most = balance.get(key) or {}
+        if None in most.values() or not most:  # no cold row is read, or an earlier version's plan
+            continue
+        planned, ordered, spread = (most[name] for name in ("planned", "ordered", "spread"))
+        blocks.append(
+            f"The busiest {who} {planned:.2f} times the mean of the cold rows: {ordered:.2f} if "
+            f"rows are stored in the order of their ids, {spread:.2f} if they are spread over "
+            "their owners (placement.spread_rows)."
+        )
+    return blocks
 
 
 def _sensitivity(prediction: RecordedPrediction) -> list[Block]:

@@ -63,6 +63,7 @@ from hotrec.runs.suspicious import suspicious_columns
 from hotrec.runs.trial import OVERRUN, Candidate, run_trial, trial_seconds
 from hotrec.runs.warm_start import WarmStart
 from hotrec.runtime.cores import num_workers
+from hotrec.runtime.hosts import gather_hosts
 from hotrec.runtime.ranks import Ranks, broadcast_object, same_verdict
 from hotrec.runtime.run_dir import (
     CHECKPOINTS,
@@ -354,7 +355,7 @@ def _is_planned_so(asked: Mapping[str, Any], run_dir: Path, ranks: Ranks) -> boo
 
 
 def make_run_machine(config: Config, ranks: Ranks) -> Machine:
-    """The machine as detected by rank 0, so that all ranks get the same plan."""
+    """The machine as detected by rank 0, so that all ranks get the same plan; collective."""
     machine = make_machine(
         world_size=ranks.world_size,
         ranks_per_host=ranks.local_world_size,
@@ -362,6 +363,7 @@ def make_run_machine(config: Config, ranks: Ranks) -> Machine:
         batch_size=config.trainer.batch_size,
         hbm_gib=config.planner.hbm_gib,
         host_gib=config.planner.host_gib,
+        found=gather_hosts(),
     )
     return broadcast_object(machine)
 

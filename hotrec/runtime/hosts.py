@@ -54,10 +54,14 @@ class FoundHosts:
     Args:
         hosts: None for one level.
         why: The rule that decided, for a reader.
+        ranks_per_host: Ranks of the largest host.
+        is_regular: Whether all hosts have as many consecutive ranks.
     """
 
     hosts: Hosts | None
     why: str
+    ranks_per_host: int
+    is_regular: bool = True
 
 
 def find_hosts(host_of_rank: Sequence[object]) -> FoundHosts:
@@ -66,17 +70,21 @@ def find_hosts(host_of_rank: Sequence[object]) -> FoundHosts:
     for host in host_of_rank:
         sizes[host] = sizes.get(host, 0) + 1
     largest, smallest = max(sizes.values()), min(sizes.values())
+
+    def one_level(why: str, *, is_regular: bool) -> FoundHosts:
+        return FoundHosts(None, f"in one level, since {why}", largest, is_regular)
+
     if len(sizes) == 1:
-        return FoundHosts(None, "in one level, since all ranks are on one host")
+        return one_level("all ranks are on one host", is_regular=True)
     if largest == 1:
-        return FoundHosts(None, "in one level, since each host has one rank")
+        return one_level("each host has one rank", is_regular=True)
     if largest != smallest:
-        return FoundHosts(None, f"in one level, since hosts have {smallest} to {largest} ranks")
+        return one_level(f"hosts have {smallest} to {largest} ranks", is_regular=False)
     changes = sum(a != b for a, b in zip(host_of_rank, host_of_rank[1:], strict=False))
     if changes != len(sizes) - 1:
-        return FoundHosts(None, "in one level, since the ranks of a host are not consecutive")
+        return one_level("the ranks of a host are not consecutive", is_regular=False)
     why = f"in two levels, on {len(sizes)} hosts of {largest} ranks"
-    return FoundHosts(Hosts(len(sizes), largest), why)
+    return FoundHosts(Hosts(len(sizes), largest), why, largest)
 
 
 def gather_host_of_rank() -> list[Hashable]:

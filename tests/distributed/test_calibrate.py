@@ -111,15 +111,12 @@ def test_bytes_are_those_that_the_traffic_counter_sees() -> None:
 def measure_two_hosts() -> tuple[list[Any], float, float]:
     """Four ranks that take themselves for two hosts of two."""
     from hotrec.calibrate.collectives import start_network
-    from hotrec.runtime.ranks import Ranks
 
-    rank = dist.get_rank()
-    ranks = Ranks(rank, 4, rank % 2, 2, torch.device("cpu"))
-    network = start_network(ranks, max_bytes=16384.0, max_s=60.0)
+    network = start_network(World(4, 2), torch.device("cpu"), max_bytes=16384.0, max_s=60.0)
     intra, inter = network.links()
     assert intra is not None
     assert inter is not None
-    worlds = [(curve.kind, curve.world) for curve in network.curves]
+    worlds = [(curve.kind, curve.world, curve.num_rails) for curve in network.curves]
     assert len(network.series) > len(worlds)
     return worlds, intra.bytes_per_s, inter.bytes_per_s
 
@@ -127,9 +124,11 @@ def measure_two_hosts() -> tuple[list[Any], float, float]:
 def test_inside_and_between_hosts_are_told_apart() -> None:
     worlds, intra, inter = run_ranks(measure_two_hosts, world_size=4, timeout_s=120)[0]
     assert worlds == [
-        *[(kind, World(4, 2)) for kind in COLLECTIVES],
-        ("all_to_all", World(2, 2)),
-        ("all_reduce", World(2, 2)),
+        *[(kind, World(4, 2), 1) for kind in COLLECTIVES],
+        ("all_to_all", World(2, 2), 1),
+        ("all_reduce", World(2, 2), 1),
+        ("all_to_all", World(2, 1), 2),
+        ("all_reduce", World(2, 1), 2),
     ]
     assert intra > 0
     assert inter > 0

@@ -82,8 +82,8 @@ MUTANTS = [
         "cost.hosts",
         "Several hosts are not predicted by costs without the link between them.",
         "hotrec/cost_model/costs.py",
-        "        if hosts == 1:\n            return Line(self.intra",
-        "        if hosts >= 1 and self.inter is None:\n            return Line(self.intra",
+        "if world.num_hosts == 1:\n            return Line(self.intra",
+        "if world.num_hosts >= 1 and self.inter is None:\n            return Line(self.intra",
         "unit/cost_model/test_look_ahead.py::test_costs_of_one_host_say_nothing_of_two",
     ),
     mutant(
@@ -360,8 +360,8 @@ MUTANTS = [
         "request.small_batches",
         "Small batches on one host are not trained with look-ahead unasked.",
         "hotrec/planner/request.py",
-        "machine.num_hosts > 1 or machine.batch_size >= MIN_BATCH_ON_ONE_HOST",
-        "machine.num_hosts >= 1 or machine.batch_size >= MIN_BATCH_ON_ONE_HOST",
+        "machine.world.num_hosts > 1 or machine.batch_size >= MIN_BATCH_ON_ONE_HOST",
+        "machine.world.num_hosts >= 1 or machine.batch_size >= MIN_BATCH_ON_ONE_HOST",
         "unit/planner/test_request.py::test_pipelines_of_a_request",
     ),
     mutant(

@@ -205,6 +205,25 @@ def test_a_curve_is_exact_at_measured_sizes_and_between_them() -> None:
         assert shaped.line_at(size).seconds(num_bytes=size) == pytest.approx(seconds)
 
 
+def test_a_curve_on_rails_is_of_all_rails_at_once() -> None:
+    rails = replace(curve((1e3, 1e-3), (1e6, 5e-3)), num_rails=4)
+    costs = replace(BUILTIN["dgx_a100"], curves=(rails,))
+    found = costs.on_rails("all_to_all", World(8, 4), 1e6)
+    assert found.seconds(num_bytes=1e6) == pytest.approx(5e-3)
+    by_link = BUILTIN["dgx_a100"].on_rails
+    for kind, world in (("all_reduce", World(8, 4)), ("all_to_all", World(16, 8))):
+        assert costs.on_rails(kind, world, 1e6) == by_link(kind, world)
+    # Two hosts of one rank have the link for themselves.
+    alone = World(2, 1)
+    assert costs.collective("all_to_all", alone, 1e6) == BUILTIN["dgx_a100"].collective(
+        "all_to_all", alone
+    )
+    document = costs.to_json()
+    assert Costs.from_json(document) == costs
+    del document["curves"][0]["num_rails"]
+    assert Costs.from_json(document).curves == (replace(rails, num_rails=1),)
+
+
 def test_a_disturbed_small_message_does_not_count() -> None:
     disturbed = curve((1e3, 5e-3), (1e4, 1e-4), (1e6, 1e-2))
     assert disturbed.line_at(1e4).fixed_s == pytest.approx(1e-4)

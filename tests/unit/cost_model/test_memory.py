@@ -4,9 +4,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.cost_model.costs import World
-from hotrec.cost_model.memory import memory_by_rank, row_wise_rows
-from hotrec.cost_model.quantities import TableSharding
-from hotrec.types import Exchange, Sharding, TablePlacement, Tier, WireType
+from hotrec.cost_model.memory import held_by_relay, memory_by_rank, row_wise_rows
+from hotrec.cost_model.quantities import TableSharding, hot_cold_quantities
+from hotrec.types import (
+    Exchange,
+    Levels,
+    PipelineKind,
+    PipelineSpec,
+    Sharding,
+    TablePlacement,
+    Tier,
+    WireType,
+)
 from tests.unit.cost_model import samples
 
 TABLE_WISE = TablePlacement(sharding=Sharding.TABLE_WISE)
@@ -28,6 +37,35 @@ def test_row_wise_shards_as_torchrec_cuts_them():
     assert row_wise_rows(10, 4) == [3, 3, 3, 1]
     assert row_wise_rows(5, 4) == [2, 2, 1, 0]
     assert row_wise_rows(2, 4) == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "levels", "num_batches"),
+    [
+        (PipelineKind.look_ahead, Levels.two, 3),  # of the step and of two later ones
+        (PipelineKind.look_ahead, Levels.one, 0),
+        (PipelineKind.sparse_dist, Levels.two, 0),
+    ],
+)
+def test_relays_hold_the_rows_of_batches_in_flight(kind, levels, num_batches):
+    # Every rank reads all four rows, so a host does: its two relays have two of 16 bytes each.
+    demand = samples.make_demand(
+        np.full(4, 1000), "a", dim=4, lookups=500.0, batch_size=8, world_size=4, ranks_per_host=2
+    )
+    quantities = hot_cold_quantities([demand], {}, {"a": TablePlacement()}, World(4, 2), 8)
+    assert quantities["relayed_bytes"] == pytest.approx(32)
+    pipeline = PipelineSpec(kind, depth=2, levels=levels)
+    assert held_by_relay(quantities, World(4, 2), pipeline) == pytest.approx(32 * num_batches)
+    assert held_by_relay(quantities, World(4, 4), pipeline) == 0
+
+
+def test_what_relays_hold_is_on_every_rank():
+    demand, tables = make_demand("a", 5), {"a": TablePlacement()}
+    for device, at in (("cuda", 0), ("cpu", 1)):
+        without = memory([demand], {}, tables, device=device)
+        found = memory([demand], {}, tables, device=device, relayed_bytes=96.0)
+        assert [of[at] for of in found] == [of[at] + 96 for of in without]
+        assert [of[1 - at] for of in found] == [of[1 - at] for of in without]
 
 
 def test_hot_and_cold_by_hand():

@@ -4,6 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from hotrec.cost_model.demand import expected_distinct, expected_urgent
 from hotrec.cost_model.forms import QUANTITIES, Workload
 from hotrec.cost_model.quantities import (
     TableSharding,
+    between_hosts_bound_bytes,
     cached_rows,
     hot_cold_caches,
     hot_cold_quantities,
@@ -22,6 +24,7 @@ from hotrec.cost_model.quantities import (
     torchrec_quantities,
 )
 from hotrec.cost_model.step import make_model, make_step_model
+from hotrec.runtime.traffic import SentBytes, lower_bound_between_hosts_bytes
 from hotrec.types import (
     Exchange,
     Levels,
@@ -207,6 +210,52 @@ def test_two_levels_as_simulated(kind):
     assert sent["grads_exchange"] == sent["rows_exchange"]
     # Fewer bytes cross than in one level, by the rows that both ranks of a host read.
     assert 2 * quantities["relayed_rows"] < 2 * quantities["rows_device"]
+
+
+@pytest.mark.parametrize("levels", [Levels.one, Levels.two])
+@pytest.mark.parametrize("kind", [PipelineKind.sparse_dist, PipelineKind.look_ahead])
+def test_bytes_between_hosts_as_counted(kind, levels, monkeypatch):
+    """Two hosts of two ranks, cold rows and dense layers: counted as in a run, with its bound."""
+    world, batch_size, hosts, num_dense = World(4, 2), 12, (0, 0, 1, 1), 1000
+    counts, probs = samples.zipf(60, 1.1)
+    demand = make_demand(
+        counts, "a", dim=16, lookups=3.0, batch_size=batch_size, world_size=4, ranks_per_host=2
+    )
+    quantities = hot_cold_quantities([demand], {}, {"a": TablePlacement()}, world, batch_size)
+    workload = dataclasses.replace(WORKLOAD, num_dense_values=num_dense)
+    model = make_model(make_costs(), world, workload, pipeline=PipelineSpec(kind, levels=levels))
+    # An id, and with look-ahead two flags in reply; a row and its gradient.
+    row_bytes = (6 if kind is PipelineKind.look_ahead else 4) + 2 * 64
+    # The dense layers add up inside hosts first (NCCL); a ring's count is 3/4 instead of 1/2.
+    dense_bytes = 2 * 4 * num_dense / 2 / 2
+    counted, bounds = [], []
+    for ranks in samples.draw_steps(probs, 3 * batch_size, world_size=4, num_steps=400):
+        of_hosts = [np.union1d(*ranks[:2]), np.union1d(*ranks[2:])]
+        between = bound = 0.0
+        for rank, rows in enumerate(ranks):
+            own, local = hosts[rank], rank % 2
+            # The owner of a row is its number modulo 4, its relay the number modulo 2.
+            relayed = of_hosts[own][of_hosts[own] % 2 == local]
+            asked = rows if levels is Levels.one else relayed
+            traffic = SentBytes(hosts)
+            monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+            to_owners = row_bytes * np.bincount(asked % 4, minlength=4)
+            to_owners[rank] = 0
+            traffic.add("all_to_all", to_owners.tolist(), range(4))
+            between += traffic.between_hosts_bytes["all_to_all"] / 4
+            rows_of_rank = {16: relayed.size}
+            bound += lower_bound_between_hosts_bytes(
+                rows_of_rank, hosts, rank, num_dense_values=num_dense
+            )
+        counted.append(between + dense_bytes)
+        bounds.append(bound / 4)
+    predicted = model.predict(quantities).between_hosts_bytes
+    predicted_bound = between_hosts_bound_bytes([demand], world, num_dense)
+    for found, trials in ((predicted, counted), (predicted_bound, bounds)):
+        assert abs(found - np.mean(trials)) <= 4 * np.std(trials, ddof=1) / np.sqrt(400) + 1
+    if levels is Levels.two:
+        ids_bytes = (row_bytes - 128) * quantities["relayed_rows"] / 2
+        assert predicted - ids_bytes == pytest.approx(predicted_bound)
 
 
 def test_torchrec_kinds_by_hand():

@@ -10,22 +10,25 @@ import pytest
 
 from hotrec.cost_model.costs import Line
 from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST
+from hotrec.cost_model.histogram import build_histogram
 from hotrec.cost_model.quantities import TableSharding
 from hotrec.planner.document import prediction_document
-from hotrec.planner.plan import Plan
+from hotrec.planner.partition import most_accessed
+from hotrec.planner.plan import Plan, SplitTables
 from hotrec.planner.predict import Prediction, predict, predict_shardings
 from hotrec.planner.propose import Decision, fastest_split, propose
 from hotrec.planner.request import ByCost, PlanRequest
 from hotrec.planner.situation import LoaderWorkers, Situation
 from hotrec.planner.trial import Trial
 from hotrec.report.plan import plan_report_text
-from hotrec.types import PipelineKind, PipelineSpec, WireType
+from hotrec.types import Levels, PipelineKind, PipelineSpec, WireType
 from tests.unit.planner.situations import (
     COUNTS,
     NUM_ROWS,
     SKEWED_BATCH,
     by_table,
     machine,
+    on_two_hosts_of_two,
     situation,
     skewed_situation,
 )
@@ -62,6 +65,38 @@ def test_the_document(pipeline: PipelineSpec) -> None:
     assert ("exposed communication. Row lookups" in text) == pipeline.is_look_ahead
     shown = "look_ahead" if pipeline.is_look_ahead else "sparse_dist"
     assert shown in text[text.index("(chosen)") :].split("Where a step")[0]
+
+
+def test_traffic_and_balance_of_hosts_of_two_ranks() -> None:
+    of = on_two_hosts_of_two(skewed_situation())
+    by_levels = [replace(LOOK_AHEAD, levels=levels) for levels in (Levels.one, Levels.two)]
+    # No hot rows, and rows in the order of their popularity.
+    by_cost = replace(BY_COST, hot_budget_bytes=0)
+    found = dict(fastest_split(PlanRequest(by_cost), by_cost, spec, of) for spec in by_levels)
+    flat, chosen = found
+    assert isinstance(chosen.tables, SplitTables)
+    histograms = {name: build_histogram(counts) for name, counts in COUNTS.items()}
+    placement = most_accessed(chosen.tables, COUNTS, histograms, "a test")
+    document = as_read(
+        *(of, Decision(chosen, "It is fastest.", found)),
+        partition=placement.partition,
+        counts=COUNTS,
+        sensitivity=[],
+    )
+    one, two = (document["plans"][plan.label] for plan in (flat, chosen))
+    bound = document["between_hosts_bound_bytes"]
+    # Positions and flags are not in the bound.
+    assert bound < two["between_hosts_bytes"] < 1.05 * bound
+    assert two["between_hosts_bytes"] < one["between_hosts_bytes"] < one["total_sent_bytes"]
+    ranks = document["balance"]["most_over_mean"]["ordered"]
+    rails = document["balance"]["rail_most_over_mean"]
+    served = document["balance"]["served_rows"]
+    assert 1 < rails["ordered"] < ranks
+    assert rails["planned"] == pytest.approx(2 * (served[0] + served[2]) / sum(served))
+    assert rails["spread"] == pytest.approx(1, abs=0.05)
+    text = " ".join(plan_report_text(document).split())
+    assert "| between hosts |" in text
+    assert f"local rank) serves {rails['planned']:.2f} times the mean" in text
 
 
 def test_each_plan_is_named_and_known_by_its_digest() -> None:

@@ -30,11 +30,13 @@ from hotrec.planner.propose import (
     propose,
 )
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
+from hotrec.planner.search import InfeasibleError
 from hotrec.planner.situation import Situation
 from hotrec.types import (
     ColdTier,
     Exchange,
     HotExchange,
+    Levels,
     Partition,
     PipelineKind,
     PipelineSpec,
@@ -49,6 +51,7 @@ from tests.unit.planner.situations import (
     SKEWED_BATCH,
     by_table,
     machine,
+    on_two_hosts_of_two,
     situation,
     skewed_situation,
     split_plan,
@@ -61,6 +64,28 @@ PLANNER, HAND_TUNED = TorchrecPlan.planner, TorchrecPlan.hand_tuned
 TABLE_WISE = TorchrecPlan.table_wise
 
 # --- the fastest split in a pipeline
+
+
+def test_relays_rows_in_flight_need_memory() -> None:
+    whole = on_two_hosts_of_two(skewed_situation())
+    two = replace(LOOK_AHEAD, levels=Levels.two, depth=3)
+    split, found = fastest(whole, two)
+    flat = predict_split(split, replace(two, levels=Levels.one), whole)
+    added = np.subtract(found.max_bytes, flat.max_bytes)
+    assert added[1] == pytest.approx(4 * found.quantities["relayed_bytes"])
+    # A host in which nothing but the relays' rows lacks room is too small.
+    _, cold = fastest(whole, two, hot_budget_bytes=0)
+    _, host_bytes = cold.max_bytes
+    assert cold.quantities["relayed_bytes"] > 0
+
+    def with_bytes(num_bytes: float) -> Situation:
+        share = whole.memory_bytes[1] / whole.machine.host_bytes
+        return replace(whole, machine=replace(whole.machine, host_bytes=int(num_bytes / share)))
+
+    fastest(with_bytes(host_bytes + 1e5), two, hot_budget_bytes=0)
+    with pytest.raises(InfeasibleError):
+        fastest(with_bytes(host_bytes - 1e5), two, hot_budget_bytes=0)
+    fastest(with_bytes(host_bytes - 1e5), replace(two, levels=Levels.one), hot_budget_bytes=0)
 
 
 def fastest(

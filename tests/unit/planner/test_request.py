@@ -213,5 +213,9 @@ def test_both_levels_are_candidates_on_hosts_of_several_ranks(
 def test_hosts_of_unequal_size_are_planned_as_hosts_of_one_rank() -> None:
     unequal = replace(CPU, world_size=3, local_world_size=2)
     assert (unequal.world.num_hosts, unequal.world.ranks_per_host) == (3, 1)
+    why = "in one level, since the ranks of a host are not consecutive"
+    mixed = replace(CPU, world_size=4, local_world_size=2, irregular=why)
+    assert (mixed.world.num_hosts, mixed.world.ranks_per_host, mixed.ranks_per_link) == (4, 1, 2)
     asked = PlanRequest(ByCost(), PipelineSpec(AUTO, levels=Levels.auto), name="theirs")
-    assert {pipeline.levels for pipeline in asked.pipelines(unequal)} == {Levels.one}
+    for irregular in (unequal, mixed):
+        assert {pipeline.levels for pipeline in asked.pipelines(irregular)} == {Levels.one}

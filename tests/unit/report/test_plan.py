@@ -50,9 +50,15 @@ def one_rank() -> Document:
 
 
 def many_ranks() -> Document:
-    """64 ranks, no plan of TorchRec's, and nothing known of the costs or of one table."""
+    """64 ranks on 8 hosts, no plan of TorchRec's, nothing known of the costs or of one table."""
     document = prediction(num_ranks=64, ranks_per_host=8) | {"costs": None}
-    document["plans"] = {"hot_cold": document["plans"]["hot_cold"]}
+    document["between_hosts_bound_bytes"] = 2e6
+    most = {"planned": 1.05, "ordered": 25.0, "spread": 1.05}
+    document["balance"] |= {
+        "most_over_mean": most,
+        "rail_most_over_mean": {"planned": 1.01, "ordered": 3.5, "spread": 1.01},
+    }
+    document["plans"] = {"hot_cold": document["plans"]["hot_cold"] | {"between_hosts_bytes": 3e6}}
     unknown = ("exchange", "sharding", "torchrec_sharding", "sent_bytes_before", "sent_bytes_after")
     document["tables"][0] |= dict.fromkeys(unknown)
     return document

@@ -8,7 +8,7 @@ from hotrec.runtime.hosts import RANKS_PER_HOST, Hosts, find_hosts, gather_hosts
 
 
 @pytest.mark.parametrize(
-    ("hosts", "expected", "why"),
+    ("host_of_rank", "expected", "why"),
     [
         ("aabb", Hosts(2, 2), "in two levels, on 2 hosts of 2 ranks"),
         ("aaabbb", Hosts(2, 3), "in two levels, on 2 hosts of 3 ranks"),
@@ -21,9 +21,24 @@ from hotrec.runtime.hosts import RANKS_PER_HOST, Hosts, find_hosts, gather_hosts
         ("a", None, "in one level, since all ranks are on one host"),
     ],
 )
-def test_rules(hosts: str, expected: Hosts | None, why: str) -> None:
-    found = find_hosts(hosts)
+def test_rules(host_of_rank: str, expected: Hosts | None, why: str) -> None:
+    found = find_hosts(host_of_rank)
     assert (found.hosts, found.why) == (expected, why)
+
+
+@pytest.mark.parametrize(
+    ("host_of_rank", "ranks_per_host", "is_regular"),
+    [
+        ("aabb", 2, True),
+        ("aaaa", 4, True),
+        ("abcd", 1, True),
+        ("aaabb", 3, False),
+        ("abab", 2, False),
+    ],
+)
+def test_what_the_planner_is_told(host_of_rank: str, ranks_per_host: int, is_regular: bool) -> None:
+    found = find_hosts(host_of_rank)
+    assert (found.ranks_per_host, found.is_regular) == (ranks_per_host, is_regular)
 
 
 def test_groups() -> None:

@@ -1,0 +1,54 @@
+"""The hosts of a prediction."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hotrec.cost_model.builtin import BUILTIN
+from hotrec.cost_model.costs import World
+from hotrec.planner.machine import Machine
+from hotrec.planner.situation import choose_costs, resized
+
+MACHINE = Machine(4, 4, "cpu", 0, 32 << 30, 2048)
+WHY = "in one level, since the ranks of a host are not consecutive"
+
+
+def test_a_domain_of_fast_links_counts_as_a_host_and_shares_no_memory() -> None:
+    pretended = replace(MACHINE, ranks_per_domain=2)
+    assert pretended.world == World(4, 2)
+    assert pretended.replica_bytes == MACHINE.replica_bytes
+    costs, note = choose_costs("cpu_1gbit", Path("none"), pretended, {})
+    assert costs.inter == BUILTIN["cpu_1gbit"].inter
+    assert "upper bound" not in str(note)
+    twice = resized(pretended, costs, 2, 1)
+    assert (twice.world, twice.local_world_size) == (World(8, 2), 4)
+    assert resized(MACHINE, costs, 2, 1).world == World(8, 4)
+
+
+@pytest.mark.parametrize(
+    ("machine", "shared_by", "why"),
+    [
+        (replace(MACHINE, ranks_per_domain=2, irregular=WHY), 2, WHY),
+        (replace(MACHINE, world_size=5, local_world_size=3), 3, "in one level"),
+    ],
+)
+def test_hosts_that_are_not_alike_are_predicted_by_an_upper_bound(
+    machine: Machine, shared_by: int, why: str
+) -> None:
+    assert machine.world == World(machine.world_size, 1)
+    costs, note = choose_costs("cpu_1gbit", Path("none"), machine, {})
+    assert f"predicted {why}: an upper bound" in str(note)
+    link, whole = costs.inter, BUILTIN["cpu_1gbit"].inter
+    assert link is not None
+    assert whole is not None
+    assert link.bytes_per_s == pytest.approx(whole.bytes_per_s / shared_by)
+    # All messages cross on a rank's share of the link: no host of equal ranks takes longer.
+    ranks = machine.world_size
+    flat = costs.collective("all_to_all", machine.world)
+    assert flat.per_byte_s == pytest.approx(shared_by / whole.bytes_per_s)
+    equal = World(ranks, shared_by) if ranks % shared_by == 0 else World(2 * shared_by, shared_by)
+    alike = BUILTIN["cpu_1gbit"].collective("all_to_all", equal)
+    assert alike.per_byte_s <= flat.per_byte_s
