@@ -162,10 +162,6 @@ def make_pipeline_cases(num_cases: int, seed: int = 1) -> list[Case]:
 
 
 NUM_LEVEL_CASES = 20  # of each shape of hosts, plain loops and pipelines
-# Left out of hosts of 3 and 1. Computed in parts at depth 0, it differs by 2.4e-5 from the unsplit
-# model on any hosts, in one level or two; of float64 by 1.8e-5, in one part by 1.4e-6, and the
-# unsplit model in float32 by 5.9e-6.
-ILL_CONDITIONED = 337165838
 
 
 def make_level_cases(shape: int) -> list[Case]:
@@ -173,7 +169,6 @@ def make_level_cases(shape: int) -> list[Case]:
     first, num_plain = shape * NUM_LEVEL_CASES, NUM_LEVEL_CASES // 4
     drawn = make_cases(first + num_plain, seed=23)[first:]
     drawn += make_pipeline_cases(first + NUM_LEVEL_CASES, seed=29)[first + num_plain :]
-    drawn = [case for case in drawn if case.seed != ILL_CONDITIONED]
     cases = []
     for at, case in enumerate(drawn):
         # Slots need look-ahead and rows that are exchanged.
@@ -370,8 +365,9 @@ def rank_batch(case: Case, step: int, rank: int, world_size: int) -> Batch:
 
 def spec_of(case: Case) -> OptimizerSpec:
     # Where a gradient is near 0 a first step of Adagrad or Adam multiplies its rounding (1e-8) by
-    # learning_rate / eps: with eps 1e-4 that alone comes to the tolerance.
-    return OptimizerSpec(case.optimizer, learning_rate=0.3, eps=1e-3)
+    # learning_rate / eps. With eps 1e-3 that alone can exceed the tolerance: one case in parts
+    # differs by 2.4e-5 from the unsplit model, by 8e-7 with 1e-2, and by 6e-8 with SGD.
+    return OptimizerSpec(case.optimizer, learning_rate=0.3, eps=1e-2)
 
 
 def initial_tables(case: Case) -> dict[str, torch.Tensor]:
