@@ -25,8 +25,17 @@ from hotrec.embedding.sharding import HotColdSequenceSharder
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
+from hotrec.runtime.hosts import RANKS_PER_HOST
 from hotrec.train.pipelines import make_pipeline
-from hotrec.types import OptimizerKind, Partition, PipelineKind, PipelineSpec, Placement, Tier
+from hotrec.types import (
+    Levels,
+    OptimizerKind,
+    Partition,
+    PipelineKind,
+    PipelineSpec,
+    Placement,
+    Tier,
+)
 from tests.distributed.setups import mean_over_ranks, shard_task
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import PlainRowWiseAdagrad, mean_loss
@@ -128,6 +137,7 @@ class Case:
     depth: int = 1
     micro_batches: bool = False
     tier: Tier = Tier.DEVICE
+    levels: Levels = Levels.one
 
 
 def make_global(step: int, world_size: int) -> tuple[list[int], list[Batch], int]:
@@ -198,7 +208,7 @@ def build(case: Case) -> tuple[Any, Any]:
     task = ClickTask(SequenceModel(collection), dist.get_world_size())
     model = shard_task(
         task,
-        HotColdSequenceSharder(SPEC),
+        HotColdSequenceSharder(SPEC, levels=case.levels),
         placement_constraints(placement),
         data_parallel=case.pipeline != "look_ahead",
         seed=SEED,
@@ -232,46 +242,66 @@ CASES = [
 ]
 
 
-def train_all() -> list[str]:
-    """What differs from the unsplit model, or between depths."""
-    torch.set_num_threads(1)
-    expected_losses, expected = run_reference(dist.get_world_size())
-    found = []
+class Comparison:
+    """Cases against the unsplit model on these ranks; ``found`` is what differs."""
 
-    def compare(case: Case) -> dict[str, torch.Tensor]:
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._losses, self._weights = run_reference(dist.get_world_size())
+        self.found: list[str] = []
+
+    def run(self, case: Case) -> dict[str, torch.Tensor]:
         losses, weights = train(case)
-        if not np.allclose(losses, expected_losses, rtol=0, atol=TOLERANCE):
-            found.append(f"{case}: losses {losses}, expected {expected_losses}")
-        assert weights.keys() == expected.keys()
+        if not np.allclose(losses, self._losses, rtol=0, atol=TOLERANCE):
+            self.found.append(f"{case}: losses {losses}, expected {self._losses}")
+        assert weights.keys() == self._weights.keys()
         for name, weight in weights.items():
-            worst = float((weight - expected[name]).abs().max())
+            worst = float((weight - self._weights[name]).abs().max())
             if not worst <= TOLERANCE:
-                found.append(f"{case}: table {name} differs by {worst}")
+                self.found.append(f"{case}: table {name} differs by {worst}")
         return weights
 
+
+def train_all() -> list[str]:
+    """What differs from the unsplit model, or between depths."""
+    unsplit = Comparison()
     for case in CASES:
-        compare(case)
+        unsplit.run(case)
     for partition, tier in (
         ("mixed", Tier.DEVICE),
         ("all_cold", Tier.DEVICE),
         ("mixed", Tier.CACHED),
     ):
         case = Case(partition, "look_ahead", depth=0, tier=tier)
-        plain = compare(case)
+        plain = unsplit.run(case)
         # In slots, which hold the rows of few batches, not as far ahead.
         for depth in (0, 1, 3) if tier is Tier.DEVICE else (0, 1):
-            ahead = compare(replace(case, depth=depth))
-            found += [
+            ahead = unsplit.run(replace(case, depth=depth))
+            unsplit.found += [
                 f"{case}: {name} at depth {depth}"
                 for name, weight in plain.items()
                 if not torch.equal(weight, ahead[name])
             ]
-    return found
+    return unsplit.found
+
+
+def train_in_two_levels() -> list[str]:
+    unsplit = Comparison()
+    for partition in ("all_cold", "mixed"):
+        for how in (("sparse_dist",), ("look_ahead", 1)):
+            unsplit.run(Case(partition, *how, levels=Levels.two))
+    return unsplit.found
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_pipeline_trains_the_unsplit_model_and_depth_changes_no_bit(world_size: int) -> None:
     for failures in run_ranks(train_all, world_size, timeout_s=280):
+        assert not failures, "\n".join(failures)
+
+
+def test_rows_of_sequences_cross_the_network_once_per_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RANKS_PER_HOST, "2")
+    for failures in run_ranks(train_in_two_levels, 4, timeout_s=280):
         assert not failures, "\n".join(failures)
 
 

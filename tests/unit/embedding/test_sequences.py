@@ -8,14 +8,19 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from hotrec.embedding.canonical import canonical_parts
 from hotrec.embedding.collection import HotColdEmbeddingCollection
 from hotrec.embedding.convert import use_hot_cold
+from hotrec.embedding.sharding import HotColdSequenceSharder
+from hotrec.embedding.tables import gather_tables
+from hotrec.runtime.ranks import Ranks
 from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
-from tests.unit.embedding.setups import NUM_ROWS, PARTITIONS, some_features
+from tests.unit.embedding.setups import NUM_ROWS, PARTITIONS, SGD, shard_here, some_features
 
 Output = dict[str, JaggedTensor]
 
@@ -182,6 +187,35 @@ def test_initial_weights_come_from_the_tables_own_function() -> None:
         embeddings["t"].weight.zero_()
     collection.reset_parameters()
     assert bool((embeddings["t"].weight == 7).all())
+
+
+class Holder(nn.Module):
+    def __init__(self, sequences: nn.Module) -> None:
+        super().__init__()
+        self.sequences = sequences
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, features: Any) -> Any:
+        return self.sequences(features)
+
+
+@pytest.mark.parametrize("partition", list(PARTITIONS))
+def test_sharding_keeps_weights_keys_and_indices(one_rank: Ranks, partition: str) -> None:
+    plain = EmbeddingCollection(tables=some_tables(), need_indices=True)
+    expected = plain(some_features())
+    start = {name: table.weight.detach().clone() for name, table in plain.embeddings.items()}
+    model = Holder(plain)
+    use_hot_cold(model, PARTITIONS[partition])
+    sharder = HotColdSequenceSharder(SGD)
+    sharded = shard_here(model, PARTITIONS[partition], sharder=sharder)
+    found = sharded(some_features())
+    assert_same(found.wait(), expected)
+    for name, weight in gather_tables(sharded).items():
+        assert torch.equal(weight, start[name])
+    names = {part.name for part in canonical_parts(sharded).parts if part.table}
+    assert names == {f"sequences.{name}" for name in plain.state_dict()}
+    with pytest.raises(TypeError, match=r"^features: expected a KeyedJaggedTensor, got TensorDict"):
+        sharded(TensorDict({}))
 
 
 @pytest.mark.parametrize(
