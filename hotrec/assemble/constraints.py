@@ -15,7 +15,7 @@ from torchrec.distributed.types import (
     CacheStatistics,
     ShardingType,
 )
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from hotrec.cost_model.caches import lru_miss_ratios
 from hotrec.cost_model.demand import Floats, expected_distinct
@@ -175,7 +175,7 @@ def _cache_params(
 
 
 def hot_cold_constraints(
-    tables: Sequence[EmbeddingBagConfig],
+    tables: Sequence[BaseEmbeddingConfig],
     partition: Partition,
     *,
     cold_tier: ColdTier = ColdTier.fused,
@@ -194,7 +194,7 @@ def hot_cold_constraints(
 
 
 def torchrec_constraints(
-    tables: Sequence[EmbeddingBagConfig],
+    tables: Sequence[BaseEmbeddingConfig],
     variant: TorchrecPlan,
     *,
     batch_size: int,

@@ -36,11 +36,11 @@ from hotrec.embedding.hot_reduce import HotReducer
 from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.optimizers import HotOptimizer, make_dense, make_replicated_tables
 from hotrec.embedding.owned_rows import RowOwners, Shard
-from hotrec.embedding.pooling import pool_rows
+from hotrec.embedding.pooling import output_rows
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture
-from hotrec.routing.features import RoutedGroup
+from hotrec.routing.features import RoutedRows
 from hotrec.runtime.mapped_memory import host_view, keep_out_of_forks
 from hotrec.runtime.memory import check_mappable, read_memory
 from hotrec.runtime.wire import Wire
@@ -115,16 +115,16 @@ def _pool(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
     grad = torch.randn(samples[0].stride(), workload.num_columns * dim, device=workload.device)
     num_hot_keys = len(next(iter(workload.router.groups.values())).hot_tables)
 
-    def prepare() -> tuple[RoutedGroup, list[torch.Tensor]]:
+    def prepare() -> tuple[RoutedRows, list[torch.Tensor]]:
         routed = next(turns)
         lengths = routed.rows.lengths().view(-1).long()
         halves = [int(lengths[:num_hot_keys].sum()), int(lengths[num_hot_keys:].sum())]
         rows = [torch.randn(n, dim, device=workload.device) for n in halves]
         return routed, [part.requires_grad_() for part in rows]
 
-    def run(prepared: tuple[RoutedGroup, list[torch.Tensor]]) -> None:
+    def run(prepared: tuple[RoutedRows, list[torch.Tensor]]) -> None:
         routed, rows = prepared
-        pool_rows(torch.cat(rows), routed, workload.num_columns).backward(grad)
+        output_rows(torch.cat(rows), routed, workload.num_columns).backward(grad)
 
     return Work(run, num_ids, 4 * dim * num_ids, prepare)
 

@@ -15,7 +15,7 @@ from hotrec.bench.cases import Subject
 from hotrec.bench.samples import ZipfTables
 from hotrec.cost_model.skew import DEFAULT_EXPONENT
 from hotrec.planner.policies import choose_all_cold, choose_fraction
-from hotrec.routing.features import Column, RoutedGroup
+from hotrec.routing.features import Column, RoutedRows
 from hotrec.routing.router import Router
 from hotrec.runtime.hosts import FoundHosts
 from hotrec.runtime.ranks import Group, Ranks
@@ -153,7 +153,7 @@ class CalibrationWorkload:
     hosts: FoundHosts | None = None
     _built: dict[str, tuple[object, Any]] = field(default_factory=dict)
     _drawn: dict[tuple[int, int], list[KeyedJaggedTensor]] = field(default_factory=dict)
-    _routed: dict[tuple[int, int], list[RoutedGroup]] = field(default_factory=dict)
+    _routed: dict[tuple[int, int], list[RoutedRows]] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -245,7 +245,7 @@ class CalibrationWorkload:
             self._drawn[key] = [batch.sparse.to(self.device) for batch in batches]
         return self._drawn[key]
 
-    def routed(self, router: Router, samples: ZipfTables, num_ids: int) -> list[RoutedGroup]:
+    def routed(self, router: Router, samples: ZipfTables, num_ids: int) -> list[RoutedRows]:
         """These batches, routed by ``router``."""
         key = (id(router), num_ids)
         if key not in self._routed:

@@ -88,6 +88,7 @@ class _AdaptedTable:
     Args:
         path: The prefix of its collection's names.
         name: Its own name.
+        key: The canonical name of its weights.
         counter: Counts its rows.
         row_floats: Floats of a row with its optimizer state, divided by those of the row.
         shards: The first stored row and number of rows that each rank owns, None for none.
@@ -96,14 +97,11 @@ class _AdaptedTable:
 
     path: str
     name: str
+    key: str
     counter: Popularity
     row_floats: float
     shards: Sequence[tuple[int, int] | None]
     order: RowOrder
-
-    @property
-    def key(self) -> str:
-        return plain_name(self.path, self.name)
 
     def hot_keys(self) -> Rows:
         keys: Rows = self.counter.hot_keys[self.name].numpy()
@@ -191,17 +189,17 @@ class AdaptiveHotSet:
             orders = self._collections[path].row_orders()
             for counter in counters:
                 for name, keys in counter.hot_keys.items():
-                    key = plain_name(path, name)
+                    key = plain_name(path, self._collections[path].prefix, name)
                     if keys.numel() < counter.tables[name]:
                         floats = sum(widths[key]) / self._dim(path, name)
                         shards = [shards.get(key) for shards in of_ranks]
                         tables.append(
-                            _AdaptedTable(path, name, counter, floats, shards, orders[name])
+                            _AdaptedTable(path, name, key, counter, floats, shards, orders[name])
                         )
         return tables
 
     def _dim(self, path: str, table: str) -> int:
-        configs = self._collections[path].embedding_bag_configs()
+        configs = self._collections[path].tables
         return next(int(c.embedding_dim) for c in configs if c.name == table)
 
     def _all_counters(self) -> list[Popularity]:

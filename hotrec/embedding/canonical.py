@@ -158,24 +158,25 @@ def _tables(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, _StoredTa
         for dim, group in collection.router.groups.items():
             prefix = f"{path}rows.dim{dim}.embeddings."
             for table in group.cold_tables:
-                order, name = orders[table], plain_name(path, table)
+                order, name = orders[table], plain_name(path, collection.prefix, table)
                 tables[f"{prefix}{table}.{order.weight_name}"] = _StoredTable(
                     name, order=order if order.factor != 1 else None
                 )
             for table in group.hot_tables:
                 rows = hot_rows(partition, table)
                 key = f"{prefix}{hot_name(table)}.weight"
-                tables[key] = _StoredTable(plain_name(path, table), partition.num_rows[table], rows)
+                name = plain_name(path, collection.prefix, table)
+                tables[key] = _StoredTable(name, partition.num_rows[table], rows)
         pooled = collection.router.pooled
         for table in () if pooled is None else pooled.tables:
             key = f"{path}pooled.embedding_bags.{table}.weight"
-            tables[key] = _StoredTable(plain_name(path, table))
+            tables[key] = _StoredTable(plain_name(path, collection.prefix, table))
     return tables
 
 
-def plain_name(path: str, table: str) -> str:
-    """The name of a table's parameter in TorchRec's ``EmbeddingBagCollection``."""
-    return f"{path}embedding_bags.{table}.weight"
+def plain_name(path: str, prefix: str, table: str) -> str:
+    """The name of a table's parameter in TorchRec's collection, which begins with a prefix."""
+    return f"{path}{prefix}.{table}.weight"
 
 
 def _states(optimizer: KeyedOptimizer) -> Iterator[tuple[str, Mapping[str, Any]]]:

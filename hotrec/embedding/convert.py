@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.collection import (
+    HotColdCollection,
+    HotColdEmbeddingBagCollection,
+    HotColdEmbeddingCollection,
+)
 from hotrec.embedding.initialize import copy_weights
 from hotrec.embedding.optimizers import hot_replicas
 from hotrec.embedding.table_memory import leave_tables_out_of_forks
@@ -18,9 +24,10 @@ from hotrec.types import Partition, Placement
 
 
 def use_hot_cold(model: nn.Module, placement: Placement | Partition) -> nn.Module:
-    """Replace every ``EmbeddingBagCollection`` of a model by a hot/cold one, in place.
+    """Replace the ``EmbeddingBagCollection`` and ``EmbeddingCollection`` modules of a model.
 
-    Weights are kept: the unsharded model computes the same as before.
+    This happens in place. Weights are kept: the unsharded model computes the same as before. An
+    ``EmbeddingCollection`` without a table in the placement is left to TorchRec.
 
     Returns:
         The model, or the new collection if the model itself was one.
@@ -29,19 +36,19 @@ def use_hot_cold(model: nn.Module, placement: Placement | Partition) -> nn.Modul
         ValueError: if the model has no collection, weights are not float32, or the placement does
             not fit its tables.
     """
-    if isinstance(model, EmbeddingBagCollection):
+    if _is_split(model, placement):
         return _convert(model, placement)
+    inside = {m for c in model.modules() if isinstance(c, HotColdCollection) for m in c.modules()}
     found = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in children_of(parent).items()
-        if isinstance(child, EmbeddingBagCollection)
-        and not isinstance(parent, HotColdEmbeddingBagCollection)
+        if child not in inside and _is_split(child, placement)
     ]
     if not found:
         raise ValueError(
-            f"model {type(model).__name__}: expected an EmbeddingBagCollection in it, got none. "
-            "Pass the unsharded model."
+            f"model {type(model).__name__}: expected an EmbeddingBagCollection or an "
+            "EmbeddingCollection in it, got none. Pass the unsharded model."
         )
     # A collection used in several places stays one collection.
     converted: dict[nn.Module, nn.Module] = {}
@@ -52,25 +59,42 @@ def use_hot_cold(model: nn.Module, placement: Placement | Partition) -> nn.Modul
     return model
 
 
-def _convert(
-    collection: EmbeddingBagCollection, placement: Placement | Partition
-) -> HotColdEmbeddingBagCollection:
+def _is_split(module: nn.Module, placement: Placement | Partition) -> bool:
+    if isinstance(module, EmbeddingCollection):
+        partition = placement if isinstance(placement, Partition) else placement.partition
+        return any(table.name in partition.num_rows for table in module.embedding_configs())
+    return isinstance(module, EmbeddingBagCollection)
+
+
+def _convert(module: nn.Module, placement: Placement | Partition) -> nn.Module:
+    assert isinstance(module, EmbeddingBagCollection | EmbeddingCollection), type(module)
+    is_pooled = isinstance(module, EmbeddingBagCollection)
+    tables = module.embedding_bags if is_pooled else module.embeddings
     # The configurations keep the type that tables were created with, even after `.double()`.
-    for name, bag in collection.embedding_bags.items():
-        if bag.weight.dtype != torch.float32:
+    for name, table in tables.items():
+        if table.weight.dtype != torch.float32:
             raise ValueError(
-                f"table {name} weight: expected torch.float32, got {bag.weight.dtype}. Convert the "
-                "model with .float() first."
+                f"table {name} weight: expected torch.float32, got {table.weight.dtype}. Convert "
+                "the model with .float() first."
             )
-    converted = HotColdEmbeddingBagCollection(
-        collection.embedding_bag_configs(),
-        placement,
-        is_weighted=collection.is_weighted(),
-        device=collection.device,
-    )
-    if torch.device(collection.device).type != "meta":
-        copy_weights(collection.embedding_bags, converted)
-    return converted.train(collection.training)
+    converted: HotColdCollection[Any]
+    if is_pooled:
+        converted = HotColdEmbeddingBagCollection(
+            module.embedding_bag_configs(),
+            placement,
+            is_weighted=module.is_weighted(),
+            device=module.device,
+        )
+    else:
+        converted = HotColdEmbeddingCollection(
+            module.embedding_configs(),
+            placement,
+            device=module.device,
+            need_indices=module.need_indices(),
+        )
+    if torch.device(module.device).type != "meta":
+        copy_weights(tables, converted)
+    return converted.train(module.training)
 
 
 def shard(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.types import ShardedTensor
 
-from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.collection import HotColdCollection
 from hotrec.embedding.random_bits import random_bits
 from hotrec.embedding.tables import (
     TablePart,
@@ -145,9 +145,9 @@ def set_unsplit(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 @torch.no_grad()
-def copy_weights(source: nn.ModuleDict, target: HotColdEmbeddingBagCollection) -> None:
-    """Copy the weights of unsplit embedding bags, by table, into an unsharded collection."""
-    weights: dict[str, Any] = {table: bag.weight for table, bag in source.items()}
+def copy_weights(source: nn.ModuleDict, target: HotColdCollection[Any]) -> None:
+    """Copy the weights of unsplit embeddings, by table, into an unsharded collection."""
+    weights: dict[str, Any] = {table: module.weight for table, module in source.items()}
     for dim, group in target.router.groups.items():
         embeddings: Any = target.rows[f"dim{dim}"].embeddings
         for table in group.cold_tables:

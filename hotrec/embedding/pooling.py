@@ -1,7 +1,8 @@
-"""Pooling of looked-up rows into bags, forward and backward.
+"""Pooling of looked-up rows into bags, or their copies to each id, forward and backward.
 
 The router stores the incidence of bags and ids in both orders, so either direction is an
-``embedding_bag`` over contiguous segments, without atomics and so bitwise reproducible.
+``embedding_bag`` over contiguous segments, without atomics and so bitwise reproducible. Without
+pooling, so is backward: the sum over the ids that read a row.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hotrec.routing.features import RoutedGroup
+from hotrec.routing.features import RoutedGroup, RoutedRows, RoutedSequences
 from hotrec.runtime.stages import mark
 
 # On CUDA one thread sums a segment for each value of a row, and a hot row's segment has thousands
@@ -110,3 +111,33 @@ def pool_rows(rows_UD: torch.Tensor, routed: RoutedGroup, num_columns: int) -> t
     """Pool the rows float (U, D) that a batch reads into its F columns, float (B, F * D)."""
     bags: torch.Tensor = _PoolRows.apply(rows_UD, routed)
     return bags.view(-1, num_columns * rows_UD.shape[1])
+
+
+class _CopyRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_UD: torch.Tensor, routed: RoutedSequences) -> torch.Tensor:
+        ctx.routed = routed
+        return rows_UD.index_select(0, routed.positions_K)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        mark("grads_exchange")  # of the previous group
+        routed = ctx.routed
+        grad_rows = sum_segments(
+            grads[0].contiguous(), routed.by_row_K, routed.row_offsets_U, None, routed.longest_row
+        )
+        mark("pool")
+        return grad_rows, None
+
+
+def output_rows(rows_UD: torch.Tensor, routed: RoutedRows, num_columns: int) -> torch.Tensor:
+    """The output of F columns for the rows float (U, D) that a batch reads.
+
+    Returns:
+        Float (B, F * D) if they are pooled, else (K, D), feature by feature.
+    """
+    if isinstance(routed, RoutedSequences):
+        copies: torch.Tensor = _CopyRows.apply(rows_UD, routed)
+        return copies
+    assert isinstance(routed, RoutedGroup), type(routed)
+    return pool_rows(rows_UD, routed, num_columns)

@@ -1,7 +1,7 @@
-"""The sharded hot/cold collection, and its sharder.
+"""The sharded hot/cold collections, and their sharders.
 
 It routes in ``input_dist``, so TorchRec's pipelines overlap routing and the exchange of ids with
-the previous step, and pools after ``output_dist``.
+the previous step, and pools, or copies rows to the ids, after ``output_dist``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import nn
@@ -30,15 +30,22 @@ from torchrec.distributed.types import (
     ShardingEnv,
     ShardingType,
 )
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from hotrec.embedding.collection import HotColdEmbeddingBagCollection, route
+from hotrec.embedding.collection import (
+    HotColdCollection,
+    HotColdEmbeddingBagCollection,
+    HotColdEmbeddingCollection,
+    Out,
+    route,
+)
 from hotrec.embedding.fused import check_optimizer, fused_params
 from hotrec.embedding.hot_rows import HotReplicas, HotRowCounts
 from hotrec.embedding.pooled import ShardedPooledBags
-from hotrec.embedding.pooling import pool_rows
+from hotrec.embedding.pooling import output_rows
 from hotrec.embedding.row_exchange import (
     COLD_SHARDINGS,
     HOT_SHARDINGS,
@@ -80,20 +87,21 @@ class HotColdContext(EmbeddingCollectionContext):
 Started = tuple[list[StartedRows], LazyAwaitable[KeyedTensor] | None]
 
 
-class _PooledAwaitable(LazyAwaitable[KeyedTensor]):
-    def __init__(self, pool: Callable[[], KeyedTensor]) -> None:
+class _OutputAwaitable(LazyAwaitable[Out]):
+    def __init__(self, make: Callable[[], Out]) -> None:
         super().__init__()
-        self._pool = pool
+        self._make = make
 
-    def _wait_impl(self) -> KeyedTensor:
-        return self._pool()
+    def _wait_impl(self) -> Out:
+        return self._make()
 
 
-class ShardedHotColdEmbeddingBagCollection(
-    ShardedEmbeddingModule[KJTList, Started, KeyedTensor, HotColdContext],
+class ShardedHotColdCollection(
+    ShardedEmbeddingModule[KJTList, Started, Out, HotColdContext],
     FusedOptimizerModule,
+    Generic[Out],
 ):
-    """The sharded ``HotColdEmbeddingBagCollection``; created by ``HotColdSharder``.
+    """A sharded ``HotColdCollection``; created by ``HotColdSharder``.
 
     One ``ShardedRows`` per embedding dimension contains both halves: the hot tables data-parallel,
     the cold ones row-wise or table-wise. Tables pooled on their owners run in the same stages.
@@ -101,12 +109,13 @@ class ShardedHotColdEmbeddingBagCollection(
 
     def __init__(
         self,
-        module: HotColdEmbeddingBagCollection,
+        module: HotColdCollection[Out],
         sharding: dict[str, ParameterSharding],
         settings: ShardSettings,
     ) -> None:
         super().__init__()
-        self._tables = module.embedding_bag_configs()
+        self.tables = module.tables
+        self.prefix = module.prefix
         self.placement = module.placement
         self.partition = module.partition
         self.layout = module.layout
@@ -130,9 +139,6 @@ class ShardedHotColdEmbeddingBagCollection(
         if module.pooled is not None:
             of_pooled = {c.name: sharding[c.name] for c in module.pooled.embedding_bag_configs()}
             self.pooled = ShardedPooledBags(module.pooled, of_pooled, settings)
-
-    def embedding_bag_configs(self) -> list[Any]:
-        return self._tables
 
     def hot_replicas(self) -> Iterator[tuple[str, HotReplicas]]:
         """Iterate over the replicas, with the prefix of their parameters' names."""
@@ -240,16 +246,16 @@ class ShardedHotColdEmbeddingBagCollection(
         ]
         return started, pooled
 
-    def output_dist(self, ctx: HotColdContext, output: Started) -> LazyAwaitable[KeyedTensor]:
+    def output_dist(self, ctx: HotColdContext, output: Started) -> LazyAwaitable[Out]:
         assert ctx.routed is not None
-        return _PooledAwaitable(partial(self._pool, output, ctx.routed, ctx.requests))
+        return _OutputAwaitable(partial(self._output, output, ctx.routed, ctx.requests))
 
-    def _pool(
+    def _output(
         self, started: Started, routed: RoutedFeatures, requests: list[AnyRequest | None]
-    ) -> KeyedTensor:
+    ) -> Out:
         mark("dense")
         of_dims, from_owners = started
-        layout, pooled = self.layout, []
+        layout, parts = self.layout, []
         for of_dim, request, rows, group, columns in zip(
             of_dims,
             requests,
@@ -260,11 +266,11 @@ class ShardedHotColdEmbeddingBagCollection(
         ):
             rows_UD = rows.join(of_dim, request)
             mark("rows_exchange")
-            pooled.append(pool_rows(rows_UD, group, len(columns)))
+            parts.append(output_rows(rows_UD, group, len(columns)))
             mark("pool")
         from_torchrec = None if from_owners is None else from_owners.wait()
         mark("rows_exchange")
-        assembled = layout.assemble(pooled, from_torchrec)
+        assembled = layout.assemble(parts, routed, from_torchrec)
         mark("pool")
         return assembled
 
@@ -275,12 +281,30 @@ class ShardedHotColdEmbeddingBagCollection(
             parts.append(("pooled", self.pooled.fused_optimizer))
         return CombinedOptimizer(parts)
 
+
+class ShardedHotColdEmbeddingBagCollection(ShardedHotColdCollection[KeyedTensor]):
+    """The sharded ``HotColdEmbeddingBagCollection``."""
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        return self.tables
+
     @property
     def unsharded_module_type(self) -> type[HotColdEmbeddingBagCollection]:
         return HotColdEmbeddingBagCollection
 
 
-class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
+class ShardedHotColdEmbeddingCollection(ShardedHotColdCollection[dict[str, JaggedTensor]]):
+    """The sharded ``HotColdEmbeddingCollection``."""
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        return self.tables
+
+    @property
+    def unsharded_module_type(self) -> type[HotColdEmbeddingCollection]:
+        return HotColdEmbeddingCollection
+
+
+class HotColdSharder(BaseEmbeddingSharder[HotColdCollection[Any]]):
     """Shards ``HotColdEmbeddingBagCollection`` under ``DistributedModelParallel``.
 
     Args:
@@ -289,6 +313,8 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
         wire_type: The type in which rows, pooled vectors and their gradients are sent.
         levels: How unpooled rows travel between hosts; where two do not apply, in one.
     """
+
+    _sharded_type: type[ShardedHotColdCollection[Any]] = ShardedHotColdEmbeddingBagCollection
 
     def __init__(
         self,
@@ -305,12 +331,12 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
 
     def shard(
         self,
-        module: HotColdEmbeddingBagCollection,
+        module: HotColdCollection[Any],
         params: dict[str, ParameterSharding],
         env: ShardingEnv,
         device: torch.device | None = None,
         module_fqn: str | None = None,
-    ) -> ShardedHotColdEmbeddingBagCollection:
+    ) -> ShardedHotColdCollection[Any]:
         """Shard by a plan.
 
         Raises:
@@ -334,14 +360,12 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
         settings = ShardSettings(
             env, device, self._spec, exchange, self._wire_type, module_fqn, hosts
         )
-        sharded = ShardedHotColdEmbeddingBagCollection(module, params, settings)
+        sharded = self._sharded_type(module, params, settings)
         if hosts is not None:
             weakref.finalize(sharded, hosts.close)
         return sharded
 
-    def shardable_parameters(
-        self, module: HotColdEmbeddingBagCollection
-    ) -> dict[str, nn.Parameter]:
+    def shardable_parameters(self, module: HotColdCollection[Any]) -> dict[str, nn.Parameter]:
         named = list(module.rows.named_parameters())
         if module.pooled is not None:
             named += module.pooled.named_parameters()
@@ -359,5 +383,15 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdEmbeddingBagCollection]):
         return [kernel.value for kernel in kernels]
 
     @property
-    def module_type(self) -> type[HotColdEmbeddingBagCollection]:
+    def module_type(self) -> type[HotColdCollection[Any]]:
         return HotColdEmbeddingBagCollection
+
+
+class HotColdSequenceSharder(HotColdSharder):
+    """The same for ``HotColdEmbeddingCollection``: TorchRec asks for a sharder by module type."""
+
+    _sharded_type = ShardedHotColdEmbeddingCollection
+
+    @property
+    def module_type(self) -> type[HotColdCollection[Any]]:
+        return HotColdEmbeddingCollection

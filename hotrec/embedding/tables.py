@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule, ShardedTensor
 
-from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
+from hotrec.embedding.sharding import ShardedHotColdCollection
 from hotrec.routing.features import hot_name, hot_rows
 from hotrec.types import RowOrder
 
@@ -29,11 +29,9 @@ def modules_of(model: nn.Module, kind: type[T]) -> Iterator[tuple[str, T]]:
             yield f"{path}." if path else "", module
 
 
-def sharded_collections(
-    model: nn.Module,
-) -> Iterator[tuple[str, ShardedHotColdEmbeddingBagCollection]]:
+def sharded_collections(model: nn.Module) -> Iterator[tuple[str, ShardedHotColdCollection[Any]]]:
     """The hot/cold collections of a sharded model, with the prefix of their parameters' names."""
-    return modules_of(model, ShardedHotColdEmbeddingBagCollection)
+    return modules_of(model, ShardedHotColdCollection)
 
 
 def torchrec_collections(model: nn.Module) -> Iterator[tuple[str, ShardedEmbeddingBagCollection]]:
@@ -44,7 +42,7 @@ def torchrec_collections(model: nn.Module) -> Iterator[tuple[str, ShardedEmbeddi
 def torchrec_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules that TorchRec shards itself, likewise."""
     for path, module in modules_of(model, ShardedModule):
-        if not isinstance(module, ShardedHotColdEmbeddingBagCollection):
+        if not isinstance(module, ShardedHotColdCollection):
             yield path, module
 
 

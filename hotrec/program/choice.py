@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import CacheStatistics, ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from hotrec.assemble.constraints import cache_statistics, cold_tier_for, torchrec_constraints
 from hotrec.assemble.torchrec_plan import shardings_of
@@ -110,7 +110,7 @@ class Tables:
         plan: Runs TorchRec's planner on the unsplit model under constraints.
     """
 
-    configs: Sequence[EmbeddingBagConfig]
+    configs: Sequence[BaseEmbeddingConfig]
     rule: OptimizerSpec
     num_dense_values: int
     kinds: Sequence[PipelineKind]
@@ -234,7 +234,7 @@ def _warn_if_uneven(
 
 
 def constraints_of(
-    of_torchrec: TorchrecTables, tables: Sequence[EmbeddingBagConfig], machine: Machine
+    of_torchrec: TorchrecTables, tables: Sequence[BaseEmbeddingConfig], machine: Machine
 ) -> dict[str, ParameterConstraints] | None:
     """The constraints of one of TorchRec's plans."""
     return torchrec_constraints(

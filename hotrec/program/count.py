@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 
 from hotrec.cost_model.blocks import Block, IntArray
 from hotrec.cost_model.profile import Profile, count_rows, read_profile
-from hotrec.program.tables import embedding_bags, tables_of
+from hotrec.program.tables import SplitCollection, configs_of, split_collections, tables_of
 from hotrec.routing.batches import features_of_each
 from hotrec.routing.checks import select_features
 from hotrec.runtime.ranks import broadcast_object, same_verdict, world_size
@@ -45,8 +45,8 @@ def profile(
             are read; or arrays by feature, int32 or int64 (S,) with an id per sample, or (ids (K,),
             lengths (S,)) with a bag per sample; or the directory of a profile written by
             ``Profile.save`` or `hotrec profile`.
-        model: The unsharded model, whose ``EmbeddingBagCollection`` modules define the tables and
-            their features; not needed for a saved profile.
+        model: The unsharded model, whose ``EmbeddingBagCollection`` and ``EmbeddingCollection``
+            modules define the tables and their features; not needed for a saved profile.
         num_batches: Batches to count on this rank; None for all.
 
     Returns:
@@ -62,8 +62,8 @@ def profile(
         raise ValueError(
             "profile model: expected the model whose tables are counted, got None. Pass it."
         )
-    bags = embedding_bags(model)
-    schema = _schema(bags)
+    collections = split_collections(model)
+    schema = _schema(collections)
     sizes: list[int] = []
 
     def blocks() -> Iterator[Block]:
@@ -71,12 +71,12 @@ def profile(
             yield _block_of_arrays(source, schema)
             return
         names = [
-            {name for table in bag.embedding_bag_configs() for name in table.feature_names}
-            for bag in bags
+            {name for table in configs_of(collection) for name in table.feature_names}
+            for collection in collections
         ]
         for batch in itertools.islice(source, num_batches):
             features = features_of_each(batch, names)
-            block = _block_of(dict(zip(bags, features, strict=True)))
+            block = _block_of(dict(zip(collections, features, strict=True)))
             sizes.append(block.num_samples)
             yield block
 
@@ -92,9 +92,9 @@ def profile(
     return _summed(same_verdict(count))
 
 
-def _schema(bags: list[Any]) -> Schema:
+def _schema(collections: Sequence[SplitCollection]) -> Schema:
     """The tables, each with its columns: several tables may read one feature."""
-    tables = tables_of(bags)
+    tables = tables_of(collections)
     return Schema(
         dense=(),
         features=tuple(
@@ -112,9 +112,9 @@ def _column(feature: str, table: str) -> str:
 
 def _block_of(features_of: Mapping[Any, Any]) -> Block:
     rows, lengths, stride = {}, {}, 0
-    for bag, features in features_of.items():
+    for collection, features in features_of.items():
         ids, stride = features.to(torch.device("cpu")), features.stride()
-        for table in bag.embedding_bag_configs():
+        for table in configs_of(collection):
             for name in table.feature_names:
                 [of_name] = select_features(ids, [name]).to_dict().values()
                 column = _column(name, table.name)

@@ -18,7 +18,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.optimizers import TABLES, ModelOptimizer, hot_replicas
-from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
+from hotrec.embedding.sharding import ShardedHotColdCollection
 from hotrec.embedding.tables import outermost_sharded
 from hotrec.embedding.torchrec import (
     call_after_backward,
@@ -59,8 +59,8 @@ def lookups(model: nn.Module) -> list[GuardedLookup]:
     found = []
     for name, module in outermost_sharded(model).items():
         tables: Any
-        if isinstance(module, ShardedHotColdEmbeddingBagCollection):
-            tables = module.embedding_bag_configs()
+        if isinstance(module, ShardedHotColdCollection):
+            tables = module.tables
         elif type(module) in (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection):
             tables = table_configs(module)
         else:
@@ -272,7 +272,7 @@ class Guard:
             return
         if self._is_plain:
             return
-        if not isinstance(module, ShardedHotColdEmbeddingBagCollection):  # it checks itself
+        if not isinstance(module, ShardedHotColdCollection):  # it checks itself
             lookup.check(features)
         is_first = lookup is self._lookups[0]
         if is_first and module.training and torch.is_grad_enabled() and not self._is_ahead:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from hotrec.embedding.optimizers import (
     make_replicated_tables,
     replicated_tables,
 )
-from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.sharding import HotColdSequenceSharder, HotColdSharder
 from hotrec.embedding.table_memory import leave_tables_out_of_forks
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.machine import Machine
@@ -47,15 +47,16 @@ from hotrec.program.guard import guard
 from hotrec.program.tables import (
     EmbeddingOptimizer,
     InitialTables,
+    SplitCollection,
     apply_rule,
     check_tables,
     default_sharders,
-    embedding_bags,
     embedding_modules,
     make_layers,
     once_in_tree,
     rules_of,
     shared_rule,
+    split_collections,
     tables_of,
 )
 from hotrec.runtime.hosts import gather_hosts
@@ -106,8 +107,10 @@ def parallelize(
 
     Each ``EmbeddingBagCollection`` is split into hot rows, which are replicated on every rank, and
     cold rows, which are sharded, if that is predicted to be faster than TorchRec's own plan on the
-    unsplit tables (``choice_of`` returns the choice). Other sharded modules are left to TorchRec.
-    Losses and weights are those of the unsplit model.
+    unsplit tables (``choice_of`` returns the choice). So is each ``EmbeddingCollection`` with a
+    table in ``hot``; with one, all tables exchange rows, and TorchRec's plans are not compared,
+    since they have no prediction for it. Other sharded modules are left to TorchRec. Losses and
+    weights are those of the unsplit model.
 
     Args:
         model: The unsharded model; its forward returns (loss, anything), as TorchRec's pipelines
@@ -152,15 +155,15 @@ def parallelize(
     ranks = joined_ranks(device)
     is_plain = isinstance(hot, str) or (isinstance(hot, Choice) and hot.is_off)
 
-    def check() -> tuple[list[EmbeddingBagCollection], InitialTables]:
+    def check() -> tuple[list[SplitCollection], InitialTables]:
         check_tables(model)
         apply_rule(model, embedding_optimizer)
         for rule in rules_of(model).values():
             check_optimizer(rule, ranks.device, has_cold=is_plain)
-        bags = embedding_bags(model, at_least=0 if is_plain else 1)
-        return bags, InitialTables.of(bags)
+        found = split_collections(model, _known_tables(hot), at_least=0 if is_plain else 1)
+        return found, InitialTables.of(found)
 
-    bags, initial = same_verdict(check)
+    collections, initial = same_verdict(check)
     initial.take_first(ranks.device)
     given_seed = broadcast_object(torch.initial_seed() if seed is None else seed)
     # TorchRec draws different numbers for each choice, which must not affect the model's.
@@ -176,7 +179,7 @@ def parallelize(
             allow_one_call(sharded)
             guard(sharded, plain, optimizer)
             return sharded, optimizer
-        rule = same_verdict(lambda: shared_rule(bags))
+        rule = same_verdict(lambda: shared_rule(collections))
         if isinstance(hot, Profile | Choice):
             batch_size = batch_size or hot.batch_size
 
@@ -194,15 +197,19 @@ def parallelize(
         found = broadcast_object(same_verdict(make_machine_here))
         sharders = default_sharders()
         tables = Tables(
-            configs=tables_of(bags),
+            configs=tables_of(collections),
             rule=rule,
             num_dense_values=_count_dense(model),
-            kinds=_fitting_pipelines(model),
+            kinds=_fitting_pipelines(model, collections),
             plan=partial(make_plan, model, sharders, found),
         )
         budget = None if hot_budget_mib is None else hot_budget_mib * MIB
         spread = [table.name for table in tables.configs] if spread_rows else []
-        by_cost = ByCost(budget, may_decline=may_decline, spread=spread)
+        # TorchRec's pooled tables, and its plans of unpooled ones, have no prediction beside these.
+        is_pooled = all(isinstance(one, EmbeddingBagCollection) for one in collections)
+        by_cost = ByCost(
+            budget, may_pool=is_pooled, may_decline=may_decline and is_pooled, spread=spread
+        )
 
         def choose() -> Choice | None:
             if isinstance(hot, Choice):
@@ -338,7 +345,18 @@ def _check_ahead(model: nn.Module) -> None:
         )
 
 
-def _fitting_pipelines(model: nn.Module) -> list[PipelineKind]:
+def _known_tables(hot: Hot) -> Collection[str]:
+    """The tables that are counted, or whose hot rows are chosen."""
+    if isinstance(hot, Choice):
+        return () if hot.placement is None else hot.placement.partition.num_rows
+    if isinstance(hot, Placement):
+        return hot.partition.num_rows
+    return () if isinstance(hot, str) else hot.num_rows
+
+
+def _fitting_pipelines(
+    model: nn.Module, collections: Sequence[SplitCollection]
+) -> list[PipelineKind]:
     """The pipelines that can train a model with this forward and these layers.
 
     All but base read features before forward; look_ahead only reads those of hotrec's collections,
@@ -355,7 +373,7 @@ def _fitting_pipelines(model: nn.Module) -> list[PipelineKind]:
     except ValueError as error:
         logger.info("no look-ahead: %s", error)
         return [*_IN_LINE]
-    is_ours = all(type(module).__name__ == "EmbeddingBagCollection" for module in embeddings)
+    is_ours = embeddings <= set(collections)
     return [PipelineKind.look_ahead, *_IN_LINE] if is_ours and _count_dense(model) else [*_IN_LINE]
 
 
@@ -370,7 +388,8 @@ def _shard(
     else:
         split = placement
         same_verdict(lambda: use_hot_cold(model, split))
-        sharders.append(HotColdSharder(tables.rule, levels=choice.plan.pipeline.levels))
+        for sharder in (HotColdSharder, HotColdSequenceSharder):
+            sharders.append(sharder(tables.rule, levels=choice.plan.pipeline.levels))
         constraints = placement_constraints(placement, choice.cache_stats, ranks.device.type)
     sharding = same_verdict(lambda: make_plan(model, sharders, machine, constraints))
     if ranks.device.type == "cuda":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,12 @@ from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
     DataType,
-    EmbeddingBagConfig,
     PoolingType,
 )
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
 )
 
 from hotrec.embedding.fused import optimizer_of, rule_of
@@ -44,6 +44,8 @@ DIM_MULTIPLE = 4
 _NUM_COMPARED, _PIECE_BYTES = 4096, 1 << 26
 # An update rule as ``functools.partial(RowWiseAdagrad, lr=0.1)``, or as hotrec's own object.
 EmbeddingOptimizer = partial[torch.optim.Optimizer] | OptimizerSpec
+# A collection of TorchRec's whose tables may be split.
+SplitCollection: TypeAlias = EmbeddingBagCollection | EmbeddingCollection
 
 
 def default_sharders() -> list[ModuleSharder[nn.Module]]:
@@ -70,26 +72,41 @@ def embedding_modules(model: nn.Module) -> Iterator[nn.Module]:
     yield from walk(model)
 
 
-def embedding_bags(model: nn.Module, *, at_least: int = 1) -> list[EmbeddingBagCollection]:
+def split_collections(
+    model: nn.Module, tables: Collection[str] | None = None, *, at_least: int = 1
+) -> list[SplitCollection]:
     """The collections whose tables may be split.
+
+    Args:
+        model: The unsharded model.
+        tables: Names of the tables that are known; an ``EmbeddingCollection`` without any is left
+            to TorchRec. None for all.
+        at_least: The number of collections that is required.
 
     Raises:
         ValueError: If there are fewer, or two tables have one name.
     """
-    bags = [m for m in embedding_modules(model) if type(m) is EmbeddingBagCollection]
-    if len(bags) < at_least:
+    found: list[SplitCollection] = []
+    for module in embedding_modules(model):
+        is_known = tables is None or any(table.name in tables for table in configs_of(module))
+        if type(module) is EmbeddingBagCollection or (
+            type(module) is EmbeddingCollection and is_known
+        ):
+            found.append(module)
+    if len(found) < at_least:
         raise ValueError(
-            f"model {type(model).__name__}: expected an EmbeddingBagCollection in it, got none. "
-            'Pass the unsharded model, or train it with hot="off".'
+            f"model {type(model).__name__}: expected an EmbeddingBagCollection or an "
+            "EmbeddingCollection in it, got none. Pass the unsharded model, or train it with "
+            'hot="off".'
         )
-    names = [table.name for table in tables_of(bags)]
+    names = [table.name for table in tables_of(found)]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(
             f"tables {twice}: expected each name once in the model, got it in several "
             "collections. Rename one of them."
         )
-    return bags
+    return found
 
 
 def check_tables(model: nn.Module) -> None:
@@ -122,7 +139,7 @@ def check_tables(model: nn.Module) -> None:
                     f"{parameter.dtype}, whose updates are rounded. Create the table in FP32, or "
                     "convert the model with .float() first."
                 )
-        for config in _configs_of(module):
+        for config in configs_of(module):
             _check_config(config, is_weighted=_is_weighted(module))
             of_table = [
                 p for name, p in module.named_parameters() if _table_of(name) == config.name
@@ -140,7 +157,8 @@ def _table_of(name: str) -> str:
     return name.split(".")[-2] if "." in name else name
 
 
-def _configs_of(module: Any) -> list[BaseEmbeddingConfig]:
+def configs_of(module: Any) -> list[BaseEmbeddingConfig]:
+    """The tables of an embedding module."""
     for name in ("embedding_bag_configs", "embedding_configs"):
         if hasattr(module, name):
             return list(getattr(module, name)())
@@ -234,9 +252,18 @@ def once_in_tree(model: nn.Module) -> Iterator[None]:
             parent.register_module(name, holder.get_submodule(held))
 
 
-def tables_of(bags: list[EmbeddingBagCollection]) -> list[EmbeddingBagConfig]:
+def tables_of(collections: Sequence[SplitCollection]) -> list[BaseEmbeddingConfig]:
     """The tables of all collections, in their order."""
-    return [table for bag in bags for table in bag.embedding_bag_configs()]
+    return [table for collection in collections for table in configs_of(collection)]
+
+
+def _weights_of(collections: Sequence[SplitCollection]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The weights of each table of all collections."""
+    for collection in collections:
+        is_pooled = isinstance(collection, EmbeddingBagCollection)
+        tables = collection.embedding_bags if is_pooled else collection.embeddings
+        for name, table in tables.items():
+            yield name, table.weight
 
 
 def apply_rule(model: nn.Module, rule: EmbeddingOptimizer | None) -> None:
@@ -291,22 +318,20 @@ def rules_of(model: nn.Module) -> dict[str, OptimizerSpec]:
     return rules
 
 
-def shared_rule(bags: list[EmbeddingBagCollection]) -> OptimizerSpec:
+def shared_rule(collections: Sequence[SplitCollection]) -> OptimizerSpec:
     """The update rule that the tables have by ``apply_optimizer_in_backward``.
 
     Raises:
         ValueError: If they have different ones.
     """
     rules: dict[OptimizerSpec, str] = {}
-    for bag in bags:
-        for name, table in bag.embedding_bags.items():
-            of_table = rules_in_backward(table.weight)
-            if len(of_table) != 1:
-                raise ValueError(
-                    f"table {name}: expected one optimizer in backward, got {len(of_table)}. Apply "
-                    "one."
-                )
-            rules.setdefault(rule_of(*of_table[0]), name)
+    for name, weight in _weights_of(collections):
+        of_table = rules_in_backward(weight)
+        if len(of_table) != 1:
+            raise ValueError(
+                f"table {name}: expected one optimizer in backward, got {len(of_table)}. Apply one."
+            )
+        rules.setdefault(rule_of(*of_table[0]), name)
     if len(rules) != 1:
         raise ValueError(
             f"embedding optimizer: expected one rule for all tables, got {len(rules)}, for "
@@ -329,19 +354,14 @@ class InitialTables:
     bounds: Mapping[str, Bounds]
 
     @classmethod
-    def of(cls, bags: list[EmbeddingBagCollection]) -> InitialTables:
+    def of(cls, collections: Sequence[SplitCollection]) -> InitialTables:
         """Store them before the model is sharded.
 
         Raises:
             ValueError: If a table on the device meta has its own ``init_fn``.
         """
-        bounds = _initial_bounds(bags)
-        weights = {
-            name: table.weight
-            for bag in bags
-            for name, table in bag.embedding_bags.items()
-            if name not in bounds
-        }
+        bounds = _initial_bounds(collections)
+        weights = {name: w for name, w in _weights_of(collections) if name not in bounds}
         return cls(weights, bounds)
 
     @torch.no_grad()
@@ -390,22 +410,22 @@ def _facts(table: torch.Tensor) -> tuple[tuple[int, ...], int]:
     return tuple(table.shape), zlib.crc32(some.numpy().tobytes())
 
 
-def _initial_bounds(bags: list[EmbeddingBagCollection]) -> dict[str, Bounds]:
+def _initial_bounds(collections: Sequence[SplitCollection]) -> dict[str, Bounds]:
     """The bounds of the initial weights of each table without weights (device meta).
 
     Raises:
         ValueError: If such a table has its own ``init_fn``.
     """
     bounds: dict[str, Bounds] = {}
-    for bag in bags:
-        for table in bag.embedding_bag_configs():
-            if not bag.embedding_bags[table.name].weight.is_meta:
-                continue
-            init: Any = table.init_fn
-            if not isinstance(init, partial) or init.func is not nn.init.uniform_:
-                raise ValueError(
-                    f"table {table.name} init_fn: expected TorchRec's default on the device meta, "
-                    f"got {init!r}. Create the collection on the CPU, so that it has its weights."
-                )
-            bounds[table.name] = (init.keywords["a"], init.keywords["b"])
+    weights = dict(_weights_of(collections))
+    for table in tables_of(collections):
+        if not weights[table.name].is_meta:
+            continue
+        init: Any = table.init_fn
+        if not isinstance(init, partial) or init.func is not nn.init.uniform_:
+            raise ValueError(
+                f"table {table.name} init_fn: expected TorchRec's default on the device meta, "
+                f"got {init!r}. Create the collection on the CPU, so that it has its weights."
+            )
+        bounds[table.name] = (init.keywords["a"], init.keywords["b"])
     return bounds

@@ -1,11 +1,11 @@
-"""Routed features: the distinct rows that a batch reads, and their bags."""
+"""Routed features: the distinct rows that a batch reads, and their bags or sequences."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from hotrec.types import Partition
 
 @dataclass(frozen=True)
 class Column:
-    """One pooled output: a feature read from a table, pooled by mean or else by sum.
+    """One output: a feature read from a table; a pooled one by mean or else by sum.
 
     ``name`` is the key in the output, as in TorchRec: the feature, or "feature@table" if several
     tables read it.
@@ -58,26 +58,20 @@ def hot_rows(partition: Partition, table: str) -> torch.Tensor:
 
 
 @dataclass
-class RoutedGroup(Pipelineable):
-    """The routed ids of all columns of one embedding dimension; indices are int64.
+class RoutedRows(Pipelineable):
+    """The distinct rows of all columns of one embedding dimension; indices are int64.
 
     ``rows`` are the distinct rows (U,) of each table with stride 1: hot slots by hot table, then
-    rows by cold table. Bag ``b * F + f`` is sample b of column f. A factor is the per-sample
-    weight, and 1 / length of the bag for mean pooling.
+    rows by cold table.
     """
 
     rows: KeyedJaggedTensor  # with length_per_key also on the host
-    positions_K: torch.Tensor  # of each id among the U rows, in the order of the bags
-    bag_offsets: torch.Tensor  # the start of each bag in positions_K, (B * F,)
-    bags_K: torch.Tensor  # the bag of each id, sorted by row
-    row_offsets_U: torch.Tensor  # the start of each row in bags_K
-    scales_K: torch.Tensor | None  # factors in the order of the bags, float32; None if all are 1
-    row_scales_K: torch.Tensor | None  # in the order of bags_K
+    positions_K: torch.Tensor  # of each id among the U rows, in the order of the output
+    row_offsets_U: torch.Tensor  # the start of each row among the ids sorted by row
     num_hot_lookups: torch.Tensor  # hot ids, ()
-    longest_bag: int  # an upper bound of the ids in a bag
     longest_row: int  # an upper bound of the ids that read the same row
 
-    def _map(self, method: str, *args: object, **kwargs: object) -> RoutedGroup:
+    def _map(self, method: str, *args: object, **kwargs: object) -> Self:
         moved = {name: getattr(value, method)(*args, **kwargs) for name, value in self._on_device()}
         return replace(self, **moved)
 
@@ -87,10 +81,10 @@ class RoutedGroup(Pipelineable):
             if isinstance(value, torch.Tensor | KeyedJaggedTensor):
                 yield item.name, value
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> RoutedGroup:
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         return self._map("to", device, non_blocking=non_blocking)
 
-    def pin_memory(self) -> RoutedGroup:
+    def pin_memory(self) -> Self:
         return self._map("pin_memory")
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -99,10 +93,34 @@ class RoutedGroup(Pipelineable):
 
 
 @dataclass
+class RoutedGroup(RoutedRows):
+    """Rows that are pooled: ids in the order of the bags, ``b * F + f`` for sample b of column f.
+
+    A factor is the per-sample weight, and 1 / length of the bag for mean pooling.
+    """
+
+    bag_offsets: torch.Tensor  # the start of each bag in positions_K, (B * F,)
+    bags_K: torch.Tensor  # the bag of each id, sorted by row
+    scales_K: torch.Tensor | None  # factors in the order of the bags, float32; None if all are 1
+    row_scales_K: torch.Tensor | None  # in the order of bags_K
+    longest_bag: int  # an upper bound of the ids in a bag
+
+
+@dataclass
+class RoutedSequences(RoutedRows):
+    """Rows that are not pooled: ids in the order of the features (feature-major)."""
+
+    by_row_K: torch.Tensor  # the ids sorted by row, as places in positions_K
+    lengths_FB: torch.Tensor  # in the features' type
+    ids_K: torch.Tensor | None  # as in the features; None unless the output contains them
+    num_ids_F: list[int]  # of each column
+
+
+@dataclass
 class RoutedFeatures(Pipelineable):
     """The routed form of a ``KeyedJaggedTensor``."""
 
-    groups: list[RoutedGroup]  # by embedding dimension
+    groups: list[RoutedRows]  # by embedding dimension
     batch_size: int
     fingerprint: int  # the router's, so that a collection can reject another router's
     pooled: KeyedJaggedTensor | None = None  # of the columns pooled on their tables' owners

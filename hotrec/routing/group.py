@@ -1,6 +1,7 @@
-"""Routes the columns whose rows are exchanged: distinct hot slots and cold rows, and bags of them.
+"""Routes the columns whose rows are exchanged: distinct hot slots and cold rows, and their ids.
 
 Backward of pooling is pooling over the transposed incidence of ids and bags; routing prepares both.
+Without pooling each id is its own bag, and only the transposed incidence is needed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from hotrec.routing.checks import KeyLengths, refuse_ids, scale_ids
 from hotrec.routing.features import (
     Column,
     RoutedGroup,
+    RoutedRows,
+    RoutedSequences,
     find_means,
     hot_name,
     hot_rows,
@@ -63,7 +66,7 @@ def _find_bags(lengths_FB: torch.Tensor, num_ids: int, *, all_one: bool) -> _Bag
 
 
 class GroupRouter:
-    """Routes the columns of one embedding dimension, those of a table next to each other.
+    """Routes the pooled columns of one embedding dimension, those of a table next to each other.
 
     Memory: 4 bytes per row of its tables, shared by forked loader workers.
     """
@@ -123,13 +126,29 @@ class GroupRouter:
         self._write_slots(slots)
 
     @torch.no_grad()
-    def route(self, features: KeyedJaggedTensor, known: Sequence[KeyLengths]) -> RoutedGroup:
+    def route(self, features: KeyedJaggedTensor, known: Sequence[KeyLengths]) -> RoutedRows:
         """Route a batch of the columns' features, in order, with one read from the device."""
-        num_columns, batch_size = len(self.columns), features.stride()
-        lengths_FB = features.lengths().view(num_columns, batch_size).long()
-        rows_K = features.values().long()
+        num_ids = features.values().numel()
+        lengths_FB = features.lengths().view(len(self.columns), features.stride()).long()
         all_one = all(key.shortest == key.longest == 1 for key in known)
-        bags = _find_bags(lengths_FB, rows_K.numel(), all_one=all_one)
+        bags = _find_bags(lengths_FB, num_ids, all_one=all_one)
+        found, by_row_K = self._find_rows(features, known)
+        scales_K = scale_ids(features.weights_or_none(), self._is_mean_F, lengths_FB, num_ids)
+        found.positions_K = bags.by_bag(found.positions_K)
+        return RoutedGroup(
+            **vars(found),
+            bag_offsets=bags.offsets,
+            bags_K=bags.bag_K.index_select(0, by_row_K),
+            scales_K=None if scales_K is None else bags.by_bag(scales_K),
+            row_scales_K=None if scales_K is None else scales_K[by_row_K],
+            longest_bag=max((key.longest for key in known), default=0),
+        )
+
+    def _find_rows(
+        self, features: KeyedJaggedTensor, known: Sequence[KeyLengths]
+    ) -> tuple[RoutedRows, torch.Tensor]:
+        """The distinct rows, with ids in the features' order; and the ids sorted by row."""
+        rows_K = features.values().long()
         sizes_F = [key.num_ids for key in known]
         any_outside_here = self._any_outside(rows_K, sizes_F)
 
@@ -150,23 +169,17 @@ class GroupRouter:
         facts = torch.stack([any_outside_here, runs.num[0], longest])
         *ends_here, any_outside, num_rows, longest_row = torch.cat([ends, facts]).tolist()
         if any_outside:
-            refuse_ids(self.columns, self._num_rows_F, rows_K, lengths_FB.sum(1))
+            lengths_F = torch.tensor(sizes_F, device=rows_K.device)
+            refuse_ids(self.columns, self._num_rows_F, rows_K, lengths_F)
         num_hot = ends_here[len(self.tables) - 1]
-
-        weights_K = features.weights_or_none()
-        scales_K = scale_ids(weights_K, self._is_mean_F, lengths_FB, rows_K.numel())
-        return RoutedGroup(
+        found = RoutedRows(
             rows=self._rows(runs.keys[:num_rows], num_hot, ends, ends_here),
-            positions_K=bags.by_bag(positions_K),
-            bag_offsets=bags.offsets,
-            bags_K=bags.bag_K.index_select(0, by_row_K),
+            positions_K=positions_K,
             row_offsets_U=runs.begins[:num_rows],
-            scales_K=None if scales_K is None else bags.by_bag(scales_K),
-            row_scales_K=None if scales_K is None else scales_K[by_row_K],
             num_hot_lookups=lengths_U[:num_hot].sum(),
-            longest_bag=max((key.longest for key in known), default=0),
             longest_row=longest_row,
         )
+        return found, by_row_K
 
     def _any_outside(self, rows_K: torch.Tensor, sizes_F: Sequence[int]) -> torch.Tensor:
         """Whether an id is outside its table, int64 ()."""
@@ -196,4 +209,31 @@ class GroupRouter:
             lengths=lengths.index_select(0, self._kept_T).int(),
             stride=1,
             length_per_key=[lengths_here[at] for at in self._kept],
+        )
+
+
+class SequenceRouter(GroupRouter):
+    """The same for columns that are not pooled.
+
+    Args:
+        columns: See ``GroupRouter``.
+        partition: See ``GroupRouter``.
+        need_indices: Whether the output contains the ids.
+    """
+
+    def __init__(
+        self, columns: Sequence[Column], partition: Partition, *, need_indices: bool
+    ) -> None:
+        super().__init__(columns, partition)
+        self._need_indices = need_indices
+
+    @torch.no_grad()
+    def route(self, features: KeyedJaggedTensor, known: Sequence[KeyLengths]) -> RoutedRows:
+        found, by_row_K = self._find_rows(features, known)
+        return RoutedSequences(
+            **vars(found),
+            by_row_K=by_row_K,
+            lengths_FB=features.lengths().view(len(self.columns), features.stride()),
+            ids_K=features.values() if self._need_indices else None,
+            num_ids_F=[key.num_ids for key in known],
         )

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from hotrec.routing.features import RoutedGroup, hot_rows
+from hotrec.routing.features import RoutedRows, hot_rows
 from hotrec.routing.group import GroupRouter
 from hotrec.routing.sorting import find_runs, sort_keys
 from hotrec.runtime.ranks import rank, world_size
@@ -86,7 +86,7 @@ class Popularity:
         self._key_of_slot = {t: keys.to(self._device) for t, keys in self.hot_keys.items()}
 
     @torch.no_grad()
-    def add(self, routed: RoutedGroup) -> None:
+    def add(self, routed: RoutedRows) -> None:
         """Count the lookups of a batch, without waiting for the device."""
         parts = routed.rows.values().split(routed.rows.length_per_key())
         num_hot = len(self._hot_tables)
@@ -98,7 +98,7 @@ class Popularity:
             rows + self.begins[table]
             for table, rows in zip(self._cold_tables, parts[num_hot:], strict=True)
         ]
-        num_ids = routed.bags_K.new_full((1,), routed.bags_K.numel())
+        num_ids = routed.positions_K.new_full((1,), routed.positions_K.numel())
         lookups_U = torch.cat([routed.row_offsets_U, num_ids]).diff()
         self._pending.append((torch.cat(keys), lookups_U))
         self._num_pending += lookups_U.numel()

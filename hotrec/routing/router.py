@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -17,7 +19,7 @@ from hotrec.routing.checks import (
     select_features,
 )
 from hotrec.routing.features import Column, RoutedFeatures, copy_to, find_means, hot_rows
-from hotrec.routing.group import GroupRouter
+from hotrec.routing.group import GroupRouter, SequenceRouter
 from hotrec.runtime.traffic import number_rows
 from hotrec.types import Partition
 
@@ -26,7 +28,8 @@ class Router:
     """Routes the features of a batch; picklable for loader workers.
 
     Per-sample weights are required if ``is_weighted`` is True, ignored if False, and None uses them
-    if present; ``pooled_by_dim`` are the columns that are pooled on their tables' owners.
+    if present; ``pooled_by_dim`` are the columns that are pooled on their tables' owners. If
+    ``need_indices`` is not None, no column is pooled, and the output contains the ids or not.
     """
 
     def __init__(
@@ -35,13 +38,24 @@ class Router:
         partition: Partition,
         is_weighted: bool | None = None,
         pooled_by_dim: Mapping[int, Sequence[Column]] | None = None,
+        *,
+        need_indices: bool | None = None,
     ) -> None:
-        self.groups = {
-            dim: GroupRouter(columns, partition) for dim, columns in columns_by_dim.items()
+        make: Any = GroupRouter
+        if need_indices is not None:
+            make = partial(SequenceRouter, need_indices=need_indices)
+        self.groups: dict[int, GroupRouter] = {
+            dim: make(columns, partition) for dim, columns in columns_by_dim.items()
         }
         self.pooled = PooledRouter(pooled_by_dim, partition) if pooled_by_dim else None
         self.is_weighted = is_weighted
-        all_columns = (dict(columns_by_dim), dict(pooled_by_dim or {}), is_weighted)
+        all_columns: tuple[Any, ...] = (
+            dict(columns_by_dim),
+            dict(pooled_by_dim or {}),
+            is_weighted,
+        )
+        if need_indices is not None:
+            all_columns += (need_indices,)
         self._columns_fingerprint = zlib.crc32(repr(all_columns).encode())
         self.fingerprint = self._fingerprint_of(partition)
 
@@ -67,7 +81,17 @@ class Router:
         return moved
 
     def __call__(self, features: KeyedJaggedTensor) -> RoutedFeatures:
-        """Check and route a batch."""
+        """Check and route a batch.
+
+        Raises:
+            TypeError: if it is not a ``KeyedJaggedTensor``.
+            ValueError: if it cannot be looked up.
+        """
+        if not isinstance(features, KeyedJaggedTensor):
+            raise TypeError(
+                f"features: expected a KeyedJaggedTensor, got {type(features).__name__}. Convert "
+                "it before the collection is called."
+            )
         known = check_lengths(features)
         features = KeyedJaggedTensor(
             keys=features.keys(),

@@ -19,7 +19,7 @@ from hotrec.embedding.relay import Relay
 from hotrec.embedding.row_exchange import ShardedRows
 from hotrec.embedding.slots import TooFewSlotsError
 from hotrec.embedding.update_rules import RowSums
-from hotrec.routing.features import RoutedFeatures, RoutedGroup
+from hotrec.routing.features import RoutedFeatures, RoutedRows
 from hotrec.runtime.comm_thread import CommunicationFuture, HostInts, ints_on, record_use
 from hotrec.runtime.stages import named_range
 from hotrec.runtime.watchdog import COMMUNICATION, enter
@@ -52,7 +52,7 @@ class PrefetchedBatch:
     number: int  # the same on all ranks
     features: list[Any]  # that each collection is called with
     routed: list[RoutedFeatures]  # by collection
-    groups: list[RoutedGroup]
+    groups: list[RoutedRows]
     will_update: bool
     is_all_hot: bool  # whether no rank's batch reads a cold row
     num_hot: list[int]  # distinct hot rows of each group

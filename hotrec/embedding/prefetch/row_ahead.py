@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from hotrec.embedding.hot_reduce import HotReducer, SparseGradient
 from hotrec.embedding.hot_rows import HotReplicas
-from hotrec.embedding.pooling import pool_rows
+from hotrec.embedding.pooling import output_rows
 from hotrec.embedding.prefetch.exchange import ColdExchange, Gradients, PrefetchedBatch
-from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
+from hotrec.embedding.sharding import ShardedHotColdCollection
 from hotrec.embedding.tables import sharded_collections
 from hotrec.routing.features import RoutedFeatures
 from hotrec.routing.split import samples_reading, select_samples
@@ -88,8 +87,8 @@ class RowsAhead:
         self._collections = [collection for _, collection in sharded_collections(model)]
         if not self._collections:
             raise ValueError(
-                "pipeline look_ahead: expected a model with a HotColdEmbeddingBagCollection, got "
-                "none. Choose a hot/cold placement, or pipeline=sparse_dist."
+                "pipeline look_ahead: expected a model with a hot/cold collection, got none. "
+                "Choose a hot/cold placement, or pipeline=sparse_dist."
             )
         if not 0 <= depth <= MAX_DEPTH:
             raise ValueError(f"pipeline.depth: expected 0..{MAX_DEPTH}, got {depth}.")
@@ -149,7 +148,7 @@ class RowsAhead:
     def feature_names(self) -> list[set[str]]:
         """The names of the features that each collection reads."""
         return [
-            {name for table in collection.embedding_bag_configs() for name in table.feature_names}
+            {name for table in collection.tables for name in table.feature_names}
             for collection in self._collections
         ]
 
@@ -295,13 +294,11 @@ class RowsAhead:
             torch.index_select(replica.rows, 0, slots, out=rows_UD)
         mark("row_lookup")
 
-    def _make_forward(
-        self, collection: ShardedHotColdEmbeddingBagCollection
-    ) -> Callable[..., KeyedTensor]:
+    def _make_forward(self, collection: ShardedHotColdCollection[Any]) -> Callable[..., Any]:
         at = self._collections.index(collection)
         first = self._first_group[at]
 
-        def forward(features: Any) -> KeyedTensor:
+        def forward(features: Any) -> Any:
             part = self._part
             if part is None or features is not part.features[at]:
                 if collection.training and torch.is_grad_enabled():
@@ -311,23 +308,23 @@ class RowsAhead:
                         'features, or use pipeline="base".'
                     )
                 self.drain()
-                evaluated: KeyedTensor = type(collection).forward(collection, features)
-                return evaluated
+                return type(collection).forward(collection, features)
             routed = part.routed[at]
             mark("dense")
-            pooled = []
+            parts = []
             for index, (columns, group) in enumerate(
                 zip(collection.layout.groups.values(), routed.groups, strict=True)
             ):
                 with named_range("pool"):
-                    pooled.append(pool_rows(self._leaves[first + index], group, len(columns)))
+                    leaf = self._leaves[first + index]
+                    parts.append(output_rows(leaf, group, len(columns)))
                 mark("pool")
             from_torchrec = None
             if collection.pooled is not None:
                 finish_others()
                 from_torchrec = collection.pooled.look_up(routed.pooled)
                 mark("rows_exchange")
-            return collection.layout.assemble(pooled, from_torchrec)
+            return collection.layout.assemble(parts, routed, from_torchrec)
 
         return forward
 

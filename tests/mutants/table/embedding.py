@@ -24,6 +24,22 @@ MUTANTS = [
         "unit/embedding/test_collection.py::test_unsharded_equals_embedding_bag_collection",
     ),
     mutant(
+        "rows.sequence_gradients",
+        "The gradient of a row of a sequence is the sum over the ids that read it.",
+        "hotrec/embedding/pooling.py",
+        "grads[0].contiguous(), routed.by_row_K,",
+        "grads[0].contiguous(), routed.by_row_K.flip(0),",
+        "unit/embedding/test_sequences.py::test_unsharded_equals_embedding_collection",
+    ),
+    mutant(
+        "rows.sequence_order",
+        "The output of a collection of sequences has TorchRec's keys in TorchRec's order.",
+        "hotrec/embedding/collection.py",
+        "return {name: found[name] for name in self.names}",
+        "return dict(sorted(found.items()))",
+        "unit/embedding/test_sequences.py::test_unsharded_equals_embedding_collection",
+    ),
+    mutant(
         "rows.long_bags_in_pieces",
         "Bags that are cut into pieces, as on a GPU, have the sums of whole ones.",
         "hotrec/embedding/pooling.py",

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.embedding.pooling import pool_rows
-from hotrec.routing.features import Column, RoutedFeatures
+from hotrec.embedding.pooling import output_rows, pool_rows
+from hotrec.routing.features import Column, RoutedSequences
 from hotrec.routing.router import Router
 from hotrec.routing.split import samples_reading, select_samples
 from hotrec.types import Partition
@@ -19,18 +19,17 @@ COLUMNS = {
 PARTITION = Partition({"a": 6, "b": 3}, {"a": np.array([4, 1]), "b": np.array([0])})
 
 
-def _routed(rng: np.random.Generator, batch_size: int, *, weighted: bool) -> RoutedFeatures:
+def _features(rng: np.random.Generator, batch_size: int, *, weighted: bool) -> KeyedJaggedTensor:
     lengths = rng.integers(0, 4, 3 * batch_size)
     limits = np.repeat([6, 6, 3], batch_size)
     ids = [rng.integers(0, limit, n) for n, limit in zip(lengths, limits, strict=True)]
     values = np.concatenate([*ids, np.empty(0, np.int64)]).astype(np.int64)
-    features = KeyedJaggedTensor(
+    return KeyedJaggedTensor(
         keys=["f0", "f1", "g"],
         values=torch.from_numpy(values),
         lengths=torch.from_numpy(lengths.astype(np.int32)),
         weights=torch.from_numpy(rng.uniform(0.5, 2, values.size)) if weighted else None,
     )
-    return Router(COLUMNS, PARTITION)(features)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -38,7 +37,7 @@ def _routed(rng: np.random.Generator, batch_size: int, *, weighted: bool) -> Rou
 def test_parts_pool_as_the_whole_does_both_ways(batch_size: int, weighted: bool) -> None:
     rng = np.random.default_rng(batch_size)
     for _ in range(20):
-        routed = _routed(rng, batch_size, weighted=weighted)
+        routed = Router(COLUMNS, PARTITION)(_features(rng, batch_size, weighted=weighted))
         num_rows = routed.groups[0].rows.values().numel()
         rows = torch.randn(num_rows, 4, requires_grad=True)
         whole = pool_rows(rows, routed.groups[0], 3)
@@ -70,3 +69,47 @@ def test_samples_that_read_a_row_are_found() -> None:
     assert samples_reading(routed, [~is_cold]).tolist() == [False, True, True]
     part = select_samples(routed, torch.tensor([1]), [int((~is_cold).sum())])
     assert int(part.groups[0].num_hot_lookups) == 1
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 9])
+def test_parts_of_sequences_are_the_samples_of_the_whole_both_ways(batch_size: int) -> None:
+    rng = np.random.default_rng(batch_size)
+    for _ in range(20):
+        features = _features(rng, batch_size, weighted=False)
+        routed = Router(COLUMNS, PARTITION, need_indices=True)(features)
+        whole = routed.groups[0]
+        assert isinstance(whole, RoutedSequences)
+        rows = torch.randn(whole.rows.values().numel(), 4, requires_grad=True)
+        copies = output_rows(rows, whole, 3)
+        upstream = torch.randn_like(copies)
+        (expected,) = torch.autograd.grad(copies, rows, upstream)
+        lengths_FB = features.lengths().view(3, batch_size)
+        sample_K = torch.repeat_interleave(torch.arange(batch_size).repeat(3), lengths_FB.view(-1))
+        is_first = torch.from_numpy(rng.integers(0, 2, batch_size).astype(bool))
+        total = torch.zeros_like(rows)
+        for chosen in (is_first, ~is_first):
+            part = select_samples(routed, chosen.nonzero()[:, 0], [3]).groups[0]
+            assert isinstance(part, RoutedSequences)
+            kept = chosen[sample_K]
+            found = output_rows(rows, part, 3)
+            assert torch.equal(found, copies[kept])
+            assert torch.equal(part.lengths_FB, lengths_FB[:, chosen])
+            assert part.num_ids_F == part.lengths_FB.sum(1).tolist()
+            assert part.ids_K is not None
+            assert torch.equal(part.ids_K, features.values()[kept])
+            assert int(part.num_hot_lookups) == int((part.positions_K < 3).sum())
+            total += torch.autograd.grad(found, rows, upstream[kept])[0]
+        torch.testing.assert_close(total, expected)
+
+
+def test_samples_whose_sequences_have_a_row_are_found() -> None:
+    features = KeyedJaggedTensor(
+        keys=["f0", "f1", "g"],
+        values=torch.tensor([0, 4, 2, 1, 2]),
+        lengths=torch.tensor([1, 0, 2, 0, 1, 0, 0, 0, 1], dtype=torch.int32),
+    )
+    routed = Router(COLUMNS, PARTITION, need_indices=False)(features)
+    rows = routed.groups[0].rows
+    is_cold = torch.arange(rows.values().numel()) >= int(rows.lengths()[:2].sum())
+    assert samples_reading(routed, [is_cold]).tolist() == [True, False, True]
+    assert samples_reading(routed, [~is_cold]).tolist() == [False, True, True]
