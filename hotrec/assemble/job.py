@@ -45,6 +45,7 @@ from hotrec.config.groups import (
 from hotrec.config.roots import Config, Device, TrainerConfig
 from hotrec.data.chunks import Dataset
 from hotrec.data.encode import tables_of_row_numbers
+from hotrec.data.groups import GroupBy, group_by_of
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.plain import Architecture
 from hotrec.models.shape import attention_places
@@ -91,6 +92,7 @@ class Job:
         model: The settings of the model, which a checkpoint must agree with.
         eval_splits: Splits to evaluate.
         eval_batch_size: Samples of a rank's batch in evaluations, of days ahead too.
+        group_by: The groups of the samples in evaluations; None for none.
         max_steps: Upper bound on steps; None for none.
         new_only: Whether to skip samples that the run of a warm start has already read.
         adaptation: How the hot rows follow the data; None if they do not.
@@ -113,6 +115,7 @@ class Job:
     model: Mapping[str, Any]
     eval_splits: tuple[str, ...]
     eval_batch_size: int
+    group_by: GroupBy | None
     max_steps: int | None
     new_only: bool
     adaptation: Adaptation | None
@@ -177,6 +180,7 @@ def make_job(config: Config, run_dir: Path, dataset: Dataset) -> Job:
         model=_plain_values(dict(sorted(vars(config.model).items()))),
         eval_splits=tuple(trainer.eval_splits),
         eval_batch_size=trainer.eval_batch_size,
+        group_by=group_by_of(dataset, trainer.eval_group_by),
         max_steps=trainer.max_steps,
         new_only=isinstance(order, TimeOrder) and order.new_only,
         adaptation=adaptation_of(config.placement),

@@ -131,6 +131,11 @@ class TrainerConfig:
     eval_every_steps: int = key(
         "steps between evaluations of the first split; 0: only at the end", 0, ge=0
     )
+    eval_group_by: str | None = key(
+        "categorical column, such as that of the user, in whose groups of samples the AUC is also "
+        "measured and averaged (GAUC); null: none",
+        None,
+    )
     save_every_steps: int = key("steps between checkpoints; 0: not by steps", 0, ge=0)
     save_every_s: float = key(
         "seconds between checkpoints by rank 0's clock, which is read at each check-up "

@@ -28,6 +28,8 @@ class Batch(Pipelineable):
             gradients is the gradient of the mean loss, also when ranks hold unequal shares.
         is_all_hot: Whether it is known that every id of this step is a hot row on every rank, so
             that no cold rows are exchanged.
+        groups: Int64 (B,), the group of each sample, see ``hotrec.data.groups``; None without. It
+            stays on the host.
     """
 
     dense: torch.Tensor
@@ -36,6 +38,7 @@ class Batch(Pipelineable):
     weights: torch.Tensor
     num_global_samples: int
     is_all_hot: bool = False
+    groups: torch.Tensor | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         return self._map(lambda values: values.to(device, non_blocking=non_blocking))

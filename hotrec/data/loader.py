@@ -31,6 +31,7 @@ from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
 from hotrec.data.days import days_of
 from hotrec.data.gather import Gathered, Gatherer, select_bags
+from hotrec.data.groups import GroupBy
 from hotrec.data.locality import Assign
 from hotrec.data.order import GlobalBatch, SampleOrder, StepSequence, num_steps_of, select_pieces
 from hotrec.data.packing import Packed, pack
@@ -200,6 +201,10 @@ class Loader(DataLoader[Batch]):
         super().__init__(batches, **settings)
         self._num_taken = 0
 
+    def add_groups(self, group_by: GroupBy | None) -> None:
+        """Give each batch the groups of its samples; before the first iteration."""
+        self.dataset.group_by = group_by
+
     def state_dict(self) -> dict[str, Any]:
         """The position before the next batch, in JSON values; the same on every rank."""
         num_samples = self.dataset.steps.samples_before(self._num_taken)
@@ -317,6 +322,7 @@ class Batches(IterableDataset[Batch]):
     transform: Transform | None
     assign: Assign | None
     is_all_hot: bool
+    group_by: GroupBy | None = None
 
     def __iter__(self) -> BatchIterator:
         info = get_worker_info()
@@ -344,7 +350,7 @@ class BatchIterator(Iterator[Batch]):
         return batch
 
     def _build(self, drawn: GlobalBatch) -> Batch:
-        schema = self._batches.gatherer.schema
+        schema, group_by = self._batches.gatherer.schema, self._batches.group_by
         gathered, num_labels = self._gather(drawn), len(schema.labels)
         if gathered is None:
             # One sample with empty bags, for a rank without samples in an epoch's last step.
@@ -371,6 +377,7 @@ class BatchIterator(Iterator[Batch]):
             weights=torch.from_numpy(weight),
             num_global_samples=drawn.num_samples,
             is_all_hot=self._batches.is_all_hot,
+            groups=None if group_by is None else group_by.groups_of(sparse),
         )
 
     def _gather(self, drawn: GlobalBatch) -> Gathered | None:

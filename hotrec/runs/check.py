@@ -24,6 +24,7 @@ from hotrec.config.groups import AllColdPlacement, TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.data.chunks import Dataset
+from hotrec.data.groups import group_by_of
 from hotrec.embedding.fused import check_optimizer
 from hotrec.planner.counted import num_overridden
 from hotrec.train.callbacks import import_callback
@@ -77,6 +78,7 @@ def check_with_data(config: Config, dataset: Dataset, *, world_size: int) -> int
         schedule_of(config.optimizer.schedule, steps)
     check_order(order, dataset)
     check_splits(trainer.eval_splits, dataset)
+    group_by_of(dataset, trainer.eval_group_by)
     label_weights_of(trainer, dataset.schema)
     architecture_of(config.model, dataset.schema)
     num_rows = {table.name: table.num_rows for table in dataset.schema.tables}

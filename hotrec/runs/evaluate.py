@@ -97,6 +97,7 @@ def evaluate_run(
             pin_memory=ranks.device.type == "cuda",
         )
     )
+    batches.add_groups(job.group_by)
     with trainable.pipeline() as pipeline:
         quality = evaluate(pipeline, batches)
     auc = "none" if quality.auc is None else f"{quality.auc:.5f}"

@@ -565,6 +565,7 @@ def _make_eval_loader(
         by_day=by_day_from is not None,
         pin_memory=ranks.device.type == "cuda",
     )
+    loader.add_groups(job.group_by)
     if by_day_from is not None:
         loader.load_state_dict({**loader.state_dict(), "num_samples": by_day_from})
     return loader

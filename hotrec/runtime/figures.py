@@ -97,6 +97,8 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
         Figure("auc", "AUC", _quality, _first, _more, from_line=True, in_sweep=True),
         Figure("log_loss", "Log loss", _quality, _first, _less, from_line=True, in_sweep=True),
         Figure("normalized_entropy", "Normalized entropy", _quality, _first, _less, from_line=True),
+        Figure("gauc", "GAUC", _quality, _first, _more, from_line=True),
+        Figure("gauc_samples_frac", "Samples that count in the GAUC", _frac, from_line=True),
         Figure("num_eval_samples", "Samples evaluated", _count, _sum),
         Figure("eval_step", "Step of the model evaluated", _count),
         Figure("best_step", "Step of the best model, by the first split", _count),
@@ -189,6 +191,7 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
     "Quality by label": (
         Figure("auc_by_label", "AUC of {}", _quality, _first, _more, parts="label"),
         Figure("log_loss_by_label", "Log loss of {}", _quality, _first, _less, parts="label"),
+        Figure("gauc_by_label", "GAUC of {}", _quality, _first, _more, parts="label"),
     ),
     "Tables by kind, the rank with most": (
         Figure("device_bytes_by_kind", "{} on the device", _bytes, _max, parts="kind"),

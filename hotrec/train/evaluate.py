@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any
 
@@ -19,10 +19,12 @@ from hotrec.models.task import ClickTask
 from hotrec.runtime import watchdog
 from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import all_gather_object, broadcast_object, rank, same_verdict, world_size
+from hotrec.train.group_auc import measure_group_auc
 from hotrec.train.pipelines import Pipeline
 from hotrec.train.signals import signals_held_back
 
 Floats = npt.NDArray[np.floating[Any]]
+Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Quality:
         by_label: with several labels, the quality of each. The log loss is then the weighted sum
             that is trained, the normalised entropy its ratio to that of predicting the rates, and
             the AUC the weighted mean.
+        further: figures that are measured only on request, by key: gauc and gauc_samples_frac.
     """
 
     auc: float | None
@@ -45,18 +48,20 @@ class Quality:
     normalized_entropy: float | None
     num_samples: int
     by_label: Mapping[str, Quality] = field(default_factory=dict)
+    further: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The figures; ``by_label`` only with several labels."""
-        document = asdict(self)
-        if not self.by_label:
-            del document["by_label"]
+        document = {name: getattr(self, name) for name in (*QUALITIES, "num_samples")}
+        document |= self.further
+        if self.by_label:
+            document["by_label"] = {name: of.to_json() for name, of in self.by_label.items()}
         return document
 
 
-# The figures of a quality.
+# The figures of every quality.
 QUALITIES = tuple(
-    item.name for item in fields(Quality) if item.name not in ("num_samples", "by_label")
+    item.name for item in fields(Quality) if item.name not in ("num_samples", "by_label", "further")
 )
 
 
@@ -65,6 +70,7 @@ def measure_all(
     labels: Floats,
     weights: Floats | None = None,
     label_weights: Mapping[str, float] | None = None,
+    groups: Rows | None = None,
 ) -> Quality:
     """Measure the quality of all predictions of a split, of one label or several.
 
@@ -73,6 +79,7 @@ def measure_all(
         labels: (S,) or (S, L).
         weights: (S,), weights of the samples; None or all 1 without.
         label_weights: Weight of each of several labels in the loss; None for one label.
+        groups: (S,), see ``measure_quality``.
 
     Raises:
         ValueError: as ``measure_quality``.
@@ -80,39 +87,60 @@ def measure_all(
     if weights is not None:
         is_used = weights > 0
         logits, labels, weights = logits[is_used], labels[is_used], weights[is_used]
+        groups = None if groups is None else groups[is_used]
         if (weights == 1).all():
             weights = None
     if not label_weights or logits.size == 0:
-        return measure_quality(logits, labels, weights)
+        return measure_quality(logits, labels, weights, groups)
     of = {
-        name: measure_quality(logits[:, label], labels[:, label], weights)
+        name: measure_quality(logits[:, label], labels[:, label], weights, groups)
         for label, name in enumerate(label_weights)
     }
-    total = sum(label_weights.values())
-    aucs = [label_weights[name] * found.auc for name, found in of.items() if found.auc is not None]
     loss = sum(label_weights[name] * found.log_loss for name, found in of.items())
-    has_all = len(aucs) == len(of) and total > 0
+    auc = _mean_of_labels({name: found.auc for name, found in of.items()}, label_weights)
+    has_all = auc is not None
     entropy = sum(
         label_weights[name] * found.log_loss / found.normalized_entropy
         for name, found in of.items()
         if found.normalized_entropy
     )
     return Quality(
-        auc=sum(aucs) / total if has_all else None,
+        auc=auc,
         log_loss=loss,
         normalized_entropy=loss / entropy if has_all else None,
         num_samples=len(logits),
         by_label=of,
+        further={
+            key: _mean_of_labels(
+                {name: found.further[key] for name, found in of.items()}, label_weights
+            )
+            for key in next(iter(of.values())).further
+        },
     )
 
 
-def measure_quality(logits: Floats, labels: Floats, weights: Floats | None = None) -> Quality:
+def _mean_of_labels(
+    values: Mapping[str, float | None], label_weights: Mapping[str, float]
+) -> float | None:
+    """The weighted mean; None if a label has no value, or all weights are 0."""
+    known = [label_weights[name] * value for name, value in values.items() if value is not None]
+    total = sum(label_weights.values())
+    return sum(known) / total if len(known) == len(values) and total > 0 else None
+
+
+def measure_quality(
+    logits: Floats,
+    labels: Floats,
+    weights: Floats | None = None,
+    groups: Rows | None = None,
+) -> Quality:
     """Measure the quality of all predictions of one label.
 
     Args:
         logits: (S,), log odds of a click, finite.
         labels: (S,), 0 or 1.
         weights: (S,), above 0; all means are weighted by them. None for none.
+        groups: (S,), int64, the groups of ``measure_group_auc``; None measures no GAUC.
 
     Raises:
         ValueError: if there is no sample, a logit is not finite, or a label is neither 0 nor 1.
@@ -134,12 +162,17 @@ def measure_quality(logits: Floats, labels: Floats, weights: Floats | None = Non
     log_loss = measure_log_loss(logits, labels, weights)
     rate = float(is_click.mean() if weights is None else np.average(is_click, weights=weights))
     has_both = 0.0 < rate < 1.0
+    further: dict[str, Any] = {}
+    if groups is not None:
+        grouped = measure_group_auc(logits, is_click, groups, weights)
+        further = {"gauc": grouped.gauc, "gauc_samples_frac": grouped.samples_frac}
     base_entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)) if has_both else 0.0
     return Quality(
         auc=measure_auc(logits, is_click, weights) if has_both else None,
         log_loss=log_loss,
         normalized_entropy=float(log_loss / base_entropy) if has_both else None,
         num_samples=int(logits.size),
+        further=further,
     )
 
 
@@ -189,8 +222,8 @@ def evaluate(pipeline: Pipeline, batches: Iterable[Batch], *, step: int | None =
     def measure() -> Quality | None:
         if parts is None:
             return None
-        logits, labels, weights = map(np.concatenate, zip(*parts, strict=True))
-        return measure_all(logits, labels, weights, label_weights)
+        logits, labels, weights, *groups = map(np.concatenate, zip(*parts, strict=True))
+        return measure_all(logits, labels, weights, label_weights, *groups)
 
     return broadcast_object(same_verdict(measure))  # type: ignore[return-value]
 
@@ -214,23 +247,25 @@ def _start(batches: Iterable[Batch]) -> Iterator[Batch]:
         return iter(batches)
 
 
-# Logits and labels, float32 (S,) or (S, L), and weights (S,).
-Predictions = tuple[np.ndarray, np.ndarray, np.ndarray]
+# Logits and labels, float32 (S,) or (S, L), weights (S,), and if batches have groups, int64 (S,).
+Predictions = tuple[np.ndarray, ...]
 
 
 def _predict(
     pipeline: Pipeline, iterator: Iterator[Batch], step: int | None, bar: Progress
 ) -> Predictions:
     """The predictions of this rank on the host, without padding."""
-    held: deque[torch.Tensor] = deque()  # weights of the batches in the pipeline
+    # Weights, and groups if there are any, of the batches in the pipeline.
+    held: deque[list[torch.Tensor]] = deque()
 
-    def remember_weights() -> Iterator[Batch]:
+    def remember() -> Iterator[Batch]:
         for batch in iterator:
-            held.append(batch.weights.clone())
+            parts = [batch.weights, batch.groups]
+            held.append([part.clone() for part in parts if part is not None])
             yield batch
 
     pipeline.start()
-    remembered = remember_weights()
+    remembered = remember()
     first = next(remembered, None)
     if first is None:
         nothing = np.empty(0, np.float32)
@@ -238,18 +273,15 @@ def _predict(
     batches = chain([first], remembered)
     # On the device until all are computed: a copy of each to the host would wait for its batch.
     # Labels and weights are cloned, since views would keep the memory of the whole batch.
-    logits, labels, weights = [], [], []
+    parts: list[list[torch.Tensor]] = []
     while held:  # one for every batch that is not computed yet
         watchdog.enter(watchdog.MAIN, watchdog.EVALUATION, step)
         _, logits_B, labels_B = pipeline.progress(batches)
-        logits.append(logits_B.float())
-        labels.append(labels_B.float().clone())
-        weights.append(held.popleft())
+        parts.append([logits_B.float(), labels_B.float().clone(), *held.popleft()])
         bar.update()
-    weights_S = torch.cat(weights).cpu()
-    is_sample = weights_S > 0
-    found = [torch.cat(part).cpu()[is_sample].numpy() for part in (logits, labels)]
-    return found[0], found[1], weights_S[is_sample].numpy()
+    found = [torch.cat(list(of_batches)).cpu() for of_batches in zip(*parts, strict=True)]
+    is_sample = found[2] > 0
+    return tuple(part[is_sample].numpy() for part in found)
 
 
 def _gather_on_first(predictions: Predictions) -> list[Predictions] | None:

@@ -355,7 +355,8 @@ class Metrics:
         split = list(of_splits)[-1] if of_splits else None
         reported = of_splits[split] if split is not None else {}
         return {
-            **{name: reported.get(name) for name in QUALITIES},
+            **dict.fromkeys(QUALITIES),
+            **{k: value for k, value in reported.items() if k not in ("num_samples", "by_label")},
             **_by_label(reported.get("by_label", {})),
             "eval_split": split,
             "eval_step": step,
@@ -369,8 +370,8 @@ def _by_label(of_labels: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
     """Figures of several labels, as far as known; empty with one label."""
     return {
         key: {label: of[name] for label, of in of_labels.items() if of[name] is not None}
-        for name in QUALITIES
-        if of_labels and (key := f"{name}_by_label") in FIGURES
+        for name in next(iter(of_labels.values()), {})
+        if (key := f"{name}_by_label") in FIGURES
     }
 
 

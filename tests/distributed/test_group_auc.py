@@ -1,0 +1,89 @@
+"""GAUC over ranks: groups whose samples lie on several, and ranks without any sample."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hotrec.cli.store import build_config, compose_config, read_config
+from hotrec.config.data import SyntheticSpec
+from hotrec.config.roots import Config, EvaluateConfig
+from hotrec.data.synthetic import write_synthetic
+from hotrec.runs.evaluate import evaluate_run
+from hotrec.runs.train import run_training
+from hotrec.runtime.ranks import Ranks, all_gather_object
+from hotrec.train.evaluate import Quality, evaluate
+from hotrec.train.pipelines import make_pipeline
+from hotrec.types import PipelineKind, PipelineSpec
+from tests.distributed.setups import this_rank
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import build_tiny, tiny_batch
+from tests.unit.train.test_group_auc import by_groups
+
+
+def evaluate_spread_groups() -> None:
+    """Rank 1 has fewer samples, and the last rank none but padding."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    padding = [9, 9] if rank == last > 0 else [0, 4 * rank]
+    rng = torch.Generator().manual_seed(rank)
+    batches = [
+        replace(
+            tiny_batch(10 * rank + seed, 9, num_padding=num_padding),
+            groups=torch.randint(-1, 4, (9,), generator=rng),
+        )
+        for seed, num_padding in enumerate(padding)
+    ]
+    model, optimizer = build_tiny()
+    with torch.no_grad():
+        outputs = [model.eval()(batch)[1] for batch in batches]
+    mine = [
+        (logits[batch.weights > 0], labels[batch.weights > 0], batch.groups[batch.weights > 0])
+        for (_, logits, labels), batch in zip(outputs, batches, strict=True)
+    ]
+    parts = [part for of_rank in all_gather_object(mine) for part in of_rank]
+    logits, labels, groups = (torch.cat(of).numpy() for of in zip(*parts, strict=True))
+    expected = by_groups(logits, labels == 1, groups)
+    pipeline = make_pipeline(
+        PipelineSpec(PipelineKind.sparse_dist), model, optimizer, torch.device("cpu")
+    )
+    quality = evaluate(pipeline, batches)
+    assert expected.gauc is not None
+    assert quality.further["gauc"] == pytest.approx(expected.gauc, rel=1e-12)
+    assert quality.further["gauc_samples_frac"] == pytest.approx(expected.samples_frac, rel=1e-12)
+    assert quality.num_samples == len(logits)
+    assert len(set(all_gather_object(quality.further["gauc"]))) == 1
+
+
+def evaluate_trained(folder: Path) -> Quality:
+    trained = read_config(folder / "run/config.yaml", Config)
+    config = EvaluateConfig(split="valid", num_workers=0)
+    return evaluate_run(config, trained, folder / "run", this_rank()).quality
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_groups_spread_over_ranks_are_measured_whole(world_size: int) -> None:
+    run_ranks(evaluate_spread_groups, world_size=world_size)
+
+
+def test_any_number_of_ranks_evaluates_a_run_alike(tmp_path: Path, one_rank: Ranks) -> None:
+    """Rank 2 has no sample in the last of nine steps."""
+    spec = SyntheticSpec([60, 20], num_dense=2, num_train=300, num_valid=98, num_test=0)
+    write_synthetic(spec, tmp_path / "dataset")
+    words = [
+        *("data=synthetic", f"paths.dataset={tmp_path}/dataset", "placement=torchrec"),
+        *("model.embedding_dim=4", "model.dense_layer_sizes=[4]", "model.over_layer_sizes=[4,1]"),
+        *("trainer.batch_size=32", "trainer.eval_batch_size=4", "trainer.num_workers=0"),
+        *("trainer.eval_group_by=c0", "trainer.eval_splits=[valid]"),
+    ]
+    config = build_config(compose_config("config", words))
+    (tmp_path / "run").mkdir()
+    summary = run_training(config, tmp_path / "run", one_rank).summary
+    for quality in run_ranks(evaluate_trained, world_size=3, folder=tmp_path):
+        assert quality.num_samples == 98
+        assert quality.further["gauc"] == pytest.approx(summary["gauc"], abs=1e-6)
+        assert quality.further["gauc_samples_frac"] == summary["gauc_samples_frac"] > 0.5
+    assert summary["quality"]["valid"]["gauc"] == summary["gauc"] != summary["auc"]
