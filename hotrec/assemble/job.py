@@ -170,7 +170,12 @@ def make_job(config: Config, run_dir: Path, dataset: Dataset) -> Job:
         )
     best = None
     if trainer.early_stop_patience is not None or trainer.keeps_best:
-        best = partial(BestQuality, trainer.early_stop_patience, is_kept=trainer.keeps_best)
+        best = partial(
+            BestQuality,
+            trainer.early_stop_patience,
+            is_kept=trainer.keeps_best,
+            by=trainer.best_by.name,
+        )
     return Job(
         name=config.run_name,
         dataset_name=config.dataset_name,

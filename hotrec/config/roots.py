@@ -33,6 +33,8 @@ from hotrec.types import (
 )
 
 Device = StrEnum("Device", "auto cpu cuda")
+# Keys of hotrec.runtime.figures that every evaluation has, and one that it has with groups.
+BestBy = StrEnum("BestBy", "log_loss auc gauc")
 ProfileMode = StrEnum("ProfileMode", "exact sample")
 # The stages of `hotrec run` that can be repeated.
 Stage = StrEnum("Stage", "prepare profile calibrate plan train evaluate compare report")
@@ -149,14 +151,19 @@ class TrainerConfig:
         "CPU only",
         False,
     )
+    best_by: BestBy = key(
+        "figure of the first split by which evaluations are compared, for early_stop_patience and "
+        "keep_best: log_loss, auc or gauc",
+        BestBy.log_loss,
+    )
     early_stop_patience: int | None = key(
-        "end the run after this many evaluations (eval_every_steps) in a row without a new "
-        "minimum of the first split's log loss; null: never",
+        "end the run after this many evaluations (eval_every_steps) in a row without a new best "
+        "value of the first split (best_by); null: never",
         None,
         ge=1,
     )
     keep_best: bool | None = key(
-        "also save a checkpoint at each new minimum of the first split's log loss, and evaluate "
+        "also save a checkpoint at each new best value of the first split (best_by), and evaluate "
         "the other splits; the last such checkpoint is kept, reported, evaluated and exported; "
         "null: only with early_stop_patience",
         None,
@@ -239,6 +246,11 @@ class TrainerConfig:
                 f"{self.eval_every_steps} and eval_splits {self.eval_splits}. Set "
                 "trainer.eval_every_steps.",
             )
+        yield (
+            self.best_by is not BestBy.gauc or self.eval_group_by is not None,
+            "best_by: expected log_loss or auc without trainer.eval_group_by, got gauc. Set "
+            "trainer.eval_group_by.",
+        )
         unknown = sorted(set(self.eval_splits) - {"train", "valid", "test"})
         yield not unknown, f"eval_splits: expected some of train, valid and test, got {unknown}."
 

@@ -231,8 +231,7 @@ def _train(job: Job, start: _Start, ranks: Ranks) -> TrainResult:
             if all_hot is None:
                 steps = _count_steps(job, ranks, saved=saved)
         finished = broadcast_object(read_finished(run_dir)) if is_own else None
-        is_over = found["step"] >= steps or _is_stopped_early(job, found)
-        if finished is not None and is_over:
+        if finished is not None and (found["step"] >= steps or _is_stopped_early(job, found)):
             logger.info("%s: already finished with %d steps", run_dir, found["step"])
             return TrainResult(found["step"], is_finished=True, summary=finished)
     alternation = make_alternation(order, all_hot, ranks.world_size)

@@ -234,6 +234,8 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
         Figure("quality", "Quality on each split", _document),
         Figure("last_quality", "Quality after the last step, if another one is kept", _document),
         Figure("best_log_loss", "Log loss of the best model", _quality, _first, _less),
+        Figure("best_auc", "The same with trainer.best_by=auc", _quality, _first, _more),
+        Figure("best_gauc", "The same with trainer.best_by=gauc", _quality, _first, _more),
         Figure("suspicious", "Columns that predict too well", _document),
         Figure("name", "Name of the run", _text),
         Figure("dataset", "Content hash of the dataset", _text),

@@ -7,24 +7,36 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from hotrec.runtime.figures import FIGURES
 from hotrec.train.evaluate import Quality
 
 logger = logging.getLogger(__name__)
 
+LOG_LOSS = "log_loss"
+
+
+def chosen_by(state: Mapping[str, Any]) -> str:
+    """The figure of a saved ``BestQuality``, which earlier versions did not record."""
+    return str(state.get("by", LOG_LOSS))
+
 
 class BestQuality:
-    """The evaluation with the lowest log loss so far: the same on every rank.
+    """The best evaluation so far, by one of its figures: the same on every rank.
 
     Args:
-        patience: Number of consecutive evaluations without a lower loss after which the run ends;
+        patience: Number of consecutive evaluations without a better one after which the run ends;
             None: never.
         is_kept: Whether the checkpoint of the best evaluation is kept.
+        by: Key of the figure, such as log_loss, auc or gauc.
     """
 
-    def __init__(self, patience: int | None = None, *, is_kept: bool = False) -> None:
-        self.patience, self.is_kept = patience, is_kept
+    def __init__(
+        self, patience: int | None = None, *, is_kept: bool = False, by: str = LOG_LOSS
+    ) -> None:
+        self.patience, self.is_kept, self.by = patience, is_kept, by
+        self._sign = -1 if FIGURES[by].better == "more" else 1
         self.step = self._last_step = -1
-        self.loss: float | None = None
+        self.value: float | None = None
         self.of_splits: dict[str, dict[str, Any]] = {}
         """The quality of the kept checkpoint on each split, as JSON values."""
         self._num_worse = 0
@@ -39,20 +51,24 @@ class BestQuality:
         return self.is_kept and self.step == step
 
     def knows(self, step: int) -> bool:
-        """Whether the loss after ``step`` was added."""
+        """Whether the quality after ``step`` was added."""
         return self._last_step == step
 
     def add_quality(self, step: int, quality: Quality) -> None:
-        """Add the quality after ``step``."""
+        """Add the quality after ``step``; one without the figure is no better than any."""
         self._last_step = step
-        if self.loss is None or quality.log_loss < self.loss:
-            self.step, self.loss, self._num_worse = step, quality.log_loss, 0
+        value = quality.to_json()[self.by]
+        if value is not None and (
+            self.value is None or self._sign * value < self._sign * self.value
+        ):
+            self.step, self.value, self._num_worse = step, value, 0
             self.of_splits = {}
             return
         self._num_worse += 1
         if self.must_stop:
-            text = "step %d: log loss %.5f; the best is %.5f after step %d, %d evaluations ago"
-            logger.info(text, step, quality.log_loss, self.loss, self.step, self._num_worse)
+            text = "step %d: %s %s; the best is %s after step %d, %d evaluations ago"
+            found = ("none" if of is None else f"{of:.5f}" for of in (value, self.value))
+            logger.info(text, step, self.by.replace("_", " "), *found, self.step, self._num_worse)
 
     def add_split(self, step: int, split: str, quality: Quality) -> None:
         """Add the quality on a split if ``step`` is the one to keep."""
@@ -62,19 +78,29 @@ class BestQuality:
     def state_dict(self) -> dict[str, Any]:
         return {
             "step": self.step,
-            "loss": self.loss,
+            "loss": self.value,  # as earlier versions name it
             "last_step": self._last_step,
             "num_worse": self._num_worse,
             "of_splits": list(
                 self.of_splits.items()
             ),  # as a list, because a JSON mapping may lose the order
+            **({} if self.by == LOG_LOSS else {"by": self.by}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a saved run."""
+        """Restore the state of a saved run.
+
+        Raises:
+            ValueError: If it is damaged, or its best evaluation was chosen by another figure.
+        """
+        if (saved := chosen_by(state)) != self.by:
+            raise ValueError(
+                f"trainer.best_by: expected {saved}, by which the checkpoint's best evaluation was "
+                f"chosen, got {self.by}. Set trainer.best_by={saved}, or start a new run."
+            )
         self.step, self._last_step = int(state["step"]), int(state["last_step"])
-        self.loss = None if state["loss"] is None else float(state["loss"])
+        self.value = None if state["loss"] is None else float(state["loss"])
         self._num_worse = int(state["num_worse"])
-        if self.loss is not None and not math.isfinite(self.loss):
-            raise ValueError(f"loss {self.loss}")
+        if self.value is not None and not math.isfinite(self.value):
+            raise ValueError(f"{self.by} {self.value}")
         self.of_splits = dict(state.get("of_splits", {}))  # none in earlier versions

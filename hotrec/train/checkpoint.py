@@ -54,7 +54,7 @@ from hotrec.runtime.ranks import (
     shared_scratch,
     world_size,
 )
-from hotrec.train.best import BestQuality
+from hotrec.train.best import BestQuality, chosen_by
 from hotrec.train.run_log import replace_text
 from hotrec.train.spread_rows import gather_spread
 from hotrec.train.tensor_files import (
@@ -726,7 +726,8 @@ def read_facts(
             if not isinstance(content[name], dict):
                 raise TypeError(f"{name} {content[name]!r}")
         if content.get("best") is not None:
-            BestQuality().load_state_dict(content["best"])
+            best = content["best"]
+            BestQuality(by=chosen_by(best)).load_state_dict(best)
     facts = saved if facts is None else facts
     for name in sorted(saved.keys() | facts.keys()):
         if saved.get(name) != facts.get(name):

@@ -348,7 +348,7 @@ class Metrics:
         }
         found: dict[str, Any] = {}
         if best is not None:
-            found = {"best_step": best.step, "best_log_loss": best.loss}
+            found = {"best_step": best.step, f"best_{best.by}": best.value}
             if best.of_splits and best.step != step:
                 found["last_quality"] = {"step": step, **of_splits}
                 of_splits, step = best.of_splits, best.step

@@ -52,6 +52,7 @@ OUT_OF_RANGE = [
         "optimizer.schedule.num_decay_steps=9",
         *("optimizer.schedule.num_decay_steps: expected 0 with decay=constant", "got 9"),
     ),
+    ("trainer.best_by=gauc", "trainer.best_by: expected log_loss or auc without", "got gauc"),
     ("trainer.batch_size=0", "trainer.batch_size: expected a value at least 1, got 0", ""),
     ("optimizer=adam optimizer.beta2=1", "optimizer.beta2: expected a value", "below 1"),
     ("placement=coverage placement.coverage_frac=1.5", "placement.coverage_frac:", "at most 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,11 +78,16 @@ def test_any_number_of_ranks_evaluates_a_run_alike(tmp_path: Path, one_rank: Ran
         *("data=synthetic", f"paths.dataset={tmp_path}/dataset", "placement=torchrec"),
         *("model.embedding_dim=4", "model.dense_layer_sizes=[4]", "model.over_layer_sizes=[4,1]"),
         *("trainer.batch_size=32", "trainer.eval_batch_size=4", "trainer.num_workers=0"),
-        *("trainer.eval_group_by=c0", "trainer.eval_splits=[valid]"),
+        *("trainer.eval_group_by=c0", "trainer.eval_splits=[valid]", "trainer.best_by=gauc"),
+        *("trainer.eval_every_steps=3", "trainer.early_stop_patience=2"),
     ]
     config = build_config(compose_config("config", words))
     (tmp_path / "run").mkdir()
     summary = run_training(config, tmp_path / "run", one_rank).summary
+    lines = map(json.loads, (tmp_path / "run/eval.jsonl").read_text().splitlines())
+    gaucs = {line["step"]: line["gauc"] for line in lines}
+    assert summary["best_gauc"] == summary["gauc"] == max(gaucs.values())
+    assert gaucs[summary["best_step"]] == summary["gauc"]
     for quality in run_ranks(evaluate_trained, world_size=3, folder=tmp_path):
         assert quality.num_samples == 98
         assert quality.further["gauc"] == pytest.approx(summary["gauc"], abs=1e-6)

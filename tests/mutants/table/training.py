@@ -146,6 +146,14 @@ MUTANTS = [
         "unit/train/test_pipeline.py",
     ),
     mutant(
+        "loop.best_by",
+        "By AUC or GAUC the evaluation with the highest value is the best.",
+        "hotrec/train/best.py",
+        'self._sign = -1 if FIGURES[by].better == "more" else 1',
+        "self._sign = 1",
+        "unit/train/test_best.py",
+    ),
+    mutant(
         "eval.auc_ties",
         "Tied pairs count half in the AUC.",
         "hotrec/data/auc.py",

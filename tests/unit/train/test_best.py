@@ -108,6 +108,29 @@ def test_a_lower_loss_starts_the_count_anew(
     assert not (tmp_path / "checkpoints" / BEST).exists()
 
 
+def quality(auc: float | None) -> Quality:
+    return Quality(auc=auc, log_loss=0.5, normalized_entropy=None, num_samples=1)
+
+
+def test_the_highest_auc_may_be_the_best() -> None:
+    best = BestQuality(2, is_kept=True, by="auc")
+    for step, auc in enumerate([None, 0.7, 0.6, 0.8, None, 0.8]):
+        assert not best.must_stop
+        best.add_quality(step, quality(auc))
+    assert (best.step, best.value, best.must_stop) == (3, 0.8, True)
+    again = BestQuality(3, by="auc")
+    again.load_state_dict(best.state_dict())
+    assert (again.step, again.value, again.must_stop, again.knows(5)) == (3, 0.8, False, True)
+    assert "by" not in BestQuality().state_dict()
+
+
+def test_another_figure_than_the_saved_one_is_refused() -> None:
+    for saved, asked in (("log_loss", "auc"), ("auc", "log_loss")):
+        state = BestQuality(by=saved).state_dict()
+        with pytest.raises(ValueError, match=f"trainer.best_by: expected {saved}, by which .* got"):
+            BestQuality(by=asked).load_state_dict(state)
+
+
 class LoaderWithSigterm(TinyLoader):
     def __iter__(self) -> Any:
         for number, batch in enumerate(super().__iter__()):
