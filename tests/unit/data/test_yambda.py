@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hotrec.artifact import ArtifactError
 from hotrec.config.data import (
     ColumnKind,
     ColumnSpec,
@@ -23,6 +25,7 @@ from hotrec.config.data import (
 )
 from hotrec.data import yambda
 from hotrec.data.chunks import Dataset, Jagged
+from hotrec.data.encode import check_encoding
 from hotrec.data.prepare import prepare
 from hotrec.data.readers import LogFormat, count_samples, open_parquet
 from hotrec.data.yambda import (
@@ -204,3 +207,19 @@ def test_refusals(tmp_path: Path) -> None:
     path = write_log(tmp_path)
     (tmp_path / "album_item_mapping.parquet").unlink()
     assert "column album_id: expected the mapping of items at" in refusal(path)
+
+
+def test_another_rule_of_histories_is_another_encoding(tmp_path: Path) -> None:
+    columns = {
+        "label": ColumnSpec(ColumnKind.label, source="listen_plus"),
+        "history": ColumnSpec(ColumnKind.categorical_list, source="history_item_id"),
+    }
+    none = SplitSpec(valid_frac=0.0, test_frac=0.0)
+    path = str(write_log(tmp_path))
+    source = SourceSpec(SourceFormat.yambda, [path], columns, split=none)
+    prepare(source, tmp_path / "dataset")
+    dataset = Dataset.open(tmp_path / "dataset")
+    check_encoding(dataset, replace(source, history=HistorySpec(every=2)), of="asked", advice="")
+    other = replace(source, history=HistorySpec(per_pool=7))
+    with pytest.raises(ArtifactError, match=r"data.source.history.per_pool as asked, 7, got 1362"):
+        check_encoding(dataset, other, of="asked", advice="")
