@@ -255,7 +255,8 @@ def encoding_document(spec: SourceSpec, scaling: Float64s) -> dict[str, Any]:
 
     Returns:
         Columns, tables and times as in the specification; means and deviations of the dense
-        columns, in order; and a mark that ids written as 1234.0 are 1234.
+        columns, in order; a mark that ids written as 1234.0 are 1234; and the rule of histories of
+        a log of events.
     """
     document = {
         "columns": {name: asdict(column) for name, column in columns_of(spec).items()},
@@ -265,6 +266,8 @@ def encoding_document(spec: SourceSpec, scaling: Float64s) -> dict[str, Any]:
         "means": scaling[0].tolist(),
         "deviations": scaling[1].tolist(),
     }
+    if spec.format is SourceFormat.yambda:
+        document["history"] = {n: getattr(spec.history, n) for n in ("per_pool", "max_events")}
     return dict(json.loads(json.dumps(document)))
 
 
@@ -304,10 +307,11 @@ def check_encoding(
         scaling = np.array([recorded["means"], recorded["deviations"]], np.float64)
         wanted = encoding_document(spec, scaling)
         recorded = _as_of_today(recorded, dataset, spec)
-        for part in ("columns", "tables", "times"):
-            saved = recorded.get(part, {})  # no times in earlier versions
-            for name in sorted(wanted[part].keys() | saved.keys()):
-                mine, own = wanted[part].get(name), saved.get(name)
+        for part in ("columns", "tables", "times", "history"):
+            # No times in earlier versions; histories are only of logs of events.
+            asked, saved = wanted.get(part, {}), recorded.get(part, {})
+            for name in sorted(asked.keys() | saved.keys()):
+                mine, own = asked.get(name), saved.get(name)
                 is_vocabulary = part == "tables" and mine and mine["encoding"] == "vocabulary"
                 if may_grow and is_vocabulary and own:
                     own = {**own, "num_rows": mine["num_rows"]}

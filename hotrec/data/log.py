@@ -43,6 +43,7 @@ from hotrec.data.readers import (
     partition_of,
     read_blocks,
 )
+from hotrec.data.yambda import HistoryRule
 from hotrec.runtime.ranks import rank
 from hotrec.types import Rows
 
@@ -95,7 +96,10 @@ def open_log(
         ValueError: if a file or a column is missing.
     """
     nulls, block_bytes = tuple(spec.null_values), spec.block_mib << 20
-    log_format = LogFormat(spec.format, spec.separator, nulls, spec.on_bad_line, block_bytes)
+    history = HistoryRule(**vars(spec.history))
+    log_format = LogFormat(
+        spec.format, spec.separator, nulls, spec.on_bad_line, block_bytes, history
+    )
     if spec.format is SourceFormat.criteo:
         log_format = replace(log_format, separator="\t", null_values=("",))
     files = {_LOG: find_files(spec.files, spec.format, key=files_key)}
