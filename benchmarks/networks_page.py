@@ -49,7 +49,8 @@ quartiles. Exposed: share of the step in which the main thread waits for other r
 in a step, and its main thread alone, mean over whole blocks and the ranks; what the kernel does for
 packets outside of them is not in it. For a core: time in which its threads could run but had no
 core, likewise. Bytes: sent per rank and step, counted by the senders; wire:
-what the kernel says the interface has sent, with headers.
+what the kernel says the interface has sent, with headers. Busiest: what the busiest rank serves to
+the others over the mean.
 
 Losses of all exact cases agree in every step of every run to {difference:.1e}. `*_bf16` sends
 rows and gradients in 16 bits. `*_semi_sync` is TorchRec's `TrainPipelineSemiSync`, where every
@@ -164,6 +165,7 @@ def _case_row(name: str, case: Mapping[str, Any], document: Mapping[str, Any]) -
         _core_wait_words(case),
         show_bytes(case["sent_bytes"]),
         "-" if wire is None else show_bytes(wire),
+        "-" if case["served_most_over_mean"] is None else f"{case['served_most_over_mean']:.2f}x",
         f"{case['largest_loss_difference']:.0e}",
     ]
 
@@ -192,6 +194,7 @@ CASE_COLUMNS = (
     "for a core (main)",
     "sent",
     "wire",
+    "busiest",
     "loss differs",
 )
 
@@ -266,8 +269,9 @@ def _setting(document: Mapping[str, Any]) -> str:
 
 
 def target_parts(documents: Mapping[Cell, Mapping[str, Any]]) -> list[str]:
-    """The section of targets, if one of their networks was measured."""
-    if not any((t.network, TARGET_RANKS, TARGET_BATCH) in documents for t in TARGETS):
+    """The section of targets, if TorchRec's planner was measured in one of their networks."""
+    cells = [documents.get((target.network, TARGET_RANKS, TARGET_BATCH)) for target in TARGETS]
+    if not any(cell and BASELINES[0] in cell["cases"] for cell in cells):
         return []
     columns = ["network", "case", "what", "wanted", "found", "reached"]
     title = f"## Targets: {TARGET_RANKS} ranks, B = {TARGET_BATCH:,}"
