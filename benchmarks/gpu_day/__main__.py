@@ -118,8 +118,10 @@ def unpack(archive: Path, folder: Path) -> None:
             f"--from {archive}: expected a file, and {folder} without documents, got "
             f"{', '.join(found) or 'no such file'}. Give an archive and another --out."
         )
+    # Python 3.11.3 and older has no filters; this script wrote the archive.
+    safely = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
     with tarfile.open(archive) as packed:
-        packed.extractall(folder, filter="data")
+        packed.extractall(folder, **safely)
 
 
 def check_out(options: argparse.Namespace) -> None:
