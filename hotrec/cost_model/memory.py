@@ -2,7 +2,7 @@
 
 On CPU everything is host memory. Dense layers, activations and messages hardly depend on the
 placement and are not counted; planners keep a reserve for them. Rows that relays hold for batches
-to come do, and are.
+to come do (``held_by_relay``).
 """
 
 from __future__ import annotations
@@ -132,7 +132,6 @@ def memory_by_rank(
     *,
     is_routed_on_device: bool = True,
     num_gradients: int = NUM_REPLICA_GRADIENTS,
-    relayed_bytes: float = 0.0,
 ) -> list[dict[str, float]]:
     """Memory of every rank.
 
@@ -145,7 +144,6 @@ def memory_by_rank(
         device: "cpu" or "cuda".
         is_routed_on_device: Whether ranks route the ids, not loader workers.
         num_gradients: Copies of a replicated row's gradient; by default the peak number.
-        relayed_bytes: Bytes that each rank holds as a relay (``held_by_relay``).
 
     Returns:
         By rank {"device_bytes", "host_bytes"}; on CPU device_bytes is 0.
@@ -155,7 +153,6 @@ def memory_by_rank(
     """
     check_tables(demands, num_hot, tables)
     bytes_W2 = np.zeros((world.num_ranks, 2))
-    bytes_W2[:, 0] += relayed_bytes
     owned = []
     # Largest D of the tables that share each device cache: the width of its slots.
     widest: dict[tuple[str, int], int] = {}

@@ -39,10 +39,11 @@ class Prediction:
 
     Args:
         step: Seconds and bytes of a step on the mean rank.
-        memory: Bytes of each rank, by MEMORIES.
+        memory: Bytes of each rank's tables, by MEMORIES.
         quantities: The mean rank's quantities of a step with split tables.
         shardings: How TorchRec's plan shards each table; empty with split tables.
         slots: Rows that look-ahead moves per step, over the slots of all ranks; None without slots.
+        relayed: Bytes beside the tables that every rank holds as a relay, by MEMORIES.
     """
 
     step: StepPrediction
@@ -50,6 +51,7 @@ class Prediction:
     quantities: Mapping[str, float] = field(default_factory=dict)
     shardings: Shardings = field(default_factory=dict)
     slots: Replayed | None = None
+    relayed: tuple[float, float] = (0.0, 0.0)
 
     @property
     def step_s(self) -> float:
@@ -58,7 +60,8 @@ class Prediction:
     @property
     def max_bytes(self) -> tuple[float, ...]:
         """Memory of the fullest rank, by MEMORIES."""
-        return tuple(max(rank[of] for rank in self.memory) for of in MEMORIES)
+        tables = [max(rank[of] for rank in self.memory) for of in MEMORIES]
+        return tuple(map(sum, zip(tables, self.relayed, strict=True)))
 
     def fits(self, situation: Situation) -> bool:
         """Whether every rank has enough memory."""
@@ -138,12 +141,19 @@ def predict_split(
     num_gradients = 0 if pipeline.is_look_ahead else NUM_LASTING_GRADIENTS
     return Prediction(
         step=situation.beside_loader(model.predict(quantities), is_routed=True),
-        memory=_memory(
-            situation, num_hot, tables, num_gradients, held_by_relay(quantities, world, pipeline)
-        ),
+        memory=_memory(situation, num_hot, tables, num_gradients),
         quantities=quantities,
         slots=slots,
+        relayed=relayed_bytes(quantities, situation, pipeline),
     )
+
+
+def relayed_bytes(
+    quantities: Mapping[str, float], situation: Situation, pipeline: PipelineSpec
+) -> tuple[float, float]:
+    """``held_by_relay`` by MEMORIES."""
+    held = held_by_relay(quantities, situation.world, pipeline)
+    return (0.0, held) if situation.machine.device == "cpu" else (held, 0.0)
 
 
 def _memory(
@@ -151,7 +161,6 @@ def _memory(
     num_hot: Mapping[str, int],
     tables: Mapping[str, TablePlacement] | Shardings,
     num_gradients: int,
-    relayed_bytes: float = 0.0,
 ) -> list[dict[str, float]]:
     return memory_by_rank(
         list(situation.demands),
@@ -161,7 +170,6 @@ def _memory(
         device=situation.machine.device,
         is_routed_on_device=not situation.workload.is_routed_by_loader,
         num_gradients=num_gradients,
-        relayed_bytes=relayed_bytes,
     )
 
 

@@ -16,11 +16,16 @@ import numpy as np
 
 from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.demand import TableDemand, take_rows
-from hotrec.cost_model.memory import held_by_relay
 from hotrec.cost_model.quantities import hot_cold_quantities
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
-from hotrec.planner.predict import Prediction, Shardings, predict_shardings, predict_split
+from hotrec.planner.predict import (
+    Prediction,
+    Shardings,
+    predict_shardings,
+    predict_split,
+    relayed_bytes,
+)
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
 from hotrec.planner.search import Limits, search_placement
 from hotrec.planner.situation import Situation, resized
@@ -247,15 +252,13 @@ def fastest_split(
     device_bytes, host_bytes = situation.memory_bytes
     # Without hot rows most rows are relayed.
     all_cold = {d.name: TablePlacement(tier=situation.cold_tier) for d in demands}
-    relayed_bytes = held_by_relay(
-        hot_cold_quantities(demands, {}, all_cold, situation.world, workload.batch_size),
-        *(situation.world, pipeline),
-    )
+    quantities = hot_cold_quantities(demands, {}, all_cold, situation.world, workload.batch_size)
+    on_device, on_host = relayed_bytes(quantities, situation, pipeline)
     # Micro-batches compute before pooled vectors have arrived.
     is_whole = not (pipeline.is_look_ahead and pipeline.micro_batches)
     limits = Limits(
-        device_bytes=device_bytes - relayed_bytes,
-        host_bytes=host_bytes - (relayed_bytes if situation.machine.device == "cpu" else 0.0),
+        device_bytes=device_bytes - on_device,
+        host_bytes=host_bytes - on_host,
         replica_bytes=by_cost.hot_budget_bytes,
         may_pool=by_cost.may_pool and is_whole,
     )

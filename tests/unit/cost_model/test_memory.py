@@ -59,15 +59,6 @@ def test_relays_hold_the_rows_of_batches_in_flight(kind, levels, num_batches):
     assert held_by_relay(quantities, World(4, 4), pipeline) == 0
 
 
-def test_what_relays_hold_is_on_every_rank():
-    demand, tables = make_demand("a", 5), {"a": TablePlacement()}
-    for device, at in (("cuda", 0), ("cpu", 1)):
-        without = memory([demand], {}, tables, device=device)
-        found = memory([demand], {}, tables, device=device, relayed_bytes=96.0)
-        assert [of[at] for of in found] == [of[at] + 96 for of in without]
-        assert [of[1 - at] for of in found] == [of[1 - at] for of in without]
-
-
 def test_hot_and_cold_by_hand():
     demand = make_demand("a", 5)  # 16 bytes of floats, 4 of state
     # 2 replicas of 20 and 16 of gradients, which DDP has twice at the first steps; shards of 3 and
