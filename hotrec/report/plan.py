@@ -256,8 +256,8 @@ def _between_hosts(prediction: RecordedPrediction) -> list[str]:
     local = int(prediction.document["world"]["ranks_per_host"])
     return [
         "Between hosts: of the bytes that a rank sends, those to ranks of other hosts; a host "
-        f"sends {show_count(local)} times as many. The lower bound, every row that a host reads "
-        f"and its gradient once, is {show_bytes(bound)} per rank."
+        f"sends {show_count(local)} times as many. The lower bound is {show_bytes(bound)} per "
+        "rank: every row that a host reads, its gradient and those of the dense layers once."
     ]
 
 
