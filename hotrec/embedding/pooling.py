@@ -7,6 +7,8 @@ pooling, so is backward: the sum over the ids that read a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,21 +115,35 @@ def pool_rows(rows_UD: torch.Tensor, routed: RoutedGroup, num_columns: int) -> t
     return bags.view(-1, num_columns * rows_UD.shape[1])
 
 
-class _CopyRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows_UD: torch.Tensor, routed: RoutedSequences) -> torch.Tensor:
-        ctx.routed = routed
-        return rows_UD.index_select(0, routed.positions_K)
+class CopyRows(torch.autograd.Function):
+    """Rows float (U, D) -> the row of each index, (K, D).
+
+    Backward is ``sums``, (K, D) -> (U, D), which adds up the gradients of a row in a fixed order;
+    that of ``index_select`` does not on every device.
+    """
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        mark("grads_exchange")  # of the previous group
-        routed = ctx.routed
-        grad_rows = sum_segments(
-            grads[0].contiguous(), routed.by_row_K, routed.row_offsets_U, None, routed.longest_row
-        )
-        mark("pool")
-        return grad_rows, None
+    def forward(
+        ctx: Any,
+        rows_UD: torch.Tensor,
+        index_K: torch.Tensor,
+        sums: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.sums = sums
+        return rows_UD.index_select(0, index_K)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.sums(grads[0].contiguous()), None, None
+
+
+def _sum_ids(routed: RoutedSequences, grads_KD: torch.Tensor) -> torch.Tensor:
+    mark("grads_exchange")  # of the previous group
+    grad_rows = sum_segments(
+        grads_KD, routed.by_row_K, routed.row_offsets_U, None, routed.longest_row
+    )
+    mark("pool")
+    return grad_rows
 
 
 def output_rows(rows_UD: torch.Tensor, routed: RoutedRows, num_columns: int) -> torch.Tensor:
@@ -137,7 +153,9 @@ def output_rows(rows_UD: torch.Tensor, routed: RoutedRows, num_columns: int) -> 
         Float (B, F * D) if they are pooled, else (K, D), feature by feature.
     """
     if isinstance(routed, RoutedSequences):
-        copies: torch.Tensor = _CopyRows.apply(rows_UD, routed)
+        copies: torch.Tensor = CopyRows.apply(
+            rows_UD, routed.positions_K, partial(_sum_ids, routed)
+        )
         return copies
     assert isinstance(routed, RoutedGroup), type(routed)
     return pool_rows(rows_UD, routed, num_columns)

@@ -37,6 +37,7 @@ from hotrec.embedding.fused import fused_params
 from hotrec.embedding.hot_rows import HotReplicas, HotRowCounts
 from hotrec.embedding.messages import row_counts
 from hotrec.embedding.owned_rows import Joined, OwnedRows, RequestedRows, RowOwners
+from hotrec.embedding.pooling import CopyRows
 from hotrec.embedding.relay import Relay
 from hotrec.embedding.torchrec import (
     RowCollection,
@@ -153,19 +154,6 @@ class _AnsweredByRelay(Awaitable[RelayedRequest]):
 
     def _wait_impl(self) -> RelayedRequest:
         return self._request.take(self._on_rail.wait())
-
-
-class _Spread(torch.autograd.Function):
-    """Rows of a relay's union (U, D) -> those that the ranks of its host requested, (K, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, rows_UD: torch.Tensor, relay: Relay) -> torch.Tensor:
-        ctx.relay = relay
-        return rows_UD.index_select(0, relay.index_K)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.relay.sums(grads[0].contiguous()), None
 
 
 class _PositionsArriving(Awaitable[IdsRequest]):
@@ -411,7 +399,8 @@ class ShardedRows(RowCollection):
     def _distribute(self, rows_UD: torch.Tensor, request: RelayedRequest) -> torch.Tensor:
         """Send the rows of the union to the ranks of this host, and receive this rank's (C, D)."""
         assert self.hosts is not None
-        served_KD: torch.Tensor = _Spread.apply(rows_UD, request.relay)
+        relay = request.relay
+        served_KD: torch.Tensor = CopyRows.apply(rows_UD, relay.index_K, relay.sums)
         nums = request.num_relayed_G, request.num_asked_G
         arriving = send_rows(served_KD, *nums, self.hosts.inside.group, None)
         return arriving.wait().view(-1, self.dim)

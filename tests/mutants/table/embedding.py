@@ -27,8 +27,8 @@ MUTANTS = [
         "rows.sequence_gradients",
         "The gradient of a row of a sequence is the sum over the ids that read it.",
         "hotrec/embedding/pooling.py",
-        "grads[0].contiguous(), routed.by_row_K,",
-        "grads[0].contiguous(), routed.by_row_K.flip(0),",
+        "grads_KD, routed.by_row_K,",
+        "grads_KD, routed.by_row_K.flip(0),",
         "unit/embedding/test_sequences.py::test_unsharded_equals_embedding_collection",
     ),
     mutant(
