@@ -56,17 +56,17 @@ def dense_flops(shape: Architecture) -> DenseWork:
     return DenseWork(flops, bottom_flops / flops, bottom_values + cross_values + over_values)
 
 
-def count_work(shape: Architecture, layers: Any) -> DenseWork:
+def count_work(shape: Architecture, layers: Any, num_samples: int, rows: Any) -> DenseWork:
     """The same for any layers, counted by PyTorch in forward and backward.
 
     Args:
         shape: Their architecture.
         layers: The layers, of ``hotrec.models.zoo.make_checked_layers``.
+        num_samples: Number of samples to count.
+        rows: Their rows, of ``hotrec.models.zoo.zero_rows``.
     """
-    num_samples = 2
-    pooled = torch.zeros(num_samples, len(shape.features), shape.embedding_dim, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        layers(torch.zeros(num_samples, len(shape.dense)), pooled).sum().backward()
+        layers(torch.zeros(num_samples, len(shape.dense)), rows).sum().backward()
     flops = counter.get_total_flops() / num_samples
     bottom_flops = 0.0
     if shape.has_bottom:
