@@ -467,7 +467,6 @@ def make_layers(shape: Architecture, device: str = "cpu") -> nn.Module:
 
 
 def _sequence_layers(shape: Architecture) -> nn.Module:
-    # Copies of these files in an export have no package.
     from hotrec.models.hstu import Hstu
     from hotrec.models.sasrec import Sasrec
     from hotrec.models.sequence import SequenceColumns
