@@ -248,8 +248,8 @@ class ModelKind(Enum):
     """The models.
 
     DLRM with dot interaction (Naumov et al. 2019), DCNv2 cross layers (Wang et al. 2021), DeepFM
-    (Guo et al. 2017), DIN (Zhou et al. 2018), MMoE (Ma et al. 2018), two towers, or a class of your
-    own.
+    (Guo et al. 2017), DIN (Zhou et al. 2018), MMoE (Ma et al. 2018), two towers, HSTU (Zhai et al.
+    2024) and SASRec (Kang and McAuley 2018) over sequences, or a class of your own.
     """
 
     dlrm = "dlrm"
@@ -258,6 +258,8 @@ class ModelKind(Enum):
     din = "din"
     mmoe = "mmoe"
     two_tower = "two_tower"
+    hstu = "hstu"
+    sasrec = "sasrec"
     own = "own"
 
 

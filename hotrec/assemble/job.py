@@ -37,6 +37,7 @@ from hotrec.config.groups import (
     SavedPlacement,
     ScarsPlacement,
     ScheduleConfig,
+    SequenceConfig,
     TieredConfig,
     TimeOrder,
     TorchrecPlacement,
@@ -48,7 +49,7 @@ from hotrec.data.encode import tables_of_row_numbers
 from hotrec.data.groups import GroupBy, group_by_of
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.plain import Architecture
-from hotrec.models.shape import attention_places
+from hotrec.models.shape import attention_places, check_roles
 from hotrec.planner.counted import CountedTables, num_overridden
 from hotrec.planner.paper_policies import choose_fae, choose_freq_cache, choose_scars
 from hotrec.planner.plan import TorchrecTables
@@ -263,6 +264,8 @@ def architecture_of(model: ModelConfig, schema: Schema) -> Architecture:
         target, keys = model._target_, model.args
     if isinstance(model, DinConfig):
         keys["attention"] = attention_places(model.attention, schema)
+    if isinstance(model, SequenceConfig):
+        check_roles(model.history, model.side, model.context, schema)
     return Architecture(
         kind=model.kind.name,
         embedding_dim=model.embedding_dim,

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import CacheStatistics, ModuleSharder, ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from hotrec.assemble.constraints import (
     cold_tier_for,
@@ -19,9 +27,13 @@ from hotrec.assemble.constraints import (
     torchrec_constraints,
 )
 from hotrec.assemble.torchrec_plan import make_plan
-from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.collection import (
+    HotColdCollection,
+    HotColdEmbeddingBagCollection,
+    HotColdEmbeddingCollection,
+)
 from hotrec.embedding.fused import check_optimizer, fused_params
-from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.sharding import HotColdSequenceSharder, HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.dense import set_up_dense_layers
 from hotrec.models.plain import Architecture
@@ -34,6 +46,8 @@ from hotrec.train.dense_sync import check_modules
 from hotrec.types import ColdTier, PipelineKind, Placement, Precision, Schema
 
 META = torch.device("meta")
+# Where the tables of a model are, before sharding.
+Embeddings = EmbeddingBagCollection | EmbeddingCollection | HotColdCollection[Any]
 
 
 @dataclass(frozen=True)
@@ -63,16 +77,18 @@ class ModelSpec:
     grad_clip_norm: float | None = None
 
     @property
-    def tables(self) -> list[EmbeddingBagConfig]:
+    def tables(self) -> Sequence[BaseEmbeddingConfig]:
         """The tables as TorchRec describes them."""
         shape = self.architecture
+        make: Any = EmbeddingConfig
+        if not shape.reads_sequences:
+            make = partial(EmbeddingBagConfig, pooling=PoolingType[shape.pooling.upper()])
         return [
-            EmbeddingBagConfig(
+            make(
                 name=table.name,
                 num_embeddings=table.num_rows,
                 embedding_dim=shape.embedding_dim,
                 feature_names=[feature.name for feature in self.schema.features_of(table.name)],
-                pooling=PoolingType[shape.pooling.upper()],
             )
             for table in self.schema.tables
         ]
@@ -89,7 +105,7 @@ class Unsharded:
     """The unsharded model, without a device, and how to shard it."""
 
     task: nn.Module  # model and loss
-    embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection
+    embeddings: Embeddings
     sharders: list[ModuleSharder[nn.Module]]
     constraints: dict[str, ParameterConstraints] | None
 
@@ -123,13 +139,17 @@ def build_unsharded(
     tables, pipeline = spec.tables, plan.pipeline
     has_sharded = placed is None or placed.partition.total_hot < placed.partition.total_rows
     check_optimizer(spec.embedding, torch.device(machine.device), has_cold=has_sharded)
-    embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection
+    embeddings: Embeddings
     sharders: list[ModuleSharder[nn.Module]]
     constraints: dict[str, ParameterConstraints] | None
+    is_pooled = not spec.architecture.reads_sequences
+    made: Any
     if isinstance(plan.tables, TorchrecTables):
-        embeddings = EmbeddingBagCollection(tables=tables, device=META)
+        made = EmbeddingBagCollection if is_pooled else EmbeddingCollection
+        embeddings = made(tables=tables, device=META)
         codecs = wire_codecs(pipeline.wire, [spec.architecture.embedding_dim])
-        sharders = [EmbeddingBagCollectionSharder(fused_params(spec.embedding), codecs)]
+        made = EmbeddingBagCollectionSharder if is_pooled else EmbeddingCollectionSharder
+        sharders = [made(fused_params(spec.embedding), codecs)]
         constraints = torchrec_constraints(
             tables,
             plan.tables.plan,
@@ -137,12 +157,15 @@ def build_unsharded(
             tier=_torchrec_tier(machine.device, plan.tables.tier),
             cache_load_factor=plan.tables.cache_load_frac,
             is_prefetched=pipeline.kind is PipelineKind.prefetch,
+            may_replicate=is_pooled or machine.device != "cpu",
         )
     else:
         assert placed is not None, plan.label
-        embeddings = HotColdEmbeddingBagCollection(tables, placed, device=META)
+        made = HotColdEmbeddingBagCollection if is_pooled else HotColdEmbeddingCollection
+        embeddings = made(tables, placed, device=META)
+        made = HotColdSharder if is_pooled else HotColdSequenceSharder
         sharders = [
-            HotColdSharder(spec.embedding, plan.tables.hot_exchange, pipeline.wire, pipeline.levels)
+            made(spec.embedding, plan.tables.hot_exchange, pipeline.wire, pipeline.levels)
         ]
         constraints = placement_constraints(placed, cache_stats, machine.device)
     built = build_architecture(spec.architecture, embeddings, spec.seed, dense_device)

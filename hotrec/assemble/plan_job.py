@@ -133,6 +133,9 @@ class PlanJob:
     def request_for(self, tables: ByCost | GivenTables | TorchrecTables) -> PlanRequest:
         """The request to the planner for these tables."""
         asked = self.tables
+        if isinstance(tables, ByCost) and self.spec.architecture.reads_sequences:
+            # Sequences are not pooled, and TorchRec's plans of them have no prediction.
+            tables = replace(tables, may_pool=False, may_decline=False)
         return PlanRequest(
             tables,
             self.pipeline,
@@ -247,7 +250,14 @@ class PlanJob:
         spec = self.spec
         # For other numbers of ranks, the workers that a run on that machine would have.
         workers, cores = self.loader_on(machine, costs[0])
-        work = work_of(spec.architecture)
+        work = work_of(
+            spec.architecture,
+            {
+                table: float(profile.counts[table].sum())
+                / max(1, profile.num_samples * len(spec.schema.features_of(table)))
+                for table in profile.counts
+            },
+        )
         situation = build_situation(
             shapes_of(spec.schema, spec.architecture.embedding_dim, spec.row_bytes),
             Workload(

@@ -60,6 +60,8 @@ from hotrec.types import (
 
 logger = logging.getLogger(__name__)
 
+_NO_FORM = "the cost model has no form for TorchRec's exchange of sequences"
+
 
 @dataclass(frozen=True)
 class SettledPlan:
@@ -286,10 +288,18 @@ def make_proposal(
     workers, _ = job.loader_on(machine, costs[0])
     request = replace(request, num_workers=workers)
 
+    is_pooled = not job.spec.architecture.reads_sequences
+
     def describe(machine: Machine) -> Situation:
         return job.situation(machine, profile, histograms, costs)
 
+    if isinstance(job.tables, TorchrecTables) and not is_pooled:
+        logger.info("no prediction: %s", _NO_FORM)
+        return without
+
     def shardings(tables: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:
+        if not is_pooled:
+            return _NO_FORM
         # An optimizer that the device cannot train is an error, tables that do not fit are not.
         unsharded = build_unsharded(job.spec, Plan(tables, pipeline), None, machine)
         try:

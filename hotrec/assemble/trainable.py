@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,13 +13,13 @@ from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     ShardingPlan,
 )
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer
 
-from hotrec.assemble.model import ModelSpec, build_unsharded
+from hotrec.assemble.model import Embeddings, ModelSpec, build_unsharded
 from hotrec.assemble.torchrec_plan import host_tier_bytes
 from hotrec.data.batch import Batch
-from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.collection import HotColdCollection
 from hotrec.embedding.convert import check_replicas, shard
 from hotrec.embedding.initialize import initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
@@ -170,11 +170,11 @@ def assemble(
         sharding,
         device,
         route=embeddings.router
-        if isinstance(embeddings, HotColdEmbeddingBagCollection)
+        if isinstance(embeddings, HotColdCollection)
         and isinstance(plan.tables, SplitTables)
         and plan.tables.is_routed_by_loader
         else None,
-        facts=_facts_of(embeddings),
+        facts=_facts_of(embeddings, spec.tables),
         grad_clip_norm=spec.grad_clip_norm,
     )
 
@@ -199,9 +199,9 @@ def check_host_memory(plan: ShardingPlan, machine: Machine, rule: OptimizerSpec)
 
 
 def _facts_of(
-    embeddings: EmbeddingBagCollection | HotColdEmbeddingBagCollection,
+    embeddings: Embeddings, configs: Sequence[BaseEmbeddingConfig]
 ) -> Callable[[Batch], BatchFacts]:
-    if isinstance(embeddings, HotColdEmbeddingBagCollection):
+    if isinstance(embeddings, HotColdCollection):
         router = embeddings.router
 
         def of_routed(batch: Batch) -> BatchFacts:
@@ -216,7 +216,7 @@ def _facts_of(
         return of_routed
     tables = {
         feature: (table.name, table.embedding_dim)
-        for table in embeddings.embedding_bag_configs()
+        for table in configs
         for feature in table.feature_names
     }
 

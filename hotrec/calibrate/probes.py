@@ -22,7 +22,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from hotrec.calibrate.timing import Probe, Work
 from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
@@ -38,6 +38,7 @@ from hotrec.embedding.optimizers import HotOptimizer, make_dense, make_replicate
 from hotrec.embedding.owned_rows import RowOwners, Shard
 from hotrec.embedding.pooling import output_rows
 from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.models.shape import ids_per_sample
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture
 from hotrec.routing.features import RoutedRows
@@ -172,8 +173,12 @@ def _copy(workload: CalibrationWorkload, num_rows: int, dim: int) -> Work:
 
 
 def build_dense_layers(workload: CalibrationWorkload) -> nn.Module:
-    """The configured model with pooled columns as input instead of ids."""
+    """The configured model with the rows of its features as input instead of ids."""
     target = workload.target
+    shape = target.spec.architecture
+    if shape.reads_sequences:
+        model: Any = build_architecture(shape, nn.Identity(), target.seed, workload.device)
+        return ClickTask(model, workload.ranks.world_size)
     tables = [
         EmbeddingBagConfig(
             name=name, num_embeddings=1, embedding_dim=workload.dim, feature_names=[name]
@@ -181,7 +186,6 @@ def build_dense_layers(workload: CalibrationWorkload) -> nn.Module:
         for name in workload.samples.schema.feature_names
     ]
     embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    shape = target.spec.architecture
     built: Any = build_architecture(shape, embeddings, target.seed, workload.device)
     built.sparse_arch.embedding_bag_collection = nn.Identity()
     return ClickTask(built, workload.ranks.world_size)
@@ -190,7 +194,7 @@ def build_dense_layers(workload: CalibrationWorkload) -> nn.Module:
 def _dense(workload: CalibrationWorkload, num_samples: int, dim: int) -> Work:
     work = workload.target.subject.work
     task = workload.once("task", 0, lambda: build_dense_layers(workload))
-    turns = _pooled_batches(workload, num_samples)
+    turns = _batches_of_rows(workload, num_samples)
 
     def prepare() -> Batch:
         task.zero_grad(set_to_none=True)
@@ -199,16 +203,30 @@ def _dense(workload: CalibrationWorkload, num_samples: int, dim: int) -> Work:
     return Work(lambda batch: task(batch)[0].backward(), work.flops * num_samples, 0, prepare)
 
 
-def _pooled_batches(workload: CalibrationWorkload, num_samples: int) -> Iterator[Batch]:
+def _batches_of_rows(workload: CalibrationWorkload, num_samples: int) -> Iterator[Batch]:
     names = list(workload.samples.schema.feature_names)
+    shape, device = workload.target.spec.architecture, workload.device
     dims = [workload.dim] * len(names)
     num_dense = len(workload.target.schema.dense)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(size, device=device, requires_grad=True)
+
     while True:
-        values = torch.randn(num_samples, sum(dims), device=workload.device, requires_grad=True)
-        pooled: Any = KeyedTensor(names, dims, values)
+        rows: Any
+        if shape.reads_sequences:
+            rows = {
+                name: JaggedTensor(
+                    draw(num_samples * num_ids, workload.dim),
+                    lengths=torch.full((num_samples,), num_ids, device=device),
+                )
+                for name, num_ids in ids_per_sample(shape, {}).items()
+            }
+        else:
+            rows = KeyedTensor(names, dims, draw(num_samples, sum(dims)))
         yield Batch(
-            dense=torch.randn(num_samples, num_dense, device=workload.device),
-            sparse=pooled,
+            dense=torch.randn(num_samples, num_dense, device=device),
+            sparse=rows,
             labels=torch.ones(num_samples, device=workload.device),
             weights=torch.ones(num_samples, device=workload.device),
             num_global_samples=num_samples * workload.ranks.world_size,

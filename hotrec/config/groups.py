@@ -436,9 +436,71 @@ class TwoTowerConfig(ModelConfig):
     )
 
 
+@dataclass
+class SequenceConfig(ModelConfig):
+    """Settings of models that read the rows of a history one by one."""
+
+    history: dict[str, str] = key(
+        "columns of kind categorical_list, each with the feature of one id that the next id would "
+        "be, of the same table, such as {history: item}",
+        {},
+        size=1,
+    )
+    side: list[str] = key(
+        "columns of kind categorical_list with one id for each id of the history", []
+    )
+    context: list[str] = key(
+        "features of one id that come before the history, such as the user", []
+    )
+    num_layers: int = key("number of layers", 2, ge=1)
+    num_heads: int = key("number of attention heads of a layer", 2, ge=1)
+    max_length: int = key("how many of the last ids of a history are read", 50, ge=1)
+    dropout: float = key(
+        "fraction of the values that is dropped in training; each rank drops others", 0.0, ge=0, lt=1
+    )
+    over_layer_sizes: list[int] = key(
+        "sizes of the layers over the output; the last must be 1, a logit for each label",
+        [64, 1],
+        ge=1,
+        le=MAX_LAYER_SIZE,
+        size=1,
+    )
+
+    def rules(self) -> Rules:
+        yield from super().rules()
+        over = self.over_layer_sizes
+        yield over[-1] == 1, f"over_layer_sizes: expected the last to be 1, got {over}."
+        yield (
+            self.pooling is Pooling.sum,
+            f"pooling: expected sum for {self.kind.name}, which pools no history, got "
+            f"{self.pooling.name}. Remove it.",
+        )
+
+
+@option("model", ModelKind.hstu)
+class HstuConfig(SequenceConfig):
+    """HSTU: layers of pointwise attention over a history and the candidate."""
+
+    attention_dim: int = key("dimension of the queries and keys of a head", 32, ge=1)
+    linear_dim: int = key("dimension of the values of a head", 32, ge=1)
+
+
+@option("model", ModelKind.sasrec)
+class SasrecConfig(SequenceConfig):
+    """SASRec: a causal transformer over a history and the candidate."""
+
+    def rules(self) -> Rules:
+        yield from super().rules()
+        dim, num_heads = self.embedding_dim, self.num_heads
+        yield (
+            dim % num_heads == 0,
+            f"num_heads: expected a divisor of model.embedding_dim, {dim}, got {num_heads}.",
+        )
+
+
 @option("model", ModelKind.own)
 class OwnModelConfig(ModelConfig):
-    """A model of your own: a torch.nn.Module over the pooled columns."""
+    """A model of your own: a torch.nn.Module over the pooled columns, or over their rows."""
 
     _target_: str = key("import path of its class, such as my_package.my_model.MyModel")
     args: dict[str, Any] = key("additional keyword arguments of its constructor", {})

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from hotrec.models.hstu import Hstu
 from hotrec.models.interaction import padded_vectors
 from hotrec.models.plain import Architecture
+from hotrec.models.sasrec import Sasrec
 from hotrec.types import ModelKind
 
 
@@ -56,17 +59,17 @@ def dense_flops(shape: Architecture) -> DenseWork:
     return DenseWork(flops, bottom_flops / flops, bottom_values + cross_values + over_values)
 
 
-def count_work(shape: Architecture, layers: Any) -> DenseWork:
+def count_work(shape: Architecture, layers: Any, num_samples: int, rows: Any) -> DenseWork:
     """The same for any layers, counted by PyTorch in forward and backward.
 
     Args:
         shape: Their architecture.
         layers: The layers, of ``hotrec.models.zoo.make_checked_layers``.
+        num_samples: Number of samples to count.
+        rows: Their rows, of ``hotrec.models.zoo.zero_rows``.
     """
-    num_samples = 2
-    pooled = torch.zeros(num_samples, len(shape.features), shape.embedding_dim, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        layers(torch.zeros(num_samples, len(shape.dense)), pooled).sum().backward()
+        layers(torch.zeros(num_samples, len(shape.dense)), rows).sum().backward()
     flops = counter.get_total_flops() / num_samples
     bottom_flops = 0.0
     if shape.has_bottom:
@@ -74,6 +77,60 @@ def count_work(shape: Architecture, layers: Any) -> DenseWork:
         bottom_flops, _ = _layers(num_inputs, shape.dense_layer_sizes, is_first=True)
     num_values = sum(parameter.numel() for parameter in layers.parameters())
     return DenseWork(flops, bottom_flops / flops if flops else 0.0, num_values)
+
+
+class SequenceWork(NamedTuple):
+    """The operations of layers over sequences for a sample, forward and backward.
+
+    Args:
+        fixed: Those of a sample.
+        per_position: Those of each position of its history.
+        per_pair: Those of each pair of positions, also of those that do not see one another, which
+            are computed as well.
+    """
+
+    fixed: float
+    per_position: float
+    per_pair: float
+
+    def flops(self, num_positions: float) -> float:
+        """The operations for a history of this length, at least 1 and cut at its maximum."""
+        return self.fixed + num_positions * (self.per_position + num_positions * self.per_pair)
+
+
+def count_sequence_work(layers: Hstu | Sasrec) -> SequenceWork:
+    """Count the operations of matrix products at three lengths, on which they depend as a square.
+
+    Padding is as much work as a position: a batch's samples take that of the longest one.
+
+    Raises:
+        ValueError: If histories have fewer than three positions at most.
+    """
+    if layers.tokens.max_length < 3:
+        raise ValueError(
+            "model.max_length: expected at least 3 positions to count the work by their number, "
+            f"got {layers.tokens.max_length}. Raise it."
+        )
+    one, two, three = (_sequence_flops(layers, length) for length in (1, 2, 3))
+    per_pair = (three - 2 * two + one) / 2
+    per_position = two - one - 3 * per_pair
+    return SequenceWork(one - per_position - per_pair, per_position, per_pair)
+
+
+def _sequence_flops(layers: Hstu | Sasrec, length: int) -> float:
+    """The operations for one sample with a history of this length."""
+    columns, dim = layers.tokens.columns, layers.tokens.positions.size(1)
+    candidate = columns.history.values()
+    numbers = dict.fromkeys((*columns.context, *columns.others, *candidate), 1)
+    numbers |= dict.fromkeys((*columns.history, *columns.side), length)
+    rows = {
+        name: (torch.zeros(number, dim, requires_grad=True), torch.tensor([number]))
+        for name, number in numbers.items()
+    }
+    layers = deepcopy(layers).eval()  # neither gradients nor random numbers of the caller's
+    with FlopCounterMode(display=False) as counter:
+        layers(torch.zeros(1, layers.score.num_dense), rows).sum().backward()
+    return counter.get_total_flops()
 
 
 def num_bottom_inputs(num_dense: int) -> int:

@@ -32,11 +32,15 @@ FORMS = {
     "int8": {WEIGHT: torch.int8, SCALE: torch.float32},
 }
 OWN = "own"
-KINDS = ("dlrm", "dcnv2", "deepfm", "din", "mmoe", "two_tower", OWN)
+# Of these kinds the layers read the rows of each feature, not the pooled ones.
+SEQUENCE_KINDS = ("hstu", "sasrec")
+KINDS = ("dlrm", "dcnv2", "deepfm", "din", "mmoe", "two_tower", *SEQUENCE_KINDS, OWN)
 POOLINGS = ("sum", "mean")
 _CHECKED_AT_ONCE = 1 << 24
 # The rows of a feature in a batch: see PlainModel.forward.
 Ids = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+# The rows of a feature, float (K, D), sample by sample, and their number in each sample, (B,).
+Sequences = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,8 @@ class Architecture:
     """The shape of a model, in types of JSON.
 
     Args:
-        kind: "dlrm", "dcnv2", "deepfm", "din", "mmoe", "two_tower", or "own" for a class of your
-            own.
+        kind: "dlrm", "dcnv2", "deepfm", "din", "mmoe", "two_tower", "hstu", "sasrec", or "own" for
+            a class of your own.
         embedding_dim: D, of all tables.
         pooling: "sum" or "mean", how the rows of a bag become one vector.
         dense_layer_sizes: Outputs of the layers over the dense columns; the last is D.
@@ -75,7 +79,18 @@ class Architecture:
     @property
     def has_bottom(self) -> bool:
         """Whether its layers are ``DenseLayers``, whose bottom layers read no embedding."""
-        return self.kind not in (OWN, "two_tower")
+        return self.kind not in (OWN, "two_tower", *SEQUENCE_KINDS)
+
+    @property
+    def reads_sequences(self) -> bool:
+        """Whether its layers read the rows of each feature; a class of your own says so itself.
+
+        Raises:
+            ValueError: If that class cannot be imported.
+        """
+        if self.kind != OWN:
+            return self.kind in SEQUENCE_KINDS
+        return bool(getattr(import_class(self.target, "model._target_"), "reads_sequences", False))
 
 
 class TableRows(nn.Module):
@@ -120,6 +135,16 @@ class TableRows(nn.Module):
         is_id_BL = ids >= 0
         sums_BD = (self.rows(ids.clamp(min=0)) * is_id_BL.unsqueeze(-1)).sum(1)
         return sums_BD / is_id_BL.sum(1, keepdim=True).clamp(min=1) if self.is_mean else sums_BD
+
+    def unpooled(self, ids: Ids) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids as in ``PlainModel.forward`` -> rows, float32 (K, D), and lengths, (B,)."""
+        if not isinstance(ids, torch.Tensor):
+            values_K, offsets = ids
+            return self.rows(values_K), offsets.diff()
+        if ids.dim() == 1:
+            return self.rows(ids), torch.ones_like(ids)
+        is_id_BL = ids >= 0
+        return self.rows(ids[is_id_BL]), is_id_BL.sum(1)
 
 
 def _layers(
@@ -406,7 +431,9 @@ def make_layers(shape: Architecture, device: str = "cpu") -> nn.Module:
     **args)``: the names of the dense columns, of the features and of the labels, D, and the
     arguments of the configuration. ``forward(dense_BN, pooled_BFD)`` takes the dense columns (B, N)
     and the pooled features (B, F, D), float32 and in the order of their names, and returns logits
-    (B, L).
+    (B, L). If the class has an attribute ``reads_sequences`` that is true, features are not pooled:
+    ``forward(dense_BN, columns)`` takes their ``Sequences`` by name; a feature of one id has at
+    most one in each sample.
 
     Args:
         shape: The architecture.
@@ -417,6 +444,8 @@ def make_layers(shape: Architecture, device: str = "cpu") -> nn.Module:
     """
     if shape.has_bottom:
         return DenseLayers(shape, device)
+    if shape.kind in SEQUENCE_KINDS:
+        return _sequence_layers(shape)
     made = TwoTower if shape.kind == "two_tower" else import_class(shape.target, "model._target_")
     if not issubclass(made, nn.Module):
         raise ValueError(
@@ -437,6 +466,27 @@ def make_layers(shape: Architecture, device: str = "cpu") -> nn.Module:
     return layers
 
 
+def _sequence_layers(shape: Architecture) -> nn.Module:
+    from hotrec.models.hstu import Hstu
+    from hotrec.models.sasrec import Sasrec
+    from hotrec.models.sequence import SequenceColumns
+
+    args = dict(shape.args)
+    roles = {name: args.pop(name) for name in ("history", "side", "context")}
+    taken = {*roles["history"], *roles["history"].values(), *roles["side"], *roles["context"]}
+    others = [name for name, _ in shape.features if name not in taken]
+    layers: Any = Hstu if shape.kind == "hstu" else Sasrec
+    made: nn.Module = layers(
+        SequenceColumns(**roles, others=others),
+        embedding_dim=shape.embedding_dim,
+        num_dense=len(shape.dense),
+        num_labels=len(shape.labels),
+        over_layer_sizes=shape.over_layer_sizes,
+        **args,
+    )
+    return made
+
+
 class PlainModel(nn.Module):
     """A trained model; made by ``load_model``.
 
@@ -453,7 +503,7 @@ class PlainModel(nn.Module):
         tables: Mapping[str, TableRows],
     ) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.reads_sequences = shape, shape.reads_sequences
         with torch.random.fork_rng(devices=[]):  # initial weights are drawn, but not kept
             self.layers = make_layers(shape, "meta")
         expected = {name for name, _ in self.layers.named_parameters()}
@@ -486,8 +536,14 @@ class PlainModel(nn.Module):
                 f"ids: expected every feature of the model, got none of {missing}. "
                 "Give a feature that a sample lacks an empty bag."
             )
-        pooled = [self.tables[table](ids[name]) for name, table in self.shape.features]
-        logits: torch.Tensor = self.layers(dense_BN, torch.stack(pooled, dim=1))
+        rows: Any
+        if self.reads_sequences:
+            features = self.shape.features
+            rows = {name: self.tables[table].unpooled(ids[name]) for name, table in features}
+        else:
+            pooled = [self.tables[table](ids[name]) for name, table in self.shape.features]
+            rows = torch.stack(pooled, dim=1)
+        logits: torch.Tensor = self.layers(dense_BN, rows)
         return logits.squeeze(1)  # of one label
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hotrec.models.flops import DenseWork, count_work, dense_flops
-from hotrec.models.plain import Architecture
-from hotrec.models.zoo import OF_TORCHREC, make_checked_layers
+from hotrec.models.plain import SEQUENCE_KINDS, Architecture
+from hotrec.models.zoo import OF_TORCHREC, make_checked_layers, zero_rows
 from hotrec.types import Schema
 
 
@@ -40,8 +40,82 @@ def attention_places(attention: Mapping[str, str], schema: Schema) -> list[tuple
     return found
 
 
-def work_of(shape: Architecture) -> DenseWork:
-    """The work of a model's dense layers, by formula if there is one, otherwise counted."""
+def check_roles(
+    history: Mapping[str, str], side: Sequence[str], context: Sequence[str], schema: Schema
+) -> None:
+    """Check the roles of features in a model of sequences.
+
+    Args:
+        history: The feature to predict, by the feature of its history.
+        side: Features with an id for each id of the history.
+        context: Features of one id that describe the whole sample.
+        schema: Features of the dataset.
+
+    Raises:
+        ValueError: If the dataset lacks one of them or has it with another number of ids, two
+            that are compared read different tables, or a feature has two roles.
+    """
+    features = {feature.name: feature for feature in schema.features}
+    named = [
+        *(("history", name, True) for name in history),
+        *(("history", name, False) for name in history.values()),
+        *(("side", name, True) for name in side),
+        *(("context", name, False) for name in context),
+    ]
+    for role, name, is_list in named:
+        kind = "categorical_list" if is_list else "categorical"
+        if name not in features or features[name].is_multi_hot is not is_list:
+            fitting = [f.name for f in schema.features if f.is_multi_hot is is_list]
+            raise ValueError(
+                f"model.{role}: expected a column of kind {kind} of the dataset, one of {fitting}, "
+                f"got {name!r}. Correct the name, or set that kind for the column and prepare the "
+                "dataset again."
+            )
+    for name, candidate in history.items():
+        table, other = features[name].table, features[candidate].table
+        if table != other:
+            raise ValueError(
+                f"model.history.{name}: expected a feature of table {table}, as {name} is, got "
+                f"{candidate!r} of table {other}. Set data.source.columns.{name}.table={other}."
+            )
+    first: dict[str, str] = {}
+    for role, name, _ in named:
+        if name in first:
+            raise ValueError(
+                f"model.{role}: expected features without another role, got {name!r}, which is in "
+                f"model.{first[name]} too. Remove it from one of them."
+            )
+        first[name] = role
+
+
+def work_of(shape: Architecture, means: Mapping[str, float] | None = None) -> DenseWork:
+    """The work of a model's dense layers, by formula if there is one, otherwise counted.
+
+    Args:
+        shape: The architecture.
+        means: The mean number of ids of a feature in a sample, by table, see ``ids_per_sample``.
+    """
     if shape.kind in OF_TORCHREC:
         return dense_flops(shape)
-    return count_work(shape, make_checked_layers(shape, seed=0))
+    layers, num_samples = make_checked_layers(shape, seed=0), 2
+    ids = ids_per_sample(shape, means or {})
+    rows = zero_rows(shape, {name: [number] * num_samples for name, number in ids.items()})
+    return count_work(shape, layers, num_samples, rows)
+
+
+def ids_per_sample(shape: Architecture, means: Mapping[str, float]) -> dict[str, int]:
+    """The number of ids of each feature in the samples by which layers are counted and timed.
+
+    Args:
+        shape: The architecture.
+        means: The mean number in a sample, by table; one without it.
+
+    Returns:
+        The largest number that the model reads of a sequence, otherwise the mean, at least one.
+    """
+    found = {name: max(1, round(means.get(table, 1))) for name, table in shape.features}
+    if shape.kind in SEQUENCE_KINDS:
+        for name, _ in shape.features:
+            is_long = name in shape.args["history"] or name in shape.args["side"]
+            found[name] = shape.args["max_length"] if is_long else 1
+    return found

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx
 from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN, SparseArch
-from torchrec.sparse.jagged_tensor import KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from hotrec.models.flops import num_bottom_inputs
 from hotrec.models.interaction import CrossNet, DotInteraction
-from hotrec.models.plain import Architecture, make_layers
-from hotrec.runtime.stages import backward_point, mark, mark_backward
+from hotrec.models.plain import Architecture, Sequences, make_layers
+from hotrec.runtime.stages import backward_point, mark, mark_backward, mark_backward_of
 from hotrec.types import ModelKind
 
 # Built from TorchRec's parts, and their work is known by formula.
@@ -35,15 +35,36 @@ def _dense_inputs(dense_BN: torch.Tensor) -> torch.Tensor:
     return dense_BN if dense_BN.size(1) else dense_BN.new_ones(dense_BN.size(0), 1)
 
 
+def _rows_by_feature(found: Mapping[str, JaggedTensor]) -> Sequences:
+    """What ``Sequences`` are of a collection's output; waits for it."""
+    return {name: (jagged.values(), jagged.lengths()) for name, jagged in found.items()}
+
+
+def _mark_rows(columns: Sequences, stage: str, *points: torch.Tensor | None) -> Sequences:
+    rows = mark_backward_of([rows_KD for rows_KD, _ in columns.values()], stage, *points)
+    lengths = [lengths_B for _, lengths_B in columns.values()]
+    return dict(zip(columns, zip(rows, lengths, strict=True), strict=True))
+
+
 # Leaves for the tracer of TorchRec's pipelines, which cannot follow data-dependent branches.
 torch.fx.wrap("_stack_columns")
 torch.fx.wrap("_dense_inputs")
+torch.fx.wrap("_rows_by_feature")
+torch.fx.wrap("_mark_rows")
 torch.fx.wrap("backward_point")
 torch.fx.wrap("mark_backward")
 
 
 class ClickModel(nn.Module, ABC):
-    """A model whose lookups start before its bottom layers, and are used after them.
+    """A model: dense (B, N) and ids -> logits (B, L)."""
+
+    @abstractmethod
+    def dense_parts(self) -> list[nn.Module]:
+        """The modules of its dense layers, to compile and to run in another precision."""
+
+
+class BagModel(ClickModel):
+    """A model of bags whose lookups start before its bottom layers, and are used after them.
 
     So the rows are sent while the bottom layers compute, and their gradients during the backward of
     those layers.
@@ -58,10 +79,6 @@ class ClickModel(nn.Module, ABC):
     @abstractmethod
     def with_rows(self, early: torch.Tensor, sparse_BFD: torch.Tensor) -> torch.Tensor:
         """Logits (B, L) of that and of the pooled columns."""
-
-    @abstractmethod
-    def dense_parts(self) -> list[nn.Module]:
-        """The modules of both, to compile and to run in another precision."""
 
     def forward(self, dense_features: torch.Tensor, sparse_features: Any) -> torch.Tensor:
         """Dense (B, N) and ids -> logits (B, L)."""
@@ -80,7 +97,7 @@ class ClickModel(nn.Module, ABC):
         return self.with_rows(early, sparse_BFD)
 
 
-class _Dlrm(ClickModel, DLRM):
+class _Dlrm(BagModel, DLRM):
     """TorchRec's model with its parts called in that order; the results are the same."""
 
     dense_arch: nn.Module
@@ -104,7 +121,7 @@ class _Dcnv2(_Dlrm, DLRM_DCN):
     """DCNv2 in that order."""
 
 
-class PooledModel(ClickModel):
+class PooledModel(BagModel):
     """Lookups, and layers of ``hotrec.models.plain.make_layers`` over the pooled columns."""
 
     def __init__(self, embeddings: Any, layers: Any, *, has_bottom: bool) -> None:
@@ -126,6 +143,31 @@ class PooledModel(ClickModel):
         return [layers.bottom, layers.interaction, layers.top] if self.has_bottom else [layers]
 
 
+class SequenceModel(ClickModel):
+    """Lookups, and layers of ``hotrec.models.plain.make_layers`` over the rows of each feature."""
+
+    def __init__(self, embeddings: Any, layers: Any) -> None:
+        super().__init__()
+        self.embedding_collection = embeddings
+        self.layers = layers
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: Any) -> torch.Tensor:
+        """Dense (B, N) and ids -> logits (B, L)."""
+        mark("ids_exchange")
+        found = self.embedding_collection(sparse_features)
+        mark("row_lookup")
+        rows_are_sent = backward_point("grads_exchange", dense_features)
+        columns = _rows_by_feature(found)
+        mark("rows_exchange")
+        logits: torch.Tensor = self.layers(
+            dense_features, _mark_rows(columns, "dense", rows_are_sent)
+        )
+        return logits
+
+    def dense_parts(self) -> list[nn.Module]:
+        return [self.layers]
+
+
 def build_architecture(
     shape: Architecture, embeddings: nn.Module, seed: int, device: torch.device
 ) -> ClickModel:
@@ -139,6 +181,8 @@ def build_architecture(
     if shape.kind in OF_TORCHREC:
         return _build_of_torchrec(shape, embeddings, seed, device)
     layers = make_checked_layers(shape, seed).to(device)
+    if shape.reads_sequences:
+        return SequenceModel(embeddings, layers)
     return PooledModel(embeddings, layers, has_bottom=shape.has_bottom)
 
 
@@ -151,11 +195,15 @@ def make_checked_layers(shape: Architecture, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.random.default_generator.manual_seed(seed)
         layers = make_layers(shape)
-        num_features, num_labels = len(shape.features), len(shape.labels)
-        dense, pooled = (2, len(shape.dense)), (2, num_features, shape.embedding_dim)
+        dense, num_labels = (2, len(shape.dense)), len(shape.labels)
+        features, dim = [name for name, _ in shape.features], shape.embedding_dim
+        rows = zero_rows(shape, dict.fromkeys(features, (1, 0)))
+        read = f"pooled features {(2, len(features), dim)}"
+        if shape.reads_sequences:
+            read = f"the rows of {len(features)} features, of one id and of none,"
         try:
             with torch.no_grad():
-                logits = layers.eval()(torch.zeros(dense), torch.zeros(pooled))
+                logits = layers.eval()(torch.zeros(dense), rows)
             found = str(tuple(logits.shape)) if torch.is_tensor(logits) else type(logits).__name__
         except Exception as error:
             found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -163,10 +211,30 @@ def make_checked_layers(shape: Architecture, seed: int) -> nn.Module:
     if found != str((2, num_labels)):
         raise ValueError(
             f"model._target_: expected {shape.target or shape.kind} to map dense columns "
-            f"{dense} and pooled features {pooled} to logits {(2, num_labels)}, got {found}. "
+            f"{dense} and {read} to logits {(2, num_labels)}, got {found}. "
             "Correct the class."
         )
     return layers
+
+
+def zero_rows(shape: Architecture, lengths: Mapping[str, Sequence[int]]) -> Any:
+    """Zeros in the form of the rows that the layers read.
+
+    Args:
+        shape: Their architecture.
+        lengths: The number of ids in each sample, by feature.
+
+    Returns:
+        Float (B, F, D), or ``Sequences``; they require a gradient.
+    """
+    dim = shape.embedding_dim
+    if not shape.reads_sequences:
+        num_samples = max(map(len, lengths.values()))
+        return torch.zeros(num_samples, len(lengths), dim, requires_grad=True)
+    return {
+        name: (torch.zeros(sum(of_B), dim, requires_grad=True), torch.tensor(of_B))
+        for name, of_B in lengths.items()
+    }
 
 
 def _build_of_torchrec(

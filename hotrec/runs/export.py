@@ -104,7 +104,10 @@ from hotrec.types import Schema
 logger = logging.getLogger(__name__)
 
 _INT8_MOST = 127
-_TABLE = re.compile(r"(?:.*\.)?sparse_arch\.embedding_bag_collection\.embedding_bags\.(.+)\.weight")
+_TABLE = re.compile(
+    r"(?:.*\.)?(?:sparse_arch\.embedding_bag_collection\.embedding_bags"
+    r"|embedding_collection\.embeddings)\.(.+)\.weight"
+)
 # The layers of TorchRec's models by our names; {n} is the last of the top ones.
 _LAYERS = (
     (r"dense_arch\.model\._mlp\.(\d+)\._linear\.(\w+)", r"bottom.{}.\2"),
@@ -260,6 +263,12 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
         trained = open_trained(trained_config, trained_dir, config.checkpoint)
         dataset = trained.dataset.artifact
         shape = trained.spec.architecture
+        if form.onnx and shape.reads_sequences:
+            raise ValueError(
+                "export.onnx: expected a model of pooled columns, got "
+                f"{shape.target or shape.kind}, which reads sequences. Omit export.onnx, and load "
+                "the model by hotrec.load_model."
+            )
         description = _description(trained, shape, form)
         base = None
         if config.since is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,14 +22,17 @@ import pyarrow.parquet as pq
 
 from hotrec.artifact import MANIFEST
 from hotrec.data.hashing import Hashes, hash_text
-from hotrec.models import encoder, plain
+from hotrec.models import encoder, hstu, plain, sasrec, sequence
 from hotrec.models.encoder import hash_file
 from hotrec.models.plain import TABLES_DIR, load_tensors
 
 KIND = "model export"
 VOCABULARIES = "vocab"
 # The reader code for services without hotrec.
-CODE = {path.name: path for path in map(Path, map(inspect.getfile, (encoder, plain)))}
+CODE = {
+    path.name: path
+    for path in map(Path, map(inspect.getfile, (encoder, plain, hstu, sasrec, sequence)))
+}
 # Raw ids that are read or written at once.
 IDS_AT_ONCE = 1 << 18
 _CHUNK_BYTES = 64 << 20
@@ -210,9 +212,13 @@ def read_count(path: Path) -> int:
 
 
 def write_code(directory: Path) -> None:
-    """Write hotrec's own reader code, never code from another export."""
+    """Write hotrec's own reader code, never code from another export.
+
+    The files import one another from their own directory.
+    """
     for name, source in CODE.items():
-        shutil.copyfile(source, directory / name)
+        code = source.read_text().replace("from hotrec.models.", "from ")
+        (directory / name).write_text(code)
 
 
 def write_hashes(directory: Path, table: str, num_rows: int) -> None:

@@ -9,7 +9,7 @@ streams have no stages: the clock shows where the step waits for them. In a trac
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from itertools import pairwise
@@ -61,15 +61,17 @@ def mark(stage: str) -> None:
 class _Boundary(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, stage: str, *points: torch.Tensor | None
-    ) -> torch.Tensor:
-        ctx.stage, ctx.num_points = stage, len(points)
-        return tensor.view_as(tensor)
+        ctx: Any, stage: str, num_tensors: int, *inputs: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.stage, ctx.num_points = stage, len(inputs) - num_tensors
+        ctx.set_materialize_grads(False)
+        tensors: Any = inputs[:num_tensors]
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         mark(ctx.stage)
-        return grads[0], None, *(None,) * ctx.num_points
+        return None, None, *grads, *(None,) * ctx.num_points
 
 
 @lru_cache
@@ -104,8 +106,16 @@ def mark_backward(tensor: torch.Tensor, stage: str, *points: torch.Tensor | None
     if not points:
         tensor.register_hook(lambda _: mark(stage))
         return tensor
-    out: torch.Tensor = _Boundary.apply(tensor, stage, *points)
-    return out
+    return mark_backward_of([tensor], stage, *points)[0]
+
+
+def mark_backward_of(
+    tensors: Sequence[torch.Tensor], stage: str, *points: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """``mark_backward`` of several tensors: backward reaches them together."""
+    if _clock is None or not any(tensor.requires_grad for tensor in tensors):
+        return list(tensors)
+    return list(_Boundary.apply(stage, len(tensors), *tensors, *points))
 
 
 class StageClock:

@@ -12,7 +12,6 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.train_pipeline import (
     PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
@@ -23,10 +22,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.data.batch import Batch
 from hotrec.embedding.optimizers import ModelOptimizer, hot_replicas
+from hotrec.embedding.pooled import ShardedPooledBags
 from hotrec.embedding.prefetch.row_ahead import Part, RowsAhead
 from hotrec.embedding.tables import outermost_sharded
 from hotrec.embedding.torchrec import (
     is_exhausted,
+    is_torchrecs,
     lookups,
     pipelined_modules,
     rewritten_forwards,
@@ -145,13 +146,13 @@ class MarkedOptimizer:
 
 
 def mark_lookups(model: nn.Module) -> None:
-    """Mark the lookups of TorchRec's sharded ``EmbeddingBagCollection`` modules, once per model.
+    """Mark the lookups of TorchRec's sharded collections, once per model.
 
     In backward, sharded lookups update their rows once the gradients have arrived. Data-parallel
     tables count as lookup in both directions. hotrec's sharded modules mark themselves.
     """
     for module in model.modules():
-        if type(module) is ShardedEmbeddingBagCollection:
+        if is_torchrecs(module) and not isinstance(module, ShardedPooledBags):
             for lookup in lookups(module):
                 _mark_lookup(lookup)
 

@@ -27,6 +27,7 @@ ALLOWED = {
     },
     "hotrec.data.packing": {"_new_shared": "shared memory without a copy"},
     "hotrec.embedding.prefetch.classes": {"_foreach_add_": "one kernel for all tables"},
+    "hotrec.models.sequence": {"_assert_async": "a check that does not wait for the device"},
     "hotrec.routing.group": {
         "_foreach_add_": "one kernel for all tables",
         "_foreach_max": "one kernel for all tables",
