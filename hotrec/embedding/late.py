@@ -9,21 +9,21 @@ import torch.nn.functional as F
 from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from hotrec.embedding.packed import PackedJaggedTensor
+from hotrec.embedding.packed import AddRows, PackedJaggedTensor
 
 
 class LateLinear(nn.Linear):
     """The linear layer of the rows of several features, one after the other, for each id.
 
     The product with the concatenated rows is a sum over the features, W [i; a] = W_i i + W_a a, so
-    each block of columns of W is applied to distinct rows, and the results are copied to the ids
-    and added up, from the first feature to the last. Forward and gradients are those of
+    each block of columns of W is applied to distinct rows, and each id adds up the results of its
+    rows, from the first feature to the last. Forward and gradients are those of
     ``nn.Linear`` but for the order of additions (and of rounding, below float32), and repeatable
     bit for bit. Parameters are those of ``nn.Linear(sum(dims), out_features)``, so checkpoints fit
     both.
 
-    Memory: float (K, N) for the output and one more during forward, instead of (K, sum of dims) as
-    input of ``nn.Linear``, which is kept for backward.
+    Expanded features, as of an unsharded model, are concatenated. Packed ones need no memory of
+    float (K, sum of dims), which ``nn.Linear`` keeps for backward.
 
     Args:
         dims: The dimension of each feature's rows.
@@ -68,15 +68,21 @@ class LateLinear(nn.Linear):
                 f"features of LateLinear: expected dimensions {self.dims} with as many ids each, "
                 f"got (ids, dimension) {found}. Pass features whose sequences have equal lengths."
             )
-        total: torch.Tensor | None = None
+        if not any(isinstance(one, PackedJaggedTensor) for one in features):
+            return super().forward(torch.cat([one.values() for one in features], dim=1))
+        num_ids, begin = found[0][0], 0
+        terms: list[torch.Tensor] = []
+        row_of: list[torch.Tensor] = []
         for one, block in zip(features, self.weight.split(self.dims, dim=1), strict=True):
-            bias = self.bias if total is None else None
-            if not isinstance(one, PackedJaggedTensor):
-                term = F.linear(one.values(), block, bias)
-            elif one.packed_values().shape[0] < one.reverse_indices().numel():
-                term = one.expand(F.linear(one.packed_values(), block, bias))
-            else:  # mostly rows of other features of the table
-                term = F.linear(one.materialize().values(), block, bias)
-            total = term if total is None else total.add_(term)
-        assert total is not None
+            bias = None if terms else self.bias
+            if isinstance(one, PackedJaggedTensor) and one.packed_values().shape[0] < num_ids:
+                values, index_K = one.packed_values(), one.reverse_indices()
+            else:  # packed: mostly rows of other features of the table
+                is_packed = isinstance(one, PackedJaggedTensor)
+                values = one.materialize().values() if is_packed else one.values()
+                index_K = torch.arange(num_ids, device=values.device)
+            terms.append(F.linear(values, block, bias))
+            row_of.append(index_K + begin)
+            begin += values.shape[0]
+        total: torch.Tensor = AddRows.apply(torch.cat(terms), torch.stack(row_of, dim=1))
         return total

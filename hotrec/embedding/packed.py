@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import nn
@@ -104,15 +105,40 @@ class PackedJaggedTensor(JaggedTensor):
         )
 
 
-def _sum_by_row(row_of_K: torch.Tensor, num_rows: int, values_KN: torch.Tensor) -> torch.Tensor:
-    """The sum over the ids of each row, (U, N), in the order of the ids."""
+def _sum_by_row(row_of: torch.Tensor, num_rows: int, values_KN: torch.Tensor) -> torch.Tensor:
+    """The sum over the ids that read each row, float (U, N), in the order of the ids.
+
+    ``row_of`` is int64 (K,), or (K, n) where an id reads n rows.
+    """
     mark("dense")
-    sorted_K, by_row_K = sort_keys(row_of_K, num_rows)
-    rows_U = torch.arange(num_rows, device=row_of_K.device)
-    begins_U = torch.searchsorted(sorted_K, rows_U)
-    sums = sum_segments(values_KN, by_row_K, begins_U, None, row_of_K.numel())
+    sorted_K, by_row_K = sort_keys(row_of.reshape(-1), num_rows)
+    begins_U = torch.searchsorted(sorted_K, torch.arange(num_rows, device=row_of.device))
+    if row_of.dim() == 2:
+        by_row_K //= row_of.shape[1]
+    sums = sum_segments(values_KN, by_row_K, begins_U, None, by_row_K.numel())
     mark("pool")
     return sums
+
+
+class AddRows(torch.autograd.Function):
+    """Rows float (U, N) -> the sum of the n rows of each id, (K, N), in the order of int64 (K, n).
+
+    Backward adds up the gradients of a row in the order of its ids.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows_UN: torch.Tensor, row_of_Kn: torch.Tensor) -> torch.Tensor:
+        ctx.row_of, ctx.num_rows = row_of_Kn, rows_UN.shape[0]
+        mark("dense")
+        num = row_of_Kn.shape[1]
+        begins_K = torch.arange(0, row_of_Kn.numel(), num, device=row_of_Kn.device)
+        sums = sum_segments(rows_UN, row_of_Kn.reshape(-1), begins_K, None, num)
+        mark("pool")
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _sum_by_row(ctx.row_of, ctx.num_rows, grads[0].contiguous()), None
 
 
 class PackedLayout(SequenceLayout):
