@@ -26,9 +26,10 @@ from hotrec.runtime.stages import mark
 class PackedJaggedTensor(JaggedTensor):
     """A jagged tensor of distinct rows, with the row of each id.
 
-    ``packed_values`` and ``materialize`` are those of TorchRec's packed ``JaggedTensor``, which its
-    ``EmbeddingCollectionSharder`` makes with ``use_packed_jagged_tensor``. It never changes into an
-    expanded one: ``values`` raises, and what needs values is called on ``materialize()``.
+    ``packed_values``, ``materialize`` and ``values`` are as described for TorchRec's packed
+    ``JaggedTensor``, which its ``EmbeddingCollectionSharder`` makes with
+    ``use_packed_jagged_tensor``. It never changes into an expanded one: ``values`` raises, and what
+    needs values is called on ``materialize()``.
 
     Args:
         packed_values: The distinct rows of a table, float (U, D); all features of the table have
@@ -46,11 +47,11 @@ class PackedJaggedTensor(JaggedTensor):
         weights: torch.Tensor | None = None,
     ) -> None:
         super().__init__(packed_values, weights, lengths)
-        self._reverse_indices = reverse_indices
+        self._rows, self._reverse_indices = packed_values, reverse_indices
 
     def packed_values(self) -> torch.Tensor:
         """The distinct rows, float (U, D)."""
-        return self._values
+        return self._rows
 
     def reverse_indices(self) -> torch.Tensor:
         """The row of each id, int64 (K,)."""
@@ -60,7 +61,7 @@ class PackedJaggedTensor(JaggedTensor):
         """Raise ValueError: there are no expanded values."""
         raise ValueError(
             f"values of a packed jagged tensor: expected materialize() first, got "
-            f"{self._values.shape[0]} distinct rows for {self._reverse_indices.numel()} ids. Call "
+            f"{self._rows.shape[0]} distinct rows for {self._reverse_indices.numel()} ids. Call "
             "materialize().values(), or packed_values()."
         )
 
@@ -69,7 +70,15 @@ class PackedJaggedTensor(JaggedTensor):
 
         Backward adds up the gradients of a row in the order of its ids, so it is repeatable bit for
         bit.
+
+        Raises:
+            ValueError: if there is not one row for each distinct one.
         """
+        if of_rows.shape[0] != self._rows.shape[0]:
+            raise ValueError(
+                f"rows to expand: expected one for each of the {self._rows.shape[0]} distinct "
+                f"rows, got {of_rows.shape[0]}. Pass what was computed from packed_values()."
+            )
         mark("dense")
         sums = partial(_sum_by_row, self._reverse_indices, of_rows.shape[0])
         copies: torch.Tensor = CopyRows.apply(of_rows, self._reverse_indices, sums)
@@ -78,12 +87,17 @@ class PackedJaggedTensor(JaggedTensor):
 
     def materialize(self) -> JaggedTensor:
         """The expanded jagged tensor, values float (K, D); this one stays as it is."""
-        return JaggedTensor(self.expand(self._values), self._weights, self._lengths, self._offsets)
+        return JaggedTensor(
+            self.expand(self._rows),
+            self.weights_or_none(),
+            self.lengths_or_none(),
+            self.offsets_or_none(),
+        )
 
     def to(self, device: torch.device, non_blocking: bool = False) -> PackedJaggedTensor:
-        weights = self._weights
+        weights = self.weights_or_none()
         return PackedJaggedTensor(
-            self._values.to(device, non_blocking=non_blocking),
+            self._rows.to(device, non_blocking=non_blocking),
             self._reverse_indices.to(device, non_blocking=non_blocking),
             self.lengths().to(device, non_blocking=non_blocking),
             None if weights is None else weights.to(device, non_blocking=non_blocking),
@@ -98,7 +112,7 @@ class PackedJaggedTensor(JaggedTensor):
         return int(super().size_in_bytes()) + self._reverse_indices.nbytes
 
     def __str__(self) -> str:
-        num_rows, dim = self._values.shape
+        num_rows, dim = self._rows.shape
         return (
             f"PackedJaggedTensor({self._reverse_indices.numel()} ids of {num_rows} distinct rows "
             f"of {dim}, {self.lengths().numel()} samples)"

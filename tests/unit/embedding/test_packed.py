@@ -125,6 +125,8 @@ def test_a_packed_tensor_stays_packed() -> None:
         packed.values()
     with pytest.raises(ValueError, match=r"^values of a packed"):
         packed.to_dense()
+    with pytest.raises(ValueError, match=r"^rows to expand: .* the 5 distinct rows, got 40\."):
+        packed.expand(torch.zeros(40, 4))
     expanded = packed.materialize()
     assert type(expanded) is JaggedTensor
     assert torch.equal(expanded.values(), packed.packed_values()[packed.reverse_indices()])
