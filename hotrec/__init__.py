@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from hotrec.cost_model.profile import Profile
     from hotrec.embedding.adapt import AdaptiveHotSet
     from hotrec.embedding.convert import check_replicas
+    from hotrec.embedding.late import LateLinear
+    from hotrec.embedding.packed import PackedJaggedTensor, use_packed_jagged_tensor
     from hotrec.embedding.tables import gather_tables
     from hotrec.embedding.update_rules import OptimizerSpec
     from hotrec.models.encoder import load_encoder
@@ -42,9 +44,11 @@ __all__ = [
     "AdaptiveHotSet",
     "Choice",
     "Exchange",
+    "LateLinear",
     "Machine",
     "OptimizerKind",
     "OptimizerSpec",
+    "PackedJaggedTensor",
     "Partition",
     "Pipeline",
     "PipelineKind",
@@ -70,13 +74,16 @@ __all__ = [
     "predict",
     "profile",
     "save_checkpoint",
+    "use_packed_jagged_tensor",
 ]
 
 _HOME = {
     "AdaptiveHotSet": "hotrec.embedding.adapt",
     "Choice": "hotrec.program.choice",
+    "LateLinear": "hotrec.embedding.late",
     "Machine": "hotrec.planner.machine",
     "OptimizerSpec": "hotrec.embedding.update_rules",
+    "PackedJaggedTensor": "hotrec.embedding.packed",
     "Pipeline": "hotrec.program.pipeline",
     "Profile": "hotrec.cost_model.profile",
     "Run": "hotrec.cli.fit",
@@ -95,6 +102,7 @@ _HOME = {
     "predict": "hotrec.cli.fit",
     "profile": "hotrec.program.count",
     "save_checkpoint": "hotrec.program.checkpoint",
+    "use_packed_jagged_tensor": "hotrec.embedding.packed",
 }
 
 

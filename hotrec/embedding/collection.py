@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Generic, TypeVar
 
@@ -29,7 +30,13 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from hotrec.embedding.pooling import output_rows
-from hotrec.routing.features import Column, RoutedFeatures, RoutedSequences, hot_name
+from hotrec.routing.features import (
+    Column,
+    RoutedFeatures,
+    RoutedRows,
+    RoutedSequences,
+    hot_name,
+)
 from hotrec.routing.router import Router
 from hotrec.types import Exchange, Partition, Placement, WireType
 
@@ -94,6 +101,10 @@ class OutputLayout(ABC, Generic[Out]):
 
     groups: dict[int, list[Column]]  # of exchanged rows, by embedding dimension
 
+    def of_rows(self, rows_UD: torch.Tensor, routed: RoutedRows, num_columns: int) -> torch.Tensor:
+        """What ``assemble`` takes of one embedding dimension, see ``output_rows``."""
+        return output_rows(rows_UD, routed, num_columns)
+
     @abstractmethod
     def assemble(
         self,
@@ -104,7 +115,7 @@ class OutputLayout(ABC, Generic[Out]):
         """The output.
 
         Args:
-            parts: By embedding dimension, what ``output_rows`` returned.
+            parts: By embedding dimension, what ``of_rows`` returned.
             routed: The routed features.
             from_torchrec: The columns that were pooled on their tables' owners.
         """
@@ -163,15 +174,20 @@ class SequenceLayout(OutputLayout[dict[str, JaggedTensor]]):
         found: dict[str, JaggedTensor] = {}
         for columns, values, group in zip(self.groups.values(), parts, routed.groups, strict=True):
             assert isinstance(group, RoutedSequences), type(group)
-            rows = values.split(group.num_ids_F)
             ids = None if group.ids_K is None else group.ids_K.split(group.num_ids_F)
-            for at, column in enumerate(columns):
-                found[column.name] = JaggedTensor(
-                    values=rows[at],
-                    lengths=group.lengths_FB[at],
-                    weights=None if ids is None else ids[at],
+            for at, (column, make) in enumerate(
+                zip(columns, self.of_columns(values, group, columns), strict=True)
+            ):
+                found[column.name] = make(
+                    lengths=group.lengths_FB[at], weights=None if ids is None else ids[at]
                 )
         return {name: found[name] for name in self.names}
+
+    def of_columns(
+        self, values: torch.Tensor, group: RoutedSequences, columns: Sequence[Column]
+    ) -> list[Callable[..., JaggedTensor]]:
+        """What makes the output of each column, given its lengths and weights."""
+        return [partial(JaggedTensor, rows) for rows in values.split(group.num_ids_F)]
 
 
 _DATA_TYPES = {
@@ -252,7 +268,7 @@ class HotColdCollection(nn.Module, Generic[Out]):
         ):
             found: dict[str, JaggedTensor] = collection(group.rows)
             rows_UD = torch.cat([found[key].values() for key in router.keys])
-            parts.append(output_rows(rows_UD, group, len(router.columns)))
+            parts.append(self.layout.of_rows(rows_UD, group, len(router.columns)))
         from_torchrec = None if self.pooled is None else self.pooled(routed.pooled)
         return self.layout.assemble(parts, routed, from_torchrec)
 
@@ -334,6 +350,7 @@ class HotColdEmbeddingCollection(HotColdCollection[dict[str, JaggedTensor]]):
         need_indices: Whether the ids are the weights of the output.
         use_gather_select: Ignored, like the next: rows are always selected by one gather.
         use_gather_select_per_sharding: Ignored.
+        layout: The form of the output; ``PackedLayout`` for packed jagged tensors.
 
     Raises:
         ValueError: if the placement does not fit the tables, a table is not fp32, or one is to be
@@ -350,6 +367,8 @@ class HotColdEmbeddingCollection(HotColdCollection[dict[str, JaggedTensor]]):
         need_indices: bool = False,
         use_gather_select: bool = False,
         use_gather_select_per_sharding: Mapping[str, bool] | None = None,
+        *,
+        layout: type[SequenceLayout] = SequenceLayout,
     ) -> None:
         placement = _placement_of(placement)
         tables = [t if t.feature_names else replace(t, feature_names=[t.name]) for t in tables]
@@ -360,9 +379,9 @@ class HotColdEmbeddingCollection(HotColdCollection[dict[str, JaggedTensor]]):
                     f"table {table.name} exchange: expected rows, since the table's features are "
                     "not pooled, got pooled. Use Exchange.ROWS."
                 )
-        layout = SequenceLayout(tables)
-        router = Router(layout.groups, placement.partition, False, need_indices=need_indices)
-        super().__init__(tables, placement, layout, router, device)
+        made = layout(tables)
+        router = Router(made.groups, placement.partition, False, need_indices=need_indices)
+        super().__init__(tables, placement, made, router, device)
         self._need_indices = need_indices
 
     def embedding_configs(self) -> list[EmbeddingConfig]:

@@ -15,9 +15,11 @@ from hotrec.embedding.collection import (
     HotColdCollection,
     HotColdEmbeddingBagCollection,
     HotColdEmbeddingCollection,
+    SequenceLayout,
 )
 from hotrec.embedding.initialize import copy_weights
 from hotrec.embedding.optimizers import hot_replicas
+from hotrec.embedding.packed import PackedLayout, is_packed
 from hotrec.embedding.table_memory import leave_tables_out_of_forks
 from hotrec.embedding.torchrec import children_of, ddp_modules, rebuild_buckets
 from hotrec.types import Partition, Placement
@@ -91,6 +93,7 @@ def _convert(module: nn.Module, placement: Placement | Partition) -> nn.Module:
             placement,
             device=module.device,
             need_indices=module.need_indices(),
+            layout=PackedLayout if is_packed(module) else SequenceLayout,
         )
     if torch.device(module.device).type != "meta":
         copy_weights(tables, converted)

@@ -45,7 +45,6 @@ from hotrec.embedding.collection import (
 from hotrec.embedding.fused import check_optimizer, fused_params
 from hotrec.embedding.hot_rows import HotReplicas, HotRowCounts
 from hotrec.embedding.pooled import ShardedPooledBags
-from hotrec.embedding.pooling import output_rows
 from hotrec.embedding.row_exchange import (
     COLD_SHARDINGS,
     HOT_SHARDINGS,
@@ -266,7 +265,7 @@ class ShardedHotColdCollection(
         ):
             rows_UD = rows.join(of_dim, request)
             mark("rows_exchange")
-            parts.append(output_rows(rows_UD, group, len(columns)))
+            parts.append(layout.of_rows(rows_UD, group, len(columns)))
             mark("pool")
         from_torchrec = None if from_owners is None else from_owners.wait()
         mark("rows_exchange")

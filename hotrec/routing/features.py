@@ -114,6 +114,7 @@ class RoutedSequences(RoutedRows):
     lengths_FB: torch.Tensor  # in the features' type
     ids_K: torch.Tensor | None  # as in the features; None unless the output contains them
     num_ids_F: list[int]  # of each column
+    is_part: bool = False  # of a batch: rows that it does not read may not have arrived
 
 
 @dataclass

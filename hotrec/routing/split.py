@@ -95,4 +95,5 @@ def _select_sequences(
         lengths_FB=lengths_FB,
         ids_K=None if group.ids_K is None else group.ids_K.index_select(0, kept),
         num_ids_F=lengths_FB.sum(1).tolist(),
+        is_part=True,
     )

@@ -17,10 +17,12 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from hotrec.assemble.constraints import placement_constraints
 from hotrec.data.batch import Batch
 from hotrec.embedding.canonical import canonical_parts
-from hotrec.embedding.collection import HotColdEmbeddingCollection
+from hotrec.embedding.collection import HotColdEmbeddingCollection, SequenceLayout
 from hotrec.embedding.convert import check_replicas
 from hotrec.embedding.initialize import initial_rows
+from hotrec.embedding.late import LateLinear
 from hotrec.embedding.optimizers import make_optimizer
+from hotrec.embedding.packed import PackedJaggedTensor, PackedLayout
 from hotrec.embedding.sharding import HotColdSequenceSharder
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
@@ -40,7 +42,7 @@ from tests.distributed.setups import mean_over_ranks, shard_task
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import PlainRowWiseAdagrad, mean_loss
 
-NUM_DENSE, NUM_STEPS, SEED, TOLERANCE = 3, 4, 5, 1e-5
+NUM_DENSE, NUM_CONTENT, NUM_STEPS, SEED, TOLERANCE = 3, 6, 4, 5, 1e-5
 ROWS = {"item": 200, "artist": 9, "user": 30}
 DIMS = {"item": 4, "artist": 8, "user": 4}
 # The candidate is an item too; tables are read in another order than the features are given.
@@ -97,18 +99,31 @@ class Unsplit(nn.Module):
 
 
 class Reader(nn.Module):
-    """Sums the rows of each sequence, each weighted by its position, so that the order matters."""
+    """Sums the rows of each sequence, each weighted by its position, so that the order matters.
+
+    And what a layer makes of an item and its artist, which it takes packed or not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.content = LateLinear([DIMS["item"], DIMS["artist"]], NUM_CONTENT)
 
     def forward(self, dense: torch.Tensor, found: Any) -> torch.Tensor:
-        parts = [dense]
+        lengths = found["history"].lengths().long()
+        content = torch.tanh(self.content([found["history"], found["by"]]))
+        parts = [dense, decayed(content, lengths)]
         for name in LIMITS:
             of_feature = found[name]
-            rows, lengths = of_feature.values(), of_feature.lengths().long()
-            begins = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-            places = torch.arange(rows.shape[0]) - begins
-            weighted = rows / (1.0 + places[:, None])
-            parts.append(torch.segment_reduce(weighted, "sum", lengths=lengths, initial=0.0))
+            if isinstance(of_feature, PackedJaggedTensor):
+                of_feature = of_feature.materialize()
+            parts.append(decayed(of_feature.values(), of_feature.lengths().long()))
         return torch.cat(parts, dim=1)
+
+
+def decayed(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    begins = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    weighted = rows / (1.0 + (torch.arange(rows.shape[0]) - begins)[:, None])
+    return torch.segment_reduce(weighted, "sum", lengths=lengths, initial=0.0)
 
 
 class SequenceModel(nn.Module):
@@ -117,11 +132,15 @@ class SequenceModel(nn.Module):
         self.sequences = sequences
         self.reader = Reader()
         width = sum(DIMS[name] * len(FEATURES[name]) for name in ROWS)
-        self.hidden, self.out = nn.Linear(NUM_DENSE + width, 8), nn.Linear(8, 1)
+        self.hidden, self.out = nn.Linear(NUM_DENSE + NUM_CONTENT + width, 8), nn.Linear(8, 1)
         generator = torch.Generator().manual_seed(11)
         with torch.no_grad():
-            for parameter in (*self.hidden.parameters(), *self.out.parameters()):
+            for parameter in self.layers():
                 parameter.uniform_(-0.5, 0.5, generator=generator)
+
+    def layers(self) -> list[nn.Parameter]:
+        layers = (self.reader, self.hidden, self.out)
+        return [parameter for layer in layers for parameter in layer.parameters()]
 
     def forward(self, dense: torch.Tensor, sparse: Any) -> torch.Tensor:
         joined = self.reader(dense, self.sequences(sparse))
@@ -138,6 +157,7 @@ class Case:
     micro_batches: bool = False
     tier: Tier = Tier.DEVICE
     levels: Levels = Levels.one
+    layout: type[SequenceLayout] = SequenceLayout
 
 
 def make_global(step: int, world_size: int) -> tuple[list[int], list[Batch], int]:
@@ -147,9 +167,10 @@ def make_global(step: int, world_size: int) -> tuple[list[int], list[Batch], int
     total, batches = sum(shares), []
     for share in shares:
         ids, lengths = [np.empty(0, np.int64)], []
+        of_history = rng.integers(0, 6, share)
         for name, limit in LIMITS.items():
-            for _ in range(share):
-                length = int(rng.integers(0, 6)) if name in ("history", "by") else 1
+            for sample in range(share):
+                length = int(of_history[sample]) if name in ("history", "by") else 1
                 lengths.append(length)
                 # Few rows: a sample reads one several times, and the next batch again.
                 ids.append((rng.random(length) ** 3 * limit).astype(np.int64))
@@ -175,10 +196,9 @@ def run_reference(world_size: int) -> tuple[list[float], dict[str, torch.Tensor]
     """Losses and weights of the unsplit model; the batches of the ranks one after the other."""
     tables = Unsplit()
     model = SequenceModel(tables)
-    layers = [*model.hidden.parameters(), *model.out.parameters()]
     optimizers: list[torch.optim.Optimizer] = [
         PlainRowWiseAdagrad(list(tables.parameters()), lr=SPEC.learning_rate, eps=SPEC.eps),
-        torch.optim.SGD(layers, lr=0.1),
+        torch.optim.SGD(model.layers(), lr=0.1),
     ]
     losses = []
     for step in range(NUM_STEPS):
@@ -203,7 +223,7 @@ def build(case: Case) -> tuple[Any, Any]:
     if case.tier is not Tier.DEVICE:
         placement = Placement.alike(partition, case.tier, 0.6)
     collection = HotColdEmbeddingCollection(
-        configs(list(ROWS)), placement, device=torch.device("meta")
+        configs(list(ROWS)), placement, device=torch.device("meta"), layout=case.layout
     )
     task = ClickTask(SequenceModel(collection), dist.get_world_size())
     model = shard_task(
@@ -285,6 +305,30 @@ def train_all() -> list[str]:
     return unsplit.found
 
 
+def train_packed() -> list[str]:
+    """What differs from the unsplit model, in a repetition, or at another depth of look-ahead."""
+    unsplit = Comparison()
+    expected: dict[str, dict[str, torch.Tensor]] = {}
+    for case in CASES * 2:
+        found = unsplit.run(replace(case, layout=PackedLayout))
+        before = expected.setdefault(repr(replace(case, depth=1)), found)
+        unsplit.found += [
+            f"{case}: {name} of another run"
+            for name, weight in before.items()
+            if not torch.equal(weight, found[name])
+        ]
+    for tier in (Tier.DEVICE, Tier.CACHED):
+        case = Case("mixed", "look_ahead", tier=tier, layout=PackedLayout)
+        before = unsplit.run(replace(case, depth=0))
+        found = unsplit.run(case)
+        unsplit.found += [
+            f"{case}: {name} at depth 1"
+            for name, weight in before.items()
+            if not torch.equal(weight, found[name])
+        ]
+    return unsplit.found
+
+
 def train_in_two_levels() -> list[str]:
     unsplit = Comparison()
     for partition in ("all_cold", "mixed"):
@@ -296,6 +340,12 @@ def train_in_two_levels() -> list[str]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_pipeline_trains_the_unsplit_model_and_depth_changes_no_bit(world_size: int) -> None:
     for failures in run_ranks(train_all, world_size, timeout_s=280):
+        assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_pipeline_trains_the_unsplit_model_with_packed_output(world_size: int) -> None:
+    for failures in run_ranks(train_packed, world_size, timeout_s=280):
         assert not failures, "\n".join(failures)
 
 

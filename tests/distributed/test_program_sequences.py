@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 import hotrec
 from hotrec.embedding.tables import sharded_collections
@@ -73,6 +74,28 @@ class Alone(Both):
     def pooled(self, batch: Batch) -> list[torch.Tensor]:
         sequences = self.sequences(batch.ids)
         return [self.decayed(sequences[name]) for name in ("item", "user")]
+
+
+class PackedHere(Alone):
+    """Sequences are packed, if they are hotrec's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hotrec.use_packed_jagged_tensor(self.sequences)
+        self.late = hotrec.LateLinear([8], 8)
+        with torch.no_grad():
+            for parameter in self.late.parameters():
+                parameter.uniform_(-0.5, 0.5, generator=torch.Generator().manual_seed(3))
+        self.kinds: set[type] = set()
+
+    def pooled(self, batch: Batch) -> list[torch.Tensor]:
+        sequences = self.sequences(batch.ids)
+        self.kinds |= {type(sequences[name]) for name in ("item", "user")}
+        late = JaggedTensor(self.late([sequences["item"]]), lengths=sequences["item"].lengths())
+        user = sequences["user"]
+        if isinstance(user, hotrec.PackedJaggedTensor):
+            user = user.materialize()
+        return [self.decayed(late), self.decayed(user)]
 
 
 def trained(
@@ -157,6 +180,27 @@ def train_all(directory: Path, first: int) -> None:
     losses, model = trained(Both, counted)
     assert hotrec.choice_of(model).placement is not None
     check(losses, model, reference(Both, make_batch))
+
+
+def train_packed() -> None:
+    torch.set_num_threads(1)
+    names = ("seen", "shop")
+    hot = Partition({n: ALL_ROWS[n] for n in names}, {"seen": np.arange(7)})
+    expected = reference(PackedHere, make_batch)
+    for pipeline in ("look_ahead", "sparse_dist", "base"):
+        losses, model = trained(PackedHere, hot, pipeline)
+        check(losses, model, expected)
+        [found] = [part for part in model.modules() if isinstance(part, PackedHere)]
+        assert found.kinds - {torch.fx.Proxy} == {hotrec.PackedJaggedTensor}, pipeline
+    # TorchRec's collections stay expanded.
+    if dist.get_world_size() == 1:
+        losses, _ = trained(PackedHere, "off")
+        np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
+
+
+def test_packed_sequences_train_as_unsplit() -> None:
+    run_ranks(train_packed, 1, timeout_s=120)
+    run_ranks(train_packed, 2, timeout_s=120)
 
 
 def test_bags_and_sequences_train_as_unsplit_and_resume_on_other_ranks(tmp_path: Path) -> None:

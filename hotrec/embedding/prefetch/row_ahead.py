@@ -14,7 +14,6 @@ from torch import nn
 
 from hotrec.embedding.hot_reduce import HotReducer, SparseGradient
 from hotrec.embedding.hot_rows import HotReplicas
-from hotrec.embedding.pooling import output_rows
 from hotrec.embedding.prefetch.exchange import ColdExchange, Gradients, PrefetchedBatch
 from hotrec.embedding.sharding import ShardedHotColdCollection
 from hotrec.embedding.tables import sharded_collections
@@ -317,7 +316,7 @@ class RowsAhead:
             ):
                 with named_range("pool"):
                     leaf = self._leaves[first + index]
-                    parts.append(output_rows(leaf, group, len(columns)))
+                    parts.append(collection.layout.of_rows(leaf, group, len(columns)))
                 mark("pool")
             from_torchrec = None
             if collection.pooled is not None:
