@@ -87,10 +87,11 @@ class LastEvents:
         begins = np.maximum(user_begins[new], instants[new] - self._max_length)
         lengths = instants[new] - begins
         self._keep(present, is_first, instants, found)
-        is_back = np.append(False, times[1:] < times[:-1])[: order.size] & ~is_first
+        # Not of the events from before: a tail is checked where its file is read.
+        is_back = (np.append(False, times[1:] < times[:-1])[: order.size] & ~is_first)[new]
         back = None
         if is_back.any():
-            first = int(np.argmax(is_back[new]))
+            first = int(np.argmax(is_back))
             back = first, float(times[new[first] - 1])
         return EventHistories(found, _ranges(begins, lengths), lengths, back)
 

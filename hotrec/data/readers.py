@@ -248,7 +248,8 @@ def _text_tables(
     lines = text.read_lines(path, log_format.block_bytes, has_header=is_delimited)
     if log_format.format is SourceFormat.json:
         # Columns that are only passed through keep all digits too.
-        ids = tuple(name for name in of_file if name in wanted.ids or name not in wanted.numbers)
+        numbers = {*wanted.numbers, *wanted.lists}
+        ids = tuple(name for name in of_file if name in wanted.ids or name not in numbers)
         return json_lines.parse_lines(path, lines, ids, tuple(of_file), nulls)
     types = {name: text.TEXT if wanted.is_text(name) else text.NUMBER for name in of_file}
     layout = text.Layout(names, log_format.separator, is_delimited, nulls, types)
