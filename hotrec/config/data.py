@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from hotrec.config.fields import Rules, key, section
+from hotrec.config.histories import UserHistorySpec, fill_number
 from hotrec.config.names import MAX_NAME_BYTES, name_rules
 
 SourceFormat = StrEnum("SourceFormat", "criteo delimited json parquet arrow yambda")
@@ -97,7 +98,8 @@ class ColumnSpec:
     table: str = key("for categorical kinds, the table it reads; empty: this entry's name", "")
     derive: Derive = key(
         "how to compute the value from the source: hour_of_day and day_of_week (0 is Monday) from "
-        "a time, see data.source.times; log_bucket: floor(4 * log2(1 + abs(x))) with the sign of x",
+        "a time, see data.source.times; log_bucket: floor(4 * log2(1 + abs(x))) with the sign of "
+        "x, for lists and sequences of each number",
         Derive.none,
     )
     utc_offset_h: float = key("for hour_of_day and day_of_week, hours to add to UTC", 0.0)
@@ -128,9 +130,21 @@ class ColumnSpec:
         "missing one. Empty: 0 and 1, false and true, f and t, no and yes, or n and y in any case",
         [],
     )
+    bit: int = key(
+        "for label, a power of two: the label is whether the source, an integer, has this bit; 0: "
+        "the source is the label",
+        0,
+        ge=0,
+        le=2**52,
+    )
     decimal: str = key("for numbers in text, the decimal separator", ".")
     thousands: str = key("for numbers in text, the separator of digit groups; empty: none", "")
     ignore: str = key("for numbers in text, characters to ignore, such as $, \u20ac and %", "")
+
+    @property
+    def is_list(self) -> bool:
+        """Whether a sample has a list of ids."""
+        return self.kind in (ColumnKind.categorical_list, ColumnKind.sequence)
 
     @property
     def number_form(self) -> NumberForm:
@@ -146,8 +160,9 @@ class ColumnSpec:
         yield len(separator) == 1, f"separator: expected one character, got {separator!r}."
         of_time = derive in DERIVED_FROM_TIMES
         is_derived = kind is ColumnKind.categorical or (kind is ColumnKind.dense and of_time)
-        is_possible = derive is Derive.none or is_derived
-        yield is_possible, f"derive: expected none for kind {kind.name}, got {derive.name!r}."
+        is_possible = derive is Derive.none or is_derived or (self.is_list and not of_time)
+        expected = "none or log_bucket" if self.is_list else "none"
+        yield is_possible, f"derive: expected {expected} for kind {kind.name}, got {derive.name!r}."
         yield (
             kind is not ColumnKind.sequence or self.max_length > 0,
             f"max_length: expected at least 1 for kind sequence, got {self.max_length}. "
@@ -180,6 +195,11 @@ class ColumnSpec:
             not values or (is_label and len(values) == 2 and values[0] != values[1]),
             f"values: expected two different values of a label, got {values}. Name that of a "
             "negative, then that of a positive.",
+        )
+        bit = self.bit
+        yield (
+            not bit or (is_label and not values and bit & (bit - 1) == 0),
+            f"bit: expected a power of two, for a label without values, or 0, got {bit}.",
         )
 
 
@@ -354,6 +374,11 @@ class SourceSpec:
         {},
     )
     history: HistorySpec = section("for yambda, samples and histories", HistorySpec)
+    histories: dict[str, UserHistorySpec] = key(
+        "by name, the earlier rows of the same user as lists, which columns of kind "
+        "categorical_list or sequence read",
+        {},
+    )
     split: SplitSpec = section("how samples are divided into train, valid and test", SplitSpec)
     separator: str = key("for delimited text, the ASCII character between two columns", "\t")
     null_values: list[str] = key('strings that mean "missing", for delimited and json', [""])
@@ -398,7 +423,8 @@ class SourceSpec:
             f"columns: expected {expected}, got {sorted(columns)}. Give an id kind categorical.",
         )
         yield from _time_rules(self.times)
-        yield from _source_rules(columns)
+        yield from _source_rules(columns, self.histories)
+        yield from _history_rules(columns, self.histories)
         for name in self.tables:
             expected = f"one of the tables {sorted(tables)}"
             yield (
@@ -451,20 +477,72 @@ def _is_form_of_time(form: str) -> bool:
     return at_hour_h in (0, -16) and "%Z" not in form
 
 
-def _source_rules(columns: dict[str, ColumnSpec]) -> Rules:
+def _source_rules(columns: dict[str, ColumnSpec], histories: dict[str, UserHistorySpec]) -> Rules:
     """Columns that are made of one column of the log read it in one way."""
+    listed = {name: of for history in histories.values() for name, of in history.columns.items()}
     readings: dict[str, tuple[str, tuple[object, ...]]] = {}
     for name, column in columns.items():
         if column.kind in FEATURE_KINDS and column.derive is Derive.none:
             continue
         source = column.source or name
-        reading = (column.number_form, column.width, tuple(column.values))
+        source = listed.get(source, source)
+        reading = (column.number_form, column.width, tuple(column.values), column.bit > 0)
         first, other = readings.setdefault(source, (name, reading))
         yield (
             reading == other,
             f"columns.{name}: expected {source!r} to be read as columns.{first} reads it, got "
-            "another form. Give both the same width, decimal, thousands, ignore and values.",
+            "another form. Give both the same width, decimal, thousands, ignore and values, and "
+            "both a bit or none.",
         )
+
+
+def _history_rules(columns: dict[str, ColumnSpec], histories: dict[str, UserHistorySpec]) -> Rules:
+    """Every list of a history is read, and by all its columns as ids or by all as numbers."""
+    owners: dict[str, str] = {}
+    masks = {column.source or name for name, column in columns.items() if column.bit}
+    for owner, history in histories.items():
+        flags = {source for bits in history.bits.values() for source in bits}
+        yield (
+            not flags & masks,
+            f"histories.{owner}.bits: expected columns of 0 and 1, got {sorted(flags & masks)}, "
+            "whose bits are labels. Name such a column in columns of the history.",
+        )
+        for name in history.lists:
+            yield (
+                owners.setdefault(name, owner) == owner,
+                f"histories.{owner}: expected other lists than in histories.{owners[name]}, got "
+                f"{name!r} in both. Rename one.",
+            )
+            readers = {n: column for n, column in columns.items() if (column.source or n) == name}
+            others = [n for n, column in readers.items() if not column.is_list]
+            yield (
+                bool(readers) and not others,
+                f"histories.{owner}: expected columns of kind categorical_list or sequence for "
+                f"list {name!r}, got {others or 'none'}. Add one, or correct the kind.",
+            )
+            derived = {column.derive is not Derive.none for column in readers.values()}
+            expected = "log_bucket" if name == history.age else "none"
+            is_free = name in history.columns and name not in history.before
+            yield (
+                derived == {name == history.age} or (is_free and len(derived) == 1),
+                f"histories.{owner}: expected derive {expected} of {list(readers)}, which read "
+                f"list {name!r}, got {[str(column.derive) for column in readers.values()]}. "
+                "Correct derive.",
+            )
+            fill = history.fill.get(name, "0")
+            yield (
+                derived == {False} or math.isfinite(fill_number(fill)),
+                f"histories.{owner}.fill.{name}: expected a finite number, got {fill!r}.",
+            )
+
+
+def is_list_of_numbers(columns: dict[str, ColumnSpec], name: str) -> bool:
+    """Whether the list of a history holds numbers, because columns derive their values from it."""
+    return any(
+        column.derive is not Derive.none
+        for entry, column in columns.items()
+        if (column.source or entry) == name
+    )
 
 
 def _column_name_rules(name: str, column: ColumnSpec) -> Rules:

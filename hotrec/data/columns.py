@@ -75,6 +75,21 @@ class Lists:
 
 
 @dataclass(frozen=True)
+class NumberLists:
+    """A column of lists of numbers.
+
+    Args:
+        values: float64 (K,), the concatenated numbers of all distinct lists, NaN where missing.
+        offsets: int64 (L + 1,): list i is values ``offsets[i]:offsets[i + 1]``.
+        codes: Integers (n,), the list of each sample, -1 for a missing one.
+    """
+
+    values: Float64s
+    offsets: npt.NDArray[np.int64]
+    codes: Codes
+
+
+@dataclass(frozen=True)
 class RawBlock:
     """Samples of one file as they were read.
 
@@ -85,6 +100,7 @@ class RawBlock:
             float64 (n, width).
         num_skipped: The number of samples skipped because they could not be read.
         kept: Columns to pass through unchanged.
+        lists: The columns read as lists of numbers.
     """
 
     lines: npt.NDArray[np.int64]
@@ -92,18 +108,29 @@ class RawBlock:
     numbers: Mapping[str, Float64s]
     num_skipped: int = 0
     kept: Mapping[str, pa.Array] = field(default_factory=dict)
+    lists: Mapping[str, NumberLists] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return int(self.lines.size)
 
     def keep(self, is_kept: npt.NDArray[np.bool_]) -> RawBlock:
         """Some of the samples; the others count as skipped."""
+        kept = {name: values.filter(pa.array(is_kept)) for name, values in self.kept.items()}
+        return self._chosen(is_kept, kept, self.num_skipped + int((~is_kept).sum()))
+
+    def part(self, begin: int, end: int) -> RawBlock:
+        """Consecutive samples; those that were skipped count with the first."""
+        kept = {name: values.slice(begin, end - begin) for name, values in self.kept.items()}
+        return self._chosen(slice(begin, end), kept, 0 if begin else self.num_skipped)
+
+    def _chosen(self, chosen: Any, kept: Mapping[str, pa.Array], num_skipped: int) -> RawBlock:
         return RawBlock(
-            self.lines[is_kept],
-            {n: replace(column, codes=column.codes[is_kept]) for n, column in self.ids.items()},
-            {name: values[is_kept] for name, values in self.numbers.items()},
-            self.num_skipped + int((~is_kept).sum()),
-            {name: values.filter(pa.array(is_kept)) for name, values in self.kept.items()},
+            self.lines[chosen],
+            {n: replace(column, codes=column.codes[chosen]) for n, column in self.ids.items()},
+            {name: values[chosen] for name, values in self.numbers.items()},
+            num_skipped,
+            kept,
+            {n: replace(column, codes=column.codes[chosen]) for n, column in self.lists.items()},
         )
 
 
@@ -360,26 +387,38 @@ def lists_from_texts(texts: Texts, separator: str) -> Lists:
     return Lists(items, offsets_of(is_item)[offsets_of(lengths)], texts.codes)
 
 
+def number_lists_from_arrow(column: pa.ChunkedArray | pa.Array) -> NumberLists:
+    """A column of lists of numbers; infinite where an item is not a number."""
+    items, offsets, codes = _flat(column)
+    return NumberLists(_numbers_of_items(items), offsets, codes)
+
+
+def number_lists_from_texts(texts: Texts, separator: str, form: NumberForm) -> NumberLists:
+    """Texts that ``lists_from_texts`` splits as lists of numbers; infinite where one is none."""
+    lists = lists_from_texts(texts, separator)
+    return NumberLists(numbers_from_texts(lists.items, form), lists.offsets, lists.codes)
+
+
+def _numbers_of_items(items: pa.Array) -> Float64s:
+    items = stored(items)
+    if is_text(items.type):
+        return numbers_from_texts(texts_from_arrow(items))
+    return numbers_from_arrow(items)
+
+
 def vectors_from_arrow(column: pa.ChunkedArray | pa.Array, width: int) -> Float64s:
     """A column of lists of numbers as float64 (n, width); NaN where a list or a number is null.
 
     Infinite where a list has another length, or an item is not a number.
     """
-    items, offsets, codes = _flat(column)
-    items = stored(items)
-    numbers = (
-        numbers_from_texts(texts_from_arrow(items))
-        if is_text(items.type)
-        else numbers_from_arrow(items)
-    )
-    return _vectors(numbers, offsets, codes, width)
+    lists = number_lists_from_arrow(column)
+    return _vectors(lists.values, lists.offsets, lists.codes, width)
 
 
 def vectors_from_texts(texts: Texts, separator: str, form: NumberForm, width: int) -> Float64s:
     """Texts that ``lists_from_texts`` splits as vectors, see ``vectors_from_arrow``."""
-    lists = lists_from_texts(texts, separator)
-    numbers = numbers_from_texts(lists.items, form)
-    return _vectors(numbers, lists.offsets, lists.codes, width)
+    lists = number_lists_from_texts(texts, separator, form)
+    return _vectors(lists.values, lists.offsets, lists.codes, width)
 
 
 def _vectors(

@@ -25,6 +25,7 @@ from hotrec.config.data import (
     Encoding,
     SourceFormat,
     SourceSpec,
+    TimeUnit,
     columns_of,
     dense_of,
     features_of,
@@ -102,19 +103,32 @@ def label_names(columns: Mapping[str, ColumnSpec]) -> tuple[str, ...]:
 
 def labels_of(block: RawBlock, columns: Mapping[str, ColumnSpec]) -> Float64s:
     """The labels, float64 (n, L)."""
-    sources = sources_of(columns, ColumnKind.label).values()
-    return np.stack([block.numbers[source] for source in sources], axis=1)
+    labels = [
+        _bit_of(block.numbers[column.source or name], column.bit)
+        for name, column in columns.items()
+        if column.kind is ColumnKind.label
+    ]
+    return np.stack(labels, axis=1)
+
+
+def _bit_of(values: Float64s, bit: int) -> Float64s:
+    """Values as labels, or whether each, an integer, has a bit; 0: the values are the labels."""
+    return ((values.astype(np.int64) & bit) > 0).astype(np.float64) if bit else values
 
 
 def needs_numbers(column: ColumnSpec) -> bool:
-    """Whether the column is read as numbers; else it is read as text."""
+    """Whether the column is read as a number; else it is read as text, or as a list of numbers."""
     kinds = (ColumnKind.label, ColumnKind.weight, ColumnKind.dense)
-    return column.kind in kinds or column.derive is not Derive.none
+    return column.kind in kinds or (column.derive is not Derive.none and not column.is_list)
 
 
 def raw_feature(block: RawBlock, name: str, column: ColumnSpec) -> Texts | Lists:
     """The raw ids of a categorical column."""
     source = column.source or name
+    if column.derive is not Derive.none and column.is_list:
+        of = block.lists[source]
+        items = texts_from_numbers(derive_numbers(column.derive, of.values, column.utc_offset_h))
+        return cut_lists(Lists(items, of.offsets, of.codes), column.max_length)
     if column.derive is not Derive.none:
         numbers = derive_numbers(column.derive, block.numbers[source], column.utc_offset_h)
         return texts_from_numbers(numbers)
@@ -255,8 +269,7 @@ def encoding_document(spec: SourceSpec, scaling: Float64s) -> dict[str, Any]:
 
     Returns:
         Columns, tables and times as in the specification; means and deviations of the dense
-        columns, in order; a mark that ids written as 1234.0 are 1234; and the rule of histories of
-        a log of events.
+        columns, in order; a mark that ids written as 1234.0 are 1234; and the rules of histories.
     """
     document = {
         "columns": {name: asdict(column) for name, column in columns_of(spec).items()},
@@ -268,6 +281,11 @@ def encoding_document(spec: SourceSpec, scaling: Float64s) -> dict[str, Any]:
     }
     if spec.format is SourceFormat.yambda:
         document["history"] = {n: getattr(spec.history, n) for n in ("per_pool", "max_events")}
+    if spec.histories:
+        document["histories"] = {
+            name: {**asdict(history), "unit": str(spec.times.get(history.time, TimeUnit.ms))}
+            for name, history in spec.histories.items()
+        }
     return dict(json.loads(json.dumps(document)))
 
 
@@ -307,8 +325,8 @@ def check_encoding(
         scaling = np.array([recorded["means"], recorded["deviations"]], np.float64)
         wanted = encoding_document(spec, scaling)
         recorded = _as_of_today(recorded, dataset, spec)
-        for part in ("columns", "tables", "times", "history"):
-            # No times in earlier versions; histories are only of logs of events.
+        for part in ("columns", "tables", "times", "history", "histories"):
+            # No times in earlier versions; not every log has histories.
             asked, saved = wanted.get(part, {}), recorded.get(part, {})
             for name in sorted(asked.keys() | saved.keys()):
                 mine, own = asked.get(name), saved.get(name)

@@ -22,18 +22,29 @@ from hotrec.config.data import (
     DERIVED_FROM_TIMES,
     ColumnKind,
     ColumnSpec,
+    Derive,
     SourceFormat,
     SourceSpec,
     SplitKind,
     SplitSpec,
     TimeUnit,
     columns_of,
+    is_list_of_numbers,
 )
 from hotrec.data.chunks import Jagged
-from hotrec.data.columns import Float64s, Lists, RawBlock, Texts, offsets_of, whole_ids
+from hotrec.data.columns import (
+    Float64s,
+    Lists,
+    NumberLists,
+    RawBlock,
+    Texts,
+    offsets_of,
+    whole_ids,
+)
 from hotrec.data.encode import needs_numbers, sources_of
 from hotrec.data.gather import gather_bags
 from hotrec.data.hashing import Hashes, find_sorted, hash_numbers, hash_text
+from hotrec.data.histories import Histories
 from hotrec.data.readers import (
     LogFormat,
     Wanted,
@@ -63,9 +74,24 @@ class Log:
     wanted: Wanted
     side_tables: tuple[SideTable, ...]  # in the order of joining
     columns: dict[str, ColumnSpec]  # to prepare
+    histories: Histories | None = None
 
     def blocks(self, file: int) -> Iterator[RawBlock]:
-        """The joined samples of one file, in blocks."""
+        """The joined samples of one file with their histories, in blocks.
+
+        Histories are those of the files read before; see ``Histories``.
+        """
+        joined = self._joined(file)
+        if self.histories is None:
+            return joined
+        return self.histories.blocks(file, self.files[file], joined)
+
+    def write_tails(self, file: int) -> None:
+        """Write what a file leaves to the histories of the files after it."""
+        assert self.histories is not None
+        self.histories.write_tails(file, self.files[file], self._joined(file))
+
+    def _joined(self, file: int) -> Iterator[RawBlock]:
         for block in read_blocks(self.files[file], self.log_format, self.wanted):
             for table in self.side_tables:
                 block = join(block, table)
@@ -130,7 +156,9 @@ def open_log(
         )
         for name, side in spec.joins.items()
     )
-    return Log(tuple(files[_LOG]), log_format, wanted[_LOG], side_tables, columns_of(spec))
+    histories = Histories(spec) if spec.histories else None
+    columns = columns_of(spec)
+    return Log(tuple(files[_LOG]), log_format, wanted[_LOG], side_tables, columns, histories)
 
 
 def _say_what_is_not_read(
@@ -148,10 +176,12 @@ def _say_what_is_not_read(
 def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wanted]:
     """What to read of the log and of each side table."""
     columns = columns_of(spec)
+    listed = _names_of_lists(spec, known)
     ids: dict[str, list[str]] = {place: [] for place in known}
     numbers: dict[str, list[str]] = {place: [] for place in known}
     times: dict[str, dict[str, str]] = {place: {} for place in known}
     single: dict[str, list[str]] = {place: [] for place in known}
+    lists: dict[str, list[str]] = {place: [] for place in known}
     readings: dict[str, dict[str, ColumnSpec]] = {place: {} for place in known}
     # The key of a side table duplicates the column that it is matched with.
     keys = {name: side.key or side.on for name, side in spec.joins.items()}
@@ -166,6 +196,8 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
         _require(keys[name], known[name], f"data.source.joins.{name}.key")
     for name, column in columns.items():
         source = column.source or name
+        if source in listed:
+            continue
         place = _place_of(source, offered, f"data.source.columns.{name}.source")
         if column.kind in (ColumnKind.label, ColumnKind.weight) and place != _LOG:
             raise ValueError(
@@ -175,35 +207,96 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
         if needs_numbers(column):
             numbers[place].append(source)
             readings[place].setdefault(source, column)
+        elif column.derive is not Derive.none:
+            lists[place].append(source)
+            readings[place].setdefault(source, column)
         else:
             ids[place].append(source)
             single[place] += [source] if column.kind is ColumnKind.categorical else []
         if column.derive in DERIVED_FROM_TIMES:
             times[place][source] = spec.times.get(source, TimeUnit.ms)
-    labels, weights = (
-        tuple(sources_of(columns, kind).values()) for kind in (ColumnKind.label, ColumnKind.weight)
+    with_bit = {name: column for name, column in columns.items() if column.bit}
+    others = {name: column for name, column in columns.items() if not column.bit}
+    labels, masks, weights = (
+        list(sources_of(of, kind).values())
+        for of, kind in (
+            (others, ColumnKind.label),
+            (with_bit, ColumnKind.label),
+            (columns, ColumnKind.weight),
+        )
     )
-    required: tuple[str, ...] = ()
+    required: list[str] = []
+    for key, source, use in _history_sources(spec):
+        if use in ("by", "time", "bit"):
+            place = _LOG
+            _require(source, known[_LOG], key)
+        else:
+            place = _place_of(source, offered, key)
+        (ids if use in ("by", "id", "before") else numbers)[place].append(source)
+        single[place] += [] if use == "before" else [source]
+        if use == "time":
+            times[_LOG][source] = spec.times.get(source, TimeUnit.ms)
+            required.append(source)
+        elif use == "bit":
+            labels.append(source)
+    for name, column in columns.items():  # the form of numbers that are listed
+        for history in spec.histories.values():
+            listed_source = history.columns.get(column.source or name)
+            for place in readings if listed_source and column.derive is not Derive.none else ():
+                readings[place].setdefault(str(listed_source), column)
     if spec.split.kind is SplitKind.time:
         _require(spec.split.column, known[_LOG], "data.source.split.column")
         numbers[_LOG].append(spec.split.column)
         times[_LOG][spec.split.column] = spec.times.get(spec.split.column, TimeUnit.ms)
-        required = (spec.split.column,)
+        required.append(spec.split.column)
     for name in spec.times:
         _require(name, tuple(dict.fromkeys(chain(*known.values()))), f"data.source.times.{name}")
     return {
         place: Wanted(
             tuple(dict.fromkeys(ids[place])),
             tuple(dict.fromkeys(numbers[place])),
-            labels=labels if place == _LOG else (),
-            weights=weights if place == _LOG else (),
-            required=required if place == _LOG else (),
+            labels=tuple(labels) if place == _LOG else (),
+            weights=tuple(weights) if place == _LOG else (),
+            required=tuple(required) if place == _LOG else (),
             times=times[place],
             columns=readings[place],
             single=tuple(dict.fromkeys(single[place])),
+            masks=tuple(masks) if place == _LOG else (),
+            lists=tuple(dict.fromkeys(lists[place])),
         )
         for place in known
     }
+
+
+def _names_of_lists(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> set[str]:
+    """The names of the lists of histories, which are made and not read."""
+    names: set[str] = set()
+    for name, history in spec.histories.items():
+        taken = [of for of in history.lists if any(of in columns for columns in known.values())]
+        if taken:
+            raise ValueError(
+                f"data.source.histories.{name}: expected names of lists that are no columns of the "
+                f"log or a joined table, got {taken}. Rename them."
+            )
+        names.update(history.lists)
+    return names
+
+
+def _history_sources(spec: SourceSpec) -> Iterator[tuple[str, str, str]]:
+    """The columns that histories are made of: the key, the column, and what it is for."""
+    columns = columns_of(spec)
+    for name, history in spec.histories.items():
+        key = f"data.source.histories.{name}"
+        yield f"{key}.by", history.by, "by"
+        yield f"{key}.time", history.time, "time"
+        for of, source in history.columns.items():
+            use = "number" if is_list_of_numbers(columns, of) else "id"
+            yield f"{key}.columns.{of}", source, use
+        for of, bits in history.bits.items():
+            yield from ((f"{key}.bits.{of}", source, "bit") for source in bits)
+        yield from (
+            (f"{key}.before.{of}", source, "before") for of, source in history.before.items()
+        )
 
 
 def _shown(names: tuple[str, ...]) -> str:
@@ -253,6 +346,7 @@ class SideTable:
     rows: Rows  # the row of each of these keys
     ids: Mapping[str, Texts | Lists]
     numbers: Mapping[str, Float64s]
+    lists: Mapping[str, NumberLists]
 
 
 def read_side_table(
@@ -267,6 +361,7 @@ def read_side_table(
     blocks = [block for file in files for block in read_blocks(file, log_format, wanted)]
     ids = {column: _concatenated([b.ids[column] for b in blocks]) for column in wanted.ids}
     numbers = {c: np.concatenate([b.numbers[c] for b in blocks]) for c in wanted.numbers}
+    lists = {column: _concatenated([b.lists[column] for b in blocks]) for column in wanted.lists}
     keys = ids[key]
     if not isinstance(keys, Texts):
         raise ValueError(
@@ -284,7 +379,7 @@ def read_side_table(
             f"joins.{name} ({files[0]}): expected each {key} once, got {value!r} more than once. "
             "Remove the repeated rows."
         )
-    return SideTable(on, hashes, present[order], ids, numbers)
+    return SideTable(on, hashes, present[order], ids, numbers, lists)
 
 
 def _concatenated(parts: list[Any]) -> Any:
@@ -296,6 +391,9 @@ def _concatenated(parts: list[Any]) -> Any:
     if is_texts:
         return Texts(pa.concat_arrays([part.values for part in parts]), np.concatenate(codes))
     lengths = np.concatenate([np.diff(part.offsets) for part in parts])
+    if isinstance(parts[0], NumberLists):
+        values = np.concatenate([part.values for part in parts])
+        return NumberLists(values, offsets_of(lengths), np.concatenate(codes))
     items = _concatenated([part.items for part in parts])
     return Lists(items, offsets_of(lengths), np.concatenate(codes))
 
@@ -311,17 +409,26 @@ def join(block: RawBlock, table: SideTable) -> RawBlock:
     # A null among the values has a hash too, which must not match.
     found = np.where(key.values.is_null().to_numpy(zero_copy_only=False), -1, found)
     rows = np.append(np.append(table.rows, -1)[found], -1)[key.codes]
-    own = block.ids.keys() | block.numbers.keys()
-    ids = {name: _taken(column, rows) for name, column in table.ids.items() if name not in own}
+    own = block.ids.keys() | block.numbers.keys() | block.lists.keys()
+    ids, lists = (
+        {name: _taken(column, rows) for name, column in of.items() if name not in own}
+        for of in (table.ids, table.lists)
+    )
     numbers = {
         name: np.concatenate([values, np.full((1, *values.shape[1:]), np.nan)])[rows]
         for name, values in table.numbers.items()
         if name not in own
     }
-    return replace(block, ids={**block.ids, **ids}, numbers={**block.numbers, **numbers})
+    return replace(
+        block,
+        ids={**block.ids, **ids},
+        numbers={**block.numbers, **numbers},
+        lists={**block.lists, **lists},
+    )
 
 
-def _taken(column: Texts | Lists, rows: Rows) -> Texts | Lists:
+def _taken(column: Any, rows: Rows) -> Any:
+    """A column of the samples with these rows of a side table."""
     codes = np.append(column.codes, -1)[rows]
     # Only the values this block uses, or each block would look up the whole side table.
     used, codes = np.unique(codes, return_inverse=True)
@@ -329,6 +436,9 @@ def _taken(column: Texts | Lists, rows: Rows) -> Texts | Lists:
         used, codes = used[1:], codes - 1
     if isinstance(column, Texts):
         return Texts(column.values.take(pa.array(used)), codes)
+    if isinstance(column, NumberLists):
+        places, lengths = gather_bags(Jagged(np.arange(column.values.size), column.offsets), used)
+        return NumberLists(column.values[places], offsets_of(lengths), codes)
     items, lengths = gather_bags(Jagged(column.items.codes, column.offsets), used)
     return Lists(Texts(column.items.values, items), offsets_of(lengths), codes)
 

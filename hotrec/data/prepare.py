@@ -10,6 +10,7 @@ file system that all hosts share. The result does not depend on the number of ra
 from __future__ import annotations
 
 import logging
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -63,6 +64,7 @@ from hotrec.data.encode import (
 )
 from hotrec.data.generation import Earlier, evicted_rows, split_document
 from hotrec.data.hashing import Hashes
+from hotrec.data.histories import TAILS
 from hotrec.data.kept import check_not_grown, keeping
 from hotrec.data.log import TRAIN, Log, Splitter, open_log
 from hotrec.data.repeats import (
@@ -141,6 +143,14 @@ class _Job:
         """The column of times of the split, if there is one."""
         return self.spec.split.time_column
 
+    def own(self, ids: Mapping[str, Texts | Lists]) -> dict[str, Texts | Lists]:
+        """The ids of the samples themselves, without those of the rows before them."""
+        listed = {name for of in self.spec.histories.values() for name in of.lists}
+        columns = self.log.columns
+        return {
+            name: of for name, of in ids.items() if (columns[name].source or name) not in listed
+        }
+
     def is_old(self, block: RawBlock) -> npt.NDArray[np.bool_]:
         """Whether each sample is not later than the training split that is extended."""
         if self.earlier is None or self.times is None:
@@ -207,6 +217,12 @@ def prepare(
         OSError: if the disk is full. No files are left behind.
     """
     distributed.same_verdict(lambda: validate(source, "data.source"))
+    if append and source.histories:
+        raise ValueError(
+            f"append: expected a log without data.source.histories, got {sorted(source.histories)}:"
+            " the histories of new files begin in the earlier ones. Prepare all files from scratch "
+            "with overwrite=true."
+        )
     if append:
         source = replace(source, files=list(append))
     key = "append" if append else "data.source.files"
@@ -221,6 +237,7 @@ def prepare(
             lambda: Earlier.open(target, source, verify) if append else None
         )
         job = _start_job(source, log, scratch, earlier, allow_repeats=allow_repeats)
+        _share_tails(job)
         facts, largest = _count(job)
         # In the order of the files, so that rounding does not depend on the number of ranks.
         new = sum(facts.values(), start=job.no_facts())
@@ -229,6 +246,8 @@ def prepare(
         encoders = _build_encoders(job, largest)
         scaling = scaling_of(log.columns, new.moments) if earlier is None else earlier.scaling
         written = _write(job, encoders, scaling, facts)
+        if is_first:
+            shutil.rmtree(scratch / TAILS, ignore_errors=True)
         distributed.same_verdict(
             lambda: (
                 _commit(job, target, encoders, scaling, written, facts, total) if is_first else None
@@ -248,6 +267,22 @@ def _start_job(
     header_lines = int(source.format is SourceFormat.delimited)
     splitter = Splitter(source.split, tuple(num_samples), header_lines)
     return _Job(source, log, splitter, scratch, my_files, earlier, allow_repeats)
+
+
+def _share_tails(job: _Job) -> None:
+    """Write what each file leaves to the histories of the next ones, if several ranks read them."""
+    num_files = len(job.log.files)
+    if job.log.histories is None or distributed.world_size() == 1 or num_files == 1:
+        return
+    job.log.histories.tails = job.scratch / TAILS
+    job.log.histories.tails.mkdir(exist_ok=True)
+
+    def write_my_tails() -> None:
+        for file in job.my_files:
+            if file < num_files - 1:
+                job.log.write_tails(file)
+
+    distributed.same_verdict(write_my_tails)
 
 
 def _on_all_ranks(of_my_files: Callable[[], dict[int, T]]) -> dict[int, T]:
@@ -323,7 +358,7 @@ def _count_file(
             name: raw_feature(block, name, column)
             for name, column in feature_columns(job.log.columns).items()
         }
-        hashes = sample_hashes(block, job.log.columns, ids, job.times)
+        hashes = sample_hashes(block, job.log.columns, job.own(ids), job.times)
         facts += replace(job.no_facts(), num_skipped=block.num_skipped)
         read = (job, file, block, split_of, ids, hashes)
         facts = _count_samples(facts, *read, ~is_old, counters)

@@ -34,12 +34,15 @@ from hotrec.data.columns import (
     MS_PER_UNIT,
     Float64s,
     Lists,
+    NumberLists,
     RawBlock,
     Texts,
     ids_from_arrow,
     is_list,
     is_text,
     labels_from_texts,
+    number_lists_from_arrow,
+    number_lists_from_texts,
     numbers_from_arrow,
     numbers_from_texts,
     stored,
@@ -62,6 +65,7 @@ _ARROW_MAGIC_BYTES = 8  # with padding
 _ROWS_PER_BLOCK = 131_072
 _NUM_SHOWN, _SHOWN = 8, 80
 _LARGEST = float(np.finfo(np.float32).max)
+_MASK_BELOW = 2.0**53  # a larger float stands for several integers
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class Wanted:
         columns: The format of number columns, and the length of vectors, unless they are plain
             numbers.
         single: Id columns that may not be lists.
+        masks: Number columns that must be integers of at least 0, whose bits are labels.
+        lists: Columns whose values are lists of numbers. A column may also be in ``ids``.
         kept: Columns to pass through unchanged.
     """
 
@@ -91,10 +97,12 @@ class Wanted:
     columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
     single: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    masks: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
-        return list(dict.fromkeys((*self.ids, *self.numbers, *self.kept)))
+        return list(dict.fromkeys((*self.ids, *self.numbers, *self.lists, *self.kept)))
 
     def column(self, name: str) -> ColumnSpec:
         """How a number column is read."""
@@ -240,7 +248,8 @@ def _text_tables(
     lines = text.read_lines(path, log_format.block_bytes, has_header=is_delimited)
     if log_format.format is SourceFormat.json:
         # Columns that are only passed through keep all digits too.
-        ids = tuple(name for name in of_file if name in wanted.ids or name not in wanted.numbers)
+        numbers = {*wanted.numbers, *wanted.lists}
+        ids = tuple(name for name in of_file if name in wanted.ids or name not in numbers)
         return json_lines.parse_lines(path, lines, ids, tuple(of_file), nulls)
     types = {name: text.TEXT if wanted.is_text(name) else text.NUMBER for name in of_file}
     layout = text.Layout(names, log_format.separator, is_delimited, nulls, types)
@@ -332,7 +341,8 @@ def _block(
     ids: dict[str, Texts | Lists] = {}
     numbers: dict[str, Float64s] = {}
     is_bad = np.zeros(lines.size, bool)
-    for name in dict.fromkeys((*wanted.ids, *wanted.numbers)):
+    lists: dict[str, NumberLists] = {}
+    for name in dict.fromkeys((*wanted.ids, *wanted.numbers, *wanted.lists)):
         try:
             column = stored(table.column(name))
             _check_type(column.type, name, wanted, path)
@@ -348,6 +358,8 @@ def _block(
             ids[name] = reading.raw
         if reading.numbers is not None:
             numbers[name] = reading.numbers
+        if reading.lists is not None:
+            lists[name] = reading.lists
         is_bad_here = reading.is_bad(name, wanted)
         if is_bad_here.any() and on_bad_line is OnBadLine.error:
             at = int(np.argmax(is_bad_here))
@@ -356,7 +368,7 @@ def _block(
             raise _bad_line_error(path, int(lines[at]), expected, reading.got(at), remedy)
         is_bad |= is_bad_here
     kept = {name: one_array(stored(table.column(name))) for name in wanted.kept}
-    block = RawBlock(lines, ids, numbers, len(parsed.bad), kept)
+    block = RawBlock(lines, ids, numbers, len(parsed.bad), kept, lists)
     return block.keep(~is_bad) if is_bad.any() else block
 
 
@@ -366,9 +378,13 @@ class _Reading:
 
     raw: Texts | Lists | None
     numbers: Float64s | None
+    lists: NumberLists | None = None
 
     def is_bad(self, name: str, wanted: Wanted) -> Mask:
         """Which samples cannot be used, bool (n,)."""
+        if self.lists is not None:
+            is_odd = _with_any(np.abs(self.lists.values) > _LARGEST, self.lists)
+            return is_odd | _has_odd_ids(self.raw) if name in wanted.ids else is_odd
         if self.numbers is None:
             return _has_odd_ids(self.raw)
         values = self.numbers
@@ -376,6 +392,8 @@ class _Reading:
             return ~np.isfinite(values)
         if name in wanted.weights:
             return ~((values >= 0) & (values <= _LARGEST))
+        if name in wanted.masks:
+            return ~((values >= 0) & (values < _MASK_BELOW) & (np.floor(values) == values))
         if name in wanted.required:
             return ~(np.abs(values) <= _LARGEST)
         is_bad: Mask = np.any(np.abs(values) > _LARGEST, axis=tuple(range(1, values.ndim)))
@@ -407,12 +425,25 @@ def _has_odd_ids(raw: Texts | Lists | None) -> Mask:
         return np.zeros(raw.codes.size, bool)
     if isinstance(raw, Texts):
         return np.isin(raw.codes, odd)
-    num_odd = np.add.accumulate(np.append(0, np.isin(raw.items.codes, odd)))
-    is_odd = num_odd[raw.offsets[1:]] > num_odd[raw.offsets[:-1]]
-    return np.append(is_odd, False)[raw.codes]
+    return _with_any(np.isin(raw.items.codes, odd), raw)
+
+
+def _with_any(is_odd_K: Mask, lists: Lists | NumberLists) -> Mask:
+    """Samples with an odd item in their list, bool (n,)."""
+    num_odd = np.add.accumulate(np.append(0, is_odd_K))
+    is_odd = num_odd[lists.offsets[1:]] > num_odd[lists.offsets[:-1]]
+    return np.append(is_odd, False)[lists.codes]
 
 
 def _read(column: pa.Array, name: str, wanted: Wanted) -> _Reading:
+    if name in wanted.lists:
+        how = wanted.column(name)
+        raw = ids_from_arrow(column) if name in wanted.ids or not is_list(column.type) else None
+        if isinstance(raw, Texts):
+            lists = number_lists_from_texts(raw, how.separator, how.number_form)
+        else:
+            lists = number_lists_from_arrow(column)
+        return _Reading(raw, None, lists)
     how, unit = wanted.column(name), wanted.times.get(name)
     is_time = unit is not None and pa.types.is_temporal(column.type)
     is_number = name in wanted.numbers
@@ -443,6 +474,10 @@ def _read(column: pa.Array, name: str, wanted: Wanted) -> _Reading:
 def _expected(name: str, wanted: Wanted) -> tuple[str, str]:
     """The expected form of a column's values, and the setting for other forms."""
     how, unit = wanted.column(name), wanted.times.get(name)
+    if name in wanted.lists:
+        return "a list of finite numbers", ""
+    if name in wanted.masks:
+        return "an integer of at least 0, whose bits are labels", ""
     if name not in wanted.numbers:
         return "an id that is an integer or a text", "store ids as integers, "
     if name in wanted.labels:

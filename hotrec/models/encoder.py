@@ -225,9 +225,7 @@ class Encoder:
         if derive == "day_of_week":
             days = np.floor((numbers / _MS_PER_HOUR + column["utc_offset_h"]) / 24)
             return (days + _EPOCH_WEEKDAY) % 7
-        if derive == "log_bucket":
-            return np.sign(numbers) * np.floor(4 * np.log2(1 + np.abs(numbers)))
-        return numbers
+        return _log_bucket(numbers) if derive == "log_bucket" else numbers
 
     def _number(self, value: Any, unit: str | None, column: Mapping[str, Any]) -> float:
         """A value as a number, a time as milliseconds since 1970; NaN for a missing one."""
@@ -257,7 +255,7 @@ class Encoder:
         source = column["source"]
         if column["derive"] != "none":
             for number, value in enumerate(self._derived(column, records)):
-                yield number, None if np.isnan(value) else str(int(value))
+                yield number, _text_of(value)
             return
         for number, record in enumerate(records):
             text = _parsed(_text, record.get(source), number, source)
@@ -273,6 +271,10 @@ class Encoder:
         source, most = column["source"], column["max_length"]
 
         def split(value: Any) -> list[str | None]:
+            if column["derive"] == "log_bucket":
+                items = self._items(value, column) or ()
+                numbers = [self._number(_scalar(item), None, column) for item in items]
+                return [_text_of(bucket) for bucket in _log_bucket(np.array(numbers, np.float64))]
             return [self._id(_text(_scalar(item))) for item in self._items(value, column) or ()]
 
         for number, record in enumerate(records):
@@ -337,6 +339,16 @@ def padded(rows: Ids) -> Rows:
 
 
 _Floats = npt.NDArray[np.float64]
+
+
+def _log_bucket(numbers: _Floats) -> _Floats:
+    buckets: _Floats = np.sign(numbers) * np.floor(4 * np.log2(1 + np.abs(numbers)))
+    return buckets
+
+
+def _text_of(number: float) -> str | None:
+    """A derived number as an id; None for a missing one."""
+    return None if np.isnan(number) else str(int(number))
 
 
 def _parsed(parse: Callable[[Any], Any], value: Any, number: int, source: str) -> Any:

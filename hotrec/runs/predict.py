@@ -38,6 +38,7 @@ from hotrec.data.encode import (
     check_row_numbers,
     encode_inputs,
     feature_columns,
+    labels_of,
     read_encoding,
     read_times,
     sources_of,
@@ -295,7 +296,7 @@ def _make_scorer(config: PredictConfig, trained: Trained) -> _Scorer:
 
 
 def _open_input(config: PredictConfig, source: SourceSpec) -> Log:
-    """The run's log with the files to score, which are not split."""
+    """The run's log with the files to score, which are not split, and have lists of histories."""
     for name in config.joins:
         if name not in source.joins:
             raise ValueError(
@@ -309,12 +310,16 @@ def _open_input(config: PredictConfig, source: SourceSpec) -> Log:
     files = [str(path) for path in find_files(config.input, source.format, key="input")]
     try:
         times = {name: source.times[name] for name in read_times(source)}
-        spec = replace(source, files=files, joins=joins, split=SplitSpec(), times=times)
+        split = SplitSpec()
+        # The earlier rows of a user need not be in these files.
+        spec = replace(source, files=files, joins=joins, split=split, times=times, histories={})
         keep = tuple(dict.fromkeys(config.predict.keep))
         return open_log(spec, needs_label=False, keep=keep)
     except ValueError as error:
         if str(error).startswith("data.source.columns."):  # has a column, but no file
-            raise ValueError(f"input {files[0]}: {error}") from error
+            lists = [name for history in source.histories.values() for name in history.lists]
+            said = f" The files need the lists of histories as columns: {lists}." if lists else ""
+            raise ValueError(f"input {files[0]}: {error}{said}") from error
         raise
 
 
@@ -352,6 +357,8 @@ class _Counted:
         """Count the samples of a block without a number or an id; lists may be empty."""
         for name, column in columns.items():
             source = column.source or name
+            if column.is_list:
+                continue
             if column.kind is ColumnKind.dense or column.derive is not Derive.none:
                 is_missing = np.isnan(block.numbers[source]).reshape(len(block), -1).all(axis=1)
             elif column.kind is ColumnKind.categorical:
@@ -417,8 +424,8 @@ def _scores_of(scorer: _Scorer, block: RawBlock, logits: Floats) -> pa.Table:
         columns[f"{_LOGIT}{suffix}"] = pa.array(of_label)
         columns[f"{_SCORE}{suffix}"] = pa.array(torch.from_numpy(of_label.copy()).sigmoid().numpy())
         if scorer.labels:
-            values = block.numbers[scorer.labels[label]].astype(np.int8)
-            columns[scorer.label_columns[label]] = pa.array(values)
+            values = labels_of(block, scorer.log.columns)[:, label]
+            columns[scorer.label_columns[label]] = pa.array(values.astype(np.int8))
     if scorer.weight is not None:
         columns[_WEIGHT] = pa.array(block.numbers[scorer.weight].astype(np.float32))
     for name, values in block.kept.items():

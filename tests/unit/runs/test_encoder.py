@@ -62,6 +62,9 @@ COLUMNS = {
     "slot": ColumnSpec(CATEGORICAL),
     "tags": ColumnSpec(ColumnKind.categorical_list, separator="|", max_length=3),
     "seen": ColumnSpec(ColumnKind.sequence, separator="|", max_length=2, table="item"),
+    "gaps": ColumnSpec(
+        ColumnKind.categorical_list, separator="|", max_length=3, derive=Derive.log_bucket
+    ),
     "emb": ColumnSpec(DENSE, width=3, standardize=True, fill=0.5),
     "paid": ColumnSpec(
         DENSE, decimal=",", thousands=".", ignore="\u20ac ", transform=DenseTransform.log1p
@@ -132,6 +135,7 @@ def typed_records() -> Iterator[Record]:
             "slot": rng.randrange(100),
             "tags": odd_list(rng),
             "seen": rng.choice([None, [], [rng.randrange(60), None, 3], [1] * rng.randrange(5)]),
+            "gaps": rng.choice([None, [], [-1.5, None, 1e30], [rng.expovariate(1e-4)] * 4]),
             "emb": rng.choice([None, [0.5, None, -1e9], [rng.gauss(0, 1) for _ in range(3)]]),
             "paid": rng.choice(
                 [
@@ -169,7 +173,9 @@ def text_records() -> Iterator[Record]:
         "when": lambda moment: rng.choice([moment.isoformat(), moment.isoformat(" ")]),
         "flag": lambda flag: str(int(flag)),
         "emb": lambda numbers: vector_text(rng, numbers),
-        **dict.fromkeys(("tags", "seen"), lambda items: "|".join(map(str, filter(None, items)))),
+        **dict.fromkeys(
+            ("tags", "seen", "gaps"), lambda items: "|".join(map(str, filter(None, items)))
+        ),
     }  # fmt: skip
     for record in typed_records():
         made = {}

@@ -1,0 +1,505 @@
+"""Histories are the earlier rows of a user: against a search through the whole log, row by row."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hotrec.artifact import ArtifactError
+from hotrec.config.data import (
+    ColumnKind,
+    ColumnSpec,
+    Derive,
+    Encoding,
+    JoinSpec,
+    OnBadLine,
+    SourceFormat,
+    SourceSpec,
+    SplitKind,
+    SplitSpec,
+    TableSpec,
+)
+from hotrec.config.histories import UserHistorySpec
+from hotrec.config.validate import validate
+from hotrec.data import histories as module
+from hotrec.data import readers
+from hotrec.data.chunks import Dataset
+from hotrec.data.encode import check_encoding, encode_inputs, read_encoding
+from hotrec.data.hashing import hash_numbers
+from hotrec.data.last_events import TIME, LastEvents
+from hotrec.data.log import open_log
+from hotrec.data.numbering import Numbering, TextNumbers
+from hotrec.data.prepare import prepare
+from hotrec.data.vocabulary import read_vocabulary
+from tests.helpers.ranks import run_ranks
+from tests.unit.data.logs import bag
+from tests.unit.runs.test_encoder import encoder_of
+
+LIST, CATEGORICAL = ColumnKind.categorical_list, ColumnKind.categorical
+HISTORY = UserHistorySpec(
+    by="user",
+    time="time",
+    max_length=4,
+    columns={"past_item": "item", "past_play": "play", "past_maker": "maker"},
+    bits={"past_action": {"click": 1, "like": 4}},
+    age="past_age",
+    before={"past_item": "watched"},
+    fill={"past_action": "0", "past_age": "-1"},
+)
+COLUMNS = {
+    "click": ColumnSpec(ColumnKind.label),
+    "like": ColumnSpec(ColumnKind.label),
+    "user": ColumnSpec(CATEGORICAL),
+    "item": ColumnSpec(CATEGORICAL),
+    "past_item": ColumnSpec(LIST, table="item"),
+    "past_maker": ColumnSpec(LIST, table="maker"),
+    "past_action": ColumnSpec(LIST, table="action"),
+    "past_play": ColumnSpec(LIST, derive=Derive.log_bucket),
+    "past_age": ColumnSpec(LIST, derive=Derive.log_bucket),
+    # Another history, of the click's page: no joined list, another user.
+    "seen": ColumnSpec(LIST, source="on_page", table="item"),
+}
+PAGE = UserHistorySpec(by="page", time="time", max_length=2, columns={"on_page": "item"})
+NAMES = ("past_item", "past_maker", "past_action", "past_play", "past_age", "seen")
+TABLES = {
+    "past_item": "item",
+    "past_maker": "maker",
+    "past_action": "action",
+    "past_play": "past_play",
+    "past_age": "past_age",
+    "seen": "item",
+}
+CHUNK = 25
+Row = dict[str, Any]
+
+
+def make_rows(num: int, seed: int = 0) -> list[Row]:
+    """Rows in order of time, with ties, duplicates, and users, items and times of play missing."""
+    rng = np.random.default_rng(seed)
+    rows: list[Row] = []
+    time = 1_000
+    for _ in range(num):
+        time += int(rng.choice([0, 0, 1, 700]))
+        user = rng.choice(["", "u1", "u2", "u3", "7", "9", "9.0"])
+        item = rng.choice(["", "1", "2", "3.0", "new", str(rng.integers(100))])
+        play = rng.choice(["", "0", "12.5", str(rng.integers(10**6))])
+        row = {"click": rng.integers(2), "like": rng.integers(2), "user": user, "time": time}
+        rows.append({**row, "item": item, "play": play, "page": f"p{rng.integers(2)}"})
+        if rng.random() < 0.1:
+            rows.append(dict(rows[-1]))
+    return rows
+
+
+def write_files(directory: Path, rows: list[Row], num_files: int = 1) -> SourceSpec:
+    """A log in several files, with makers of items, and what users watched before."""
+    files = []
+    for number, part in enumerate(np.array_split(np.arange(len(rows)), num_files)):
+        files.append(directory / f"log_{number}.csv")
+        lines = [",".join(str(value) for value in rows[row].values()) for row in part]
+        files[-1].write_text("\n".join([",".join(rows[0]), *lines]) + "\n")
+    (directory / "makers.tsv").write_text("item\tmaker\n1\tm1\n2\tm2\n3\tm1\n")
+    watched = "user\twatched\nu1\t1 2 new 2 1 3\nu2\t\n7\t5\n9\t2 2\n"
+    (directory / "watched.tsv").write_text(watched)
+    joins = {
+        "makers": JoinSpec([str(directory / "makers.tsv")], on="item"),
+        "watched": JoinSpec([str(directory / "watched.tsv")], on="user"),
+    }
+    last = rows[-1]["time"]
+    split = SplitSpec(SplitKind.time, column="time", valid_from=last * 0.6, test_from=last * 0.8)
+    spec = SourceSpec(
+        SourceFormat.delimited,
+        [str(file) for file in files],
+        COLUMNS,
+        {"action": TableSpec(Encoding.rows, num_rows=8)},
+        joins=joins,
+        histories={"past": HISTORY, "page": PAGE},
+        split=split,
+        separator=",",
+        rows_per_chunk=CHUNK,
+    )
+    validate(spec, "data.source")
+    return spec
+
+
+def bucket(number: float) -> str:
+    return str(int(math.copysign(math.floor(4 * math.log2(1 + abs(number))), number)))
+
+
+WATCHED = {"u1": ["1", "2", "new", "2", "1", "3"], "7": ["5"], "9": ["2", "2"]}
+MAKERS = {"1": "m1", "2": "m2", "3": "m1"}
+
+
+def expected(rows: list[Row]) -> list[dict[str, list[str | None]]]:
+    """The lists of each row, None for missing values, by a search through all rows."""
+
+    def whole(text: str) -> str | None:
+        return text.removesuffix(".0") or None
+
+    found = []
+    for row in rows:
+        user = whole(row["user"])
+        events = [r for r in rows if whole(r["user"]) == user and r["time"] < row["time"]]
+        events = [] if user is None else events
+        lists: list[tuple[str | None, ...]] = [
+            (item, None, "0", None, bucket(-1)) for item in WATCHED.get(user or "", ())
+        ]
+        for event in events:
+            item = whole(event["item"])
+            action = event["click"] + 4 * event["like"]
+            play = bucket(float(event["play"])) if event["play"] else None
+            age = bucket(row["time"] - event["time"])
+            lists.append((item, MAKERS.get(item or ""), str(action), play, age))
+        on_page = [r for r in rows if r["page"] == row["page"] and r["time"] < row["time"]]
+        values = [list(column) for column in zip(*lists[-4:], strict=True)] or [[]] * 5
+        values.append([whole(r["item"]) for r in on_page[-2:]])
+        found.append(dict(zip(NAMES, values, strict=True)))
+    return found
+
+
+def split_of(rows: list[Row]) -> dict[str, list[int]]:
+    last = rows[-1]["time"]
+    return {
+        "train": [n for n, row in enumerate(rows) if row["time"] < last * 0.6],
+        "valid": [n for n, row in enumerate(rows) if last * 0.6 <= row["time"] < last * 0.8],
+        "test": [n for n, row in enumerate(rows) if row["time"] >= last * 0.8],
+    }
+
+
+def check(dataset: Dataset, rows: list[Row]) -> int:
+    """Compare all lists; the number of histories that are cut or joined."""
+    lists, num_full = expected(rows), 0
+    row_of: dict[str, dict[str | None, int]] = {"action": {str(n): n for n in range(8)}}
+    for name in {*TABLES.values()} - {"action"}:
+        texts = read_vocabulary(dataset.artifact.path, name)["value"].to_pylist()
+        row_of[name] = {text: number for number, text in enumerate(texts, start=1)}
+    for split, numbers in split_of(rows).items():
+        blocks = [dataset.block(split, n) for n in range(len(dataset.chunks(split)))]
+        samples = [(block, place) for block in blocks for place in range(len(block))]
+        for (block, place), number in zip(samples, numbers, strict=True):
+            found = {name: bag(block.features[name], place) for name in NAMES}
+            wanted = {
+                name: [row_of[TABLES[name]].get(text, 0) for text in lists[number][name]]
+                for name in NAMES
+            }
+            assert found == wanted, (split, number)
+            assert len({len(found[name]) for name in NAMES[:-1]}) == 1
+            num_full += len(found["past_item"]) == 4
+            assert block.label[place].tolist() == [rows[number]["click"], rows[number]["like"]]
+    return num_full
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_histories_are_those_of_a_search(tmp_path, monkeypatch, num_files):
+    monkeypatch.setattr(module, "_PLACES_PER_PART", 20)  # blocks of five samples
+    rows = make_rows(160)
+    times = [(row["user"], row["time"]) for row in rows]
+    assert len(set(times)) < len(times) - 10
+    spec = write_files(tmp_path, rows, num_files)
+    prepare(spec, tmp_path / "dataset")
+    dataset = Dataset.open(tmp_path / "dataset", verify="full")
+    assert 40 < check(dataset, rows) < 160
+    # A row of the log that is skipped is no event either.
+    (tmp_path / "log_0.csv").write_text((tmp_path / "log_0.csv").read_text() + "x,0,u1,2,1,1,p0\n")
+    prepare(replace(spec, on_bad_line=OnBadLine.skip), tmp_path / "skipped")
+    skipped = Dataset.open(tmp_path / "skipped")
+    assert skipped.artifact.content["source"]["num_skipped"] == 1
+    check(skipped, rows)
+
+
+def test_histories_of_parquet_in_small_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "_ROWS_PER_BLOCK", 11)
+    rows = make_rows(120, seed=3)
+    spec = write_files(tmp_path, rows)
+    columns: dict[str, Any] = {name: [row[name] or None for row in rows] for name in rows[0]}
+    columns["play"] = [float(play) if play else None for play in columns["play"]]
+    columns |= {name: [int(row[name]) for row in rows] for name in ("click", "like")}
+    pq.write_table(pa.table(columns), tmp_path / "log.parquet")
+    spec = replace(spec, format=SourceFormat.parquet, files=[str(tmp_path / "log.parquet")])
+    prepare(spec, tmp_path / "dataset")
+    check(Dataset.open(tmp_path / "dataset"), rows)
+
+
+def prepare_on_ranks(directory: str) -> list[str]:
+    place, answers = Path(directory), []
+    for num_files in (1, 2, 5):
+        folder = place / str(num_files)
+        spec = write_files(folder, make_rows(150, seed=1), num_files)
+        answers.append(prepare(spec, folder / "dataset").content_hash)
+        assert not (folder / "dataset" / module.TAILS).exists()
+    (place / "5" / "log_3.csv").write_text((place / "5" / "log_1.csv").read_text())
+    try:
+        prepare(replace(spec, split=SplitSpec()), place / "none")
+    except (ValueError, RuntimeError) as error:
+        answers.append(str(error))
+    return answers
+
+
+def test_any_number_of_ranks_makes_the_same_histories(tmp_path):
+    for num_files in (1, 2, 5):
+        (tmp_path / str(num_files)).mkdir()
+        write_files(tmp_path / str(num_files), make_rows(150, seed=1), num_files)
+    alone = [
+        prepare(
+            write_files(tmp_path / str(num_files), make_rows(150, seed=1), num_files),
+            tmp_path / "alone",
+        ).content_hash
+        for num_files in (1, 2, 5)
+    ]
+    for *hashes, refusal in run_ranks(prepare_on_ranks, world_size=3, directory=str(tmp_path)):
+        assert hashes == alone
+        assert "log_3.csv line" in refusal
+        assert "expected the rows of each" in refusal
+
+
+def test_requests_bring_their_lists(tmp_path):
+    rows = make_rows(140, seed=2)
+    spec = write_files(tmp_path, rows)
+    prepare(spec, tmp_path / "dataset")
+    dataset = Dataset.open(tmp_path / "dataset")
+    lists = raw_lists(rows)
+    records = [
+        {"user": row["user"] or None, "item": row["item"] or None, **of}
+        for row, of in zip(rows, lists, strict=True)
+    ]
+    # The encoder of an export.
+    _, ids = encoder_of(dataset, spec, tmp_path / "exported").arrays(records)
+    # Files to score: no times and no side tables of histories, but their lists.
+    table = pa.table({name: [record[name] for record in records] for name in records[0]})
+    pq.write_table(table, tmp_path / "score.parquet")
+    scored = replace(
+        spec,
+        format=SourceFormat.parquet,
+        files=[str(tmp_path / "score.parquet")],
+        histories={},
+        joins={},
+        split=SplitSpec(),
+    )
+    encoders, scaling = read_encoding(dataset, spec)
+    log = open_log(scored, needs_label=False)
+    [block] = log.blocks(0)
+    of_features = {feature.name: encoders[feature.table] for feature in dataset.schema.features}
+    _, features = encode_inputs(block, log.columns, of_features, scaling)
+    place = {
+        number: (split, at) for split, of in split_of(rows).items() for at, number in enumerate(of)
+    }
+    for number, (split, at) in place.items():
+        prepared = dataset.block(split, at // CHUNK).features
+        for name in NAMES:
+            rows_of, offsets = ids[name]
+            wanted = bag(prepared[name], at % CHUNK)
+            assert rows_of[offsets[number] : offsets[number + 1]].tolist() == wanted, name
+            assert bag(features[name], number) == wanted, name
+
+
+def raw_lists(rows: list[Row]) -> list[dict[str, list[Any]]]:
+    """The lists as a request brings them: numbers before their buckets."""
+    lists: list[dict[str, list[Any]]] = []
+    for row, of in zip(rows, expected(rows), strict=True):
+        user = row["user"].removesuffix(".0")
+        events = [
+            r for r in rows if r["user"].removesuffix(".0") == user and r["time"] < row["time"]
+        ]
+        size = len(of["past_item"])
+        ages = [float(row["time"] - r["time"]) for r in events] if user else []
+        plays = [float(r["play"]) if r["play"] else None for r in events] if user else []
+        made = {"past_age": [-1.0] * 6 + ages, "past_play": [None] * 6 + plays}
+        cut: dict[str, list[Any]] = {
+            name: values[len(values) - size :] for name, values in made.items()
+        }
+        lists.append({**of, **cut, "on_page": of["seen"]})
+        del lists[-1]["seen"]
+    return lists
+
+
+@pytest.mark.parametrize("max_length", [1, 3])
+def test_last_events_are_few_and_enough(max_length):
+    rng = np.random.default_rng(max_length)
+    users, times = rng.integers(0, 5, 400), np.cumsum(rng.random(400) < 0.3).astype(float)
+    hashes = hash_numbers(0, users)
+    of = {TIME: np.float64, "event": np.int64}
+    events, begin = LastEvents(max_length, of), 0
+    while begin < 400:
+        part = slice(begin, begin + int(rng.integers(1, 40)))
+        columns = {TIME: times[part], "event": np.arange(400)[part]}
+        found = events.add(hashes[part], columns)
+        assert found.back is None
+        histories = np.split(found.columns["event"][found.positions], np.cumsum(found.lengths))
+        for event, history in zip(columns["event"], histories[:-1], strict=True):
+            is_earlier = (users == users[event]) & (times < times[event])
+            assert history.tolist() == np.flatnonzero(is_earlier)[-max_length:].tolist()
+        begin = part.stop
+        # What is kept goes to the next file as it is.
+        kept, columns = events.events()
+        assert np.unique(kept, return_counts=True)[1].max() <= 2 * max_length
+        events = LastEvents(max_length, of)
+        events.add(kept, columns)
+
+
+def test_values_keep_their_numbers():
+    rng = np.random.default_rng(0)
+    numbering, texts, numbers = Numbering(), TextNumbers(), {}
+    for size in (0, 5, 90_000, 5_000, 100_000):
+        values = rng.integers(0, 150_000, size)
+        found = numbering.add(hash_numbers(3, values))
+        for value, number in zip(values.tolist(), found.tolist(), strict=True):
+            assert numbers.setdefault(value, number) == number
+    assert sorted(numbers.values()) == list(range(len(numbering)))
+    assert numbering.hashes()[numbers[values[0]]] == hash_numbers(3, values[:1])[0]
+    for part in (["b", None, "a"], ["c", "a", "c"], [], *([f"x{n}"] for n in range(40))):
+        codes = texts.add(pa.array(part, pa.string()))
+        found_texts, positions = texts.used(codes)
+        assert [None if p < 0 else found_texts[p].as_py() for p in positions.tolist()] == part
+
+
+# Refusals.
+
+
+def test_a_log_out_of_order_is_refused(tmp_path):
+    rows = make_rows(60)
+    rows[30]["user"] = rows[50]["user"] = "u1"
+    rows[50]["time"] = rows[30]["time"] - 1
+    message = (
+        f"log_0.csv line 52: expected the rows of each user in order of time.* got "
+        rf"{rows[50]['time']} after \d+\. Sort"
+    )
+    with pytest.raises(ValueError, match=message):
+        prepare(write_files(tmp_path, rows), tmp_path / "dataset")
+    # Order is only needed inside the rows of a user.
+    rows[50]["user"] = "u of one row"
+    rows[50]["page"] = "page of one row"
+    prepare(write_files(tmp_path, rows), tmp_path / "dataset")
+
+
+def test_lists_before_have_one_length(tmp_path):
+    spec = write_files(tmp_path, make_rows(20))
+    (tmp_path / "longer.tsv").write_text("user\twatched_makers\nu1\tm1\n")
+    spec.joins["longer"] = JoinSpec([str(tmp_path / "longer.tsv")], on="user")
+    before = {"past_item": "watched", "past_maker": "watched_makers"}
+    spec.histories["past"] = replace(HISTORY, before=before)
+    message = r"line \d+: expected lists of one length .*got \d values in watched and \d"
+    with pytest.raises(ValueError, match=message):
+        prepare(spec, tmp_path / "dataset")
+
+
+def test_names_of_lists_are_new(tmp_path):
+    spec = write_files(tmp_path, make_rows(20))
+    spec.histories["page"] = replace(PAGE, columns={"maker": "item"})
+    spec.columns = {**COLUMNS, "seen": ColumnSpec(LIST, source="maker", table="item")}
+    with pytest.raises(ValueError, match=r"histories\.page: expected names of lists.*\['maker'\]"):
+        prepare(spec, tmp_path / "dataset")
+
+
+def test_a_dataset_with_histories_knows_them_and_does_not_grow(tmp_path):
+    spec = write_files(tmp_path, make_rows(60))
+    first = prepare(spec, tmp_path / "dataset")
+    other = replace(spec, histories={"past": replace(HISTORY, max_length=3), "page": PAGE})
+    assert prepare(other, tmp_path / "other").content_hash != first.content_hash
+    dataset = Dataset.open(tmp_path / "dataset")
+    check_encoding(dataset, spec, of="this", advice="")
+    with pytest.raises(ArtifactError, match=r"data\.source\.histories\.past .*'max_length': 3"):
+        check_encoding(dataset, other, of="this", advice="")
+    with pytest.raises(
+        ValueError, match=r"append: .*data\.source\.histories, got \['page', 'past'"
+    ):
+        prepare(spec, tmp_path / "dataset", append=spec.files)
+
+
+def history(**changes: Any) -> dict[str, UserHistorySpec]:
+    return {"past": replace(HISTORY, **changes), "page": PAGE}
+
+
+@pytest.mark.parametrize(
+    ("histories", "columns", "message"),
+    [
+        (history(max_length=0), {}, r"past\.max_length: .*got 0"),
+        (history(columns={}, bits={}, age="", before={}), {}, r"past\.columns: .*got \[\]"),
+        (history(age="past_item"), {}, r"past\.columns: .*\['past_item'\] twice"),
+        (history(bits={"past_action": {"click": 3}}), {}, r"past\.bits\.past_action: .*3"),
+        (history(bits={"past_action": {"click": 1, "like": 1}}), {}, r"bits\.past_action: .*1"),
+        (history(before={"past_action": "watched"}), {}, r"past\.before\.past_action"),
+        (history(fill={"past_item": "0"}), {}, r"past\.fill\.past_item"),
+        (history(fill={"past_age": "old"}), {}, r"past\.fill\.past_age: .*'old'"),
+        (history(separator=""), {}, r"past\.separator: .*''"),
+        (history(age="other_age", fill={}), {}, "list 'other_age', got none"),
+        ({"past": HISTORY, "page": replace(PAGE, columns={"past_age": "item"})}, {}, "past_age"),
+        (history(), {"past_age": ColumnSpec(LIST)}, "expected derive log_bucket"),
+        (
+            history(),
+            {"past_action": ColumnSpec(LIST, derive=Derive.log_bucket)},
+            r"expected derive none of \['past_action'\]",
+        ),
+        (history(), {"past_item": ColumnSpec(CATEGORICAL)}, r"got \['past_item'\]"),
+        (history(), {"like": ColumnSpec(ColumnKind.label, bit=4)}, r"past\.bits: .*\['like'\]"),
+        (history(), {"like": ColumnSpec(ColumnKind.label, bit=3)}, r"columns\.like\.bit: .*3"),
+        (history(), {"user": ColumnSpec(CATEGORICAL, bit=4)}, r"columns\.user\.bit: .*4"),
+        (
+            history(),
+            {"seen": ColumnSpec(LIST, source="on_page", derive=Derive.hour_of_day)},
+            r"columns\.seen\.derive: expected none or log_bucket",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_carried_out(tmp_path, histories, columns, message):
+    spec = SourceSpec(SourceFormat.delimited, ["log"], {**COLUMNS, **columns}, histories=histories)
+    with pytest.raises(ValueError, match=message):
+        validate(spec, "data.source")
+
+
+# Bits as labels.
+
+
+def test_labels_are_bits(tmp_path):
+    masks = [0, 1, 4, 5, 6, 127]
+    lines = [f"{mask},u{mask % 2}\n" for mask in masks]
+    (tmp_path / "log.csv").write_text("actions,user\n" + "".join(lines))
+    columns = {
+        "click": ColumnSpec(ColumnKind.label, source="actions", bit=1),
+        "follow": ColumnSpec(ColumnKind.label, source="actions", bit=4),
+        "user": ColumnSpec(CATEGORICAL),
+    }
+    split = SplitSpec(valid_frac=0.0, test_frac=0.0)
+    spec = SourceSpec(
+        SourceFormat.delimited, [str(tmp_path / "log.csv")], columns, split=split, separator=","
+    )
+    validate(spec, "data.source")
+    prepare(spec, tmp_path / "dataset")
+    dataset = Dataset.open(tmp_path / "dataset")
+    labels = [[float(mask & 1), float(mask & 4 > 0)] for mask in masks]
+    assert dataset.block("train", 0).label.tolist() == labels
+    clicks = dataset.artifact.content["source"]["num_clicks"]
+    assert [clicks[name]["train"] for name in ("click", "follow")] == [3, 4]
+    for bad in ("-1", "0.5", "", "x"):
+        (tmp_path / "log.csv").write_text(f"actions,user\n1,u\n{bad},u\n")
+        with pytest.raises(
+            ValueError, match="line 3: expected (an integer of at least 0|a number)"
+        ):
+            prepare(spec, tmp_path / "bad")
+
+
+def test_a_list_of_numbers_has_numbers(tmp_path):
+    columns = {
+        "label": ColumnSpec(ColumnKind.label),
+        "gaps": ColumnSpec(LIST, separator="|", derive=Derive.log_bucket),
+    }
+    spec = SourceSpec(
+        SourceFormat.delimited,
+        [str(tmp_path / "log.csv")],
+        columns,
+        split=SplitSpec(valid_frac=0.0, test_frac=0.0),
+        separator=",",
+    )
+    (tmp_path / "log.csv").write_text("label,gaps\n1,0.5|3\n0,3|old\n")
+    with pytest.raises(ValueError, match="line 3: expected a list of finite numbers .*gaps"):
+        prepare(spec, tmp_path / "dataset")
+    (tmp_path / "log.csv").write_text("label,gaps\n1,0.5|3\n0,\n1,3\n")
+    prepare(spec, tmp_path / "dataset")
+    gaps = Dataset.open(tmp_path / "dataset").block("train", 0).features["gaps"]
+    three = bag(gaps, 2)
+    assert [bag(gaps, 0)[1:], bag(gaps, 1), len(three)] == [three, [], 1]
