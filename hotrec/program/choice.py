@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import CacheStatistics, ShardingPlan
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 
 from hotrec.assemble.constraints import cache_statistics, cold_tier_for, torchrec_constraints
 from hotrec.assemble.torchrec_plan import shardings_of
@@ -33,6 +33,7 @@ from hotrec.types import (
     PipelineSpec,
     Placement,
     Rows,
+    TableOutput,
     Tier,
     TorchrecPlan,
 )
@@ -124,6 +125,9 @@ class Tables:
                 dim=table.embedding_dim,
                 row_bytes=self.rule.bytes_per_row(table.embedding_dim),
                 num_columns=len(table.feature_names),
+                output=TableOutput.pooled
+                if isinstance(table, EmbeddingBagConfig)
+                else TableOutput.expanded,
             )
             for table in self.configs
         ]
@@ -195,6 +199,7 @@ def choose_by_cost(
         machine,
         (measured, note),
         counted.locality,
+        counted.reuse,
     )
 
     def shardings(of_torchrec: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:

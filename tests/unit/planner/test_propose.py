@@ -17,7 +17,7 @@ from hotrec.cost_model.demand import TableDemand
 from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, StepPrediction
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
-from hotrec.planner.predict import Prediction, Shardings, predict_split, relayed_bytes
+from hotrec.planner.predict import Prediction, Shardings, bytes_beside, predict_split
 from hotrec.planner.propose import (
     HOT_SHARES,
     MAX_TRIED,
@@ -75,7 +75,7 @@ def test_relays_rows_in_flight_need_memory() -> None:
     assert added[1] == pytest.approx(4 * found.quantities["relayed_bytes"])
     assert found.memory == flat.memory  # the tables', which a run compares with its own
     on_gpu = replace(whole, machine=replace(whole.machine, device="cuda"))
-    assert relayed_bytes(found.quantities, on_gpu, two) == pytest.approx((added[1], 0.0))
+    assert bytes_beside(found.quantities, on_gpu, two) == pytest.approx((added[1], 0.0))
     # A host in which nothing but the relays' rows lacks room is too small.
     _, cold = fastest(whole, two, hot_budget_bytes=0)
     _, host_bytes = cold.max_bytes
