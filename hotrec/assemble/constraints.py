@@ -201,6 +201,7 @@ def torchrec_constraints(
     tier: ColdTier = ColdTier.fused,
     cache_load_factor: float | None = None,
     is_prefetched: bool = False,
+    may_replicate: bool = True,
 ) -> dict[str, ParameterConstraints] | None:
     """Constraints of a plan for unsplit tables; None leaves every choice to the planner.
 
@@ -211,11 +212,24 @@ def torchrec_constraints(
         tier: Memory tier of the rows.
         cache_load_factor: Cached fraction of the rows. None for FBGEMM's default.
         is_prefetched: Whether TorchRec's prefetch pipeline fills the UVM cache.
+        may_replicate: Whether tables may be data-parallel.
+
+    Raises:
+        ValueError: If the plan needs data-parallel tables, and there may be none.
     """
-    if variant is TorchrecPlan.planner and tier is ColdTier.fused:
+    if variant is TorchrecPlan.planner and tier is ColdTier.fused and may_replicate:
         return None
+    if variant is TorchrecPlan.hand_tuned and not may_replicate:
+        raise ValueError(
+            "placement.plan: expected planner or table_wise for sequences on CPU, where FBGEMM "
+            "looks data-parallel tables up in another order, got hand_tuned. Set "
+            "placement.plan=table_wise."
+        )
     is_cached = tier is ColdTier.fused_uvm_caching
-    types = None if variant is TorchrecPlan.planner else [ShardingType.TABLE_WISE.value]
+    types = [ShardingType.TABLE_WISE.value]
+    if variant is TorchrecPlan.planner:
+        sharded = ShardingType.ROW_WISE.value, ShardingType.COLUMN_WISE.value
+        types = None if may_replicate else [*types, *sharded]
     return {
         table.name: _replicated()
         if variant is TorchrecPlan.hand_tuned and table.num_embeddings < batch_size

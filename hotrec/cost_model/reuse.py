@@ -3,8 +3,8 @@
 Look-ahead at a depth d fetches a batch's rows d batches early, except urgent ones: those that a
 batch in flight updates. Independent batches meet again in popular rows alone. Batches of a stream
 that is sorted by user also meet in the user's own rows, and then most rows may be urgent, at every
-depth alike, so that there is little to fetch early. So where a profile counts a loader's batches in
-their order, it also counts this.
+depth alike, so that there is little to fetch early. So a profile of a loader, which has its batches
+in their order, also counts this.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from hotrec.cost_model.blocks import Block
 from hotrec.cost_model.demand import Floats, prob_both, prob_drawn
 from hotrec.cost_model.histogram import CountHistogram
+from hotrec.cost_model.locality import TableLocality
 from hotrec.types import Schema
 
 # Batches before a batch, among which its rows are looked for.
@@ -58,7 +59,7 @@ class ReuseMeter:
         self._schema = schema
         # The last batch that read a row, from 1; 0: none.
         self._last = {table.name: np.zeros(table.num_rows, np.int32) for table in schema.tables}
-        # By table: distinct rows of each batch, and those among them that were read before.
+        # By table, of each batch: lookups, distinct rows, and those of them that were read before.
         self._found: dict[str, list[list[int]]] = {table.name: [] for table in schema.tables}
         self._num_batches = self._batch_size = 0
 
@@ -70,33 +71,49 @@ class ReuseMeter:
         self._batch_size = max(self._batch_size, batch.num_samples)
         for table in self._schema.tables:
             columns = [batch.rows[feature.name] for feature in self._schema.features_of(table.name)]
-            rows, last = np.unique(np.concatenate(columns)), self._last[table.name]
+            ids, last = np.concatenate(columns), self._last[table.name]
+            rows = np.unique(ids)
             before = last[rows]
             last[rows] = self._num_batches
             distance = self._num_batches - before[before > 0]
             again = [int(np.count_nonzero(distance <= depth)) for depth in DEPTHS]
-            self._found[table.name].append([rows.size, *again])
+            self._found[table.name].append([ids.size, rows.size, *again])
 
     def reuse(self) -> dict[str, TableReuse]:
         """The shares by table; empty after fewer than two batches."""
         shares: dict[str, TableReuse] = {}
         for table, found in self._found.items():
-            counts = np.asarray(found, np.int64).reshape(-1, 1 + len(DEPTHS))
+            counts = np.asarray(found, np.int64).reshape(-1, 2 + len(DEPTHS))
             # A batch counts where there are so many before it.
-            of_depths = [counts[depth:, (0, 1 + i)].sum(0) for i, depth in enumerate(DEPTHS)]
+            of_depths = [counts[depth:, (1, 2 + i)].sum(0) for i, depth in enumerate(DEPTHS)]
             known = [(num, again) for num, again in of_depths if num > 0]
             if known:
                 fracs = tuple(float(again / num) for num, again in known)
                 shares[table] = TableReuse(self._batch_size, fracs)
         return shares
 
+    def localities(self) -> dict[str, TableLocality]:
+        """The distinct rows of whole batches, by table; also those too small for LocalityMeter."""
+        found: dict[str, TableLocality] = {}
+        for table, of_batches in self._found.items():
+            if of_batches:
+                lookups, distinct = np.asarray(of_batches, np.float64)[:, :2].T
+                num, mean = len(distinct), float(distinct.mean())
+                spread = float(distinct.std(ddof=1)) if num > 1 else 0.0
+                found[table] = TableLocality(
+                    (self._batch_size,), (num,), (float(lookups.mean()),), (mean,), (spread,)
+                )
+        return found
+
 
 def excess_reuse(
     histogram: CountHistogram, num_draws: float, reuse: TableReuse | None, num_samples: float
 ) -> float:
-    """e, the share of rows that are read again for another reason than their popularity.
+    """e, how far the measured share a is from the share s that independent batches have.
 
-    With the measured share a and the share s that independent batches have, a = s + e (1 - s).
+        a = s + e (1 - s)   if rows are read again for another reason than their popularity
+        a = s (1 + e)       if rows are popular only within a sample, e < 0
+
 
     Args:
         histogram: Of the table.
@@ -106,7 +123,7 @@ def excess_reuse(
             in flight.
 
     Returns:
-        In 0..1.
+        In -1..1.
     """
     if reuse is None:
         return 0.0
@@ -114,18 +131,14 @@ def excess_reuse(
     read, again = _read_again(histogram, num_draws, distance * num_draws)
     num_read = float(histogram.num_rows @ read)
     independent = float(histogram.num_rows @ again) / num_read if num_read > 0 else 1.0
-    if independent >= 1:
-        return 0.0
-    excess = (reuse.at(distance) - independent) / (1 - independent)
-    return min(max(excess, 0.0), 1.0)
+    difference = reuse.at(distance) - independent
+    room = independent if difference < 0 else 1 - independent
+    return difference / room if room > 0 else 0.0
 
 
 def read_again(probs: Floats, again: Floats, excess: float) -> Floats:
-    """Probabilities of reading a row that is read again, from independent ones.
-
-    A row that is not read again for its popularity is with the probability ``excess``.
-    """
-    return again + excess * (probs - again)
+    """Probabilities of reading a row that is read again, from independent ones."""
+    return again + excess * (again if excess < 0 else probs - again)
 
 
 def urgent_frac(

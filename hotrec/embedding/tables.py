@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule, ShardedTensor
 
 from hotrec.embedding.sharding import ShardedHotColdCollection
+from hotrec.embedding.torchrec import is_torchrecs
 from hotrec.routing.features import hot_name, hot_rows
 from hotrec.types import RowOrder
 
@@ -34,9 +34,11 @@ def sharded_collections(model: nn.Module) -> Iterator[tuple[str, ShardedHotColdC
     return modules_of(model, ShardedHotColdCollection)
 
 
-def torchrec_collections(model: nn.Module) -> Iterator[tuple[str, ShardedEmbeddingBagCollection]]:
-    """TorchRec's own collections, likewise."""
-    return modules_of(model, ShardedEmbeddingBagCollection)
+def torchrec_collections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """TorchRec's own collections, of bags and of sequences, likewise."""
+    for path, module in modules_of(model, nn.Module):
+        if is_torchrecs(module):
+            yield path, module
 
 
 def torchrec_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -73,7 +75,7 @@ def table_parts(model: nn.Module) -> Iterator[TablePart]:
         for name, value in collection.state_dict().items():
             is_sharded = isinstance(value, ShardedTensor)
             num_rows = value.metadata().size[0] if is_sharded else value.shape[0]
-            table = name.removeprefix("embedding_bags.").removesuffix(".weight")
+            table = name.removesuffix(".weight").partition(".")[2]  # after the dictionary's name
             yield TablePart(table, num_rows, None, value, RowOrder(num_rows, is_spread=False))
     for _, hot_cold in sharded_collections(model):
         state = hot_cold.state_dict()

@@ -49,6 +49,14 @@ def table_configs(collection: nn.Module) -> list[BaseEmbeddingConfig]:
     return list(found)
 
 
+def is_torchrecs(module: nn.Module) -> bool:
+    """Whether it is a sharded collection of TorchRec's, with its exchange, or a part of ours."""
+    is_ours = isinstance(module, RowCollection)
+    return not is_ours and isinstance(
+        module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
+    )
+
+
 def is_weighted(collection: ShardedEmbeddingBagCollection) -> bool:
     """Whether a sharded collection multiplies rows by the weights of its features."""
     return bool(collection._is_weighted)
@@ -238,7 +246,7 @@ def ddp_modules(model: nn.Module) -> list[DistributedDataParallel]:
     """
     found: list[Any] = [getattr(model, "_dmp_wrapped_module", None)]
     for module in model.modules():
-        if isinstance(module, ShardedEmbeddingBagCollection):
+        if is_torchrecs(module):
             found += lookups(module)
     return [module for module in found if isinstance(module, DistributedDataParallel)]
 

@@ -361,7 +361,7 @@ def _baselines(
         plan = Plan(tables, pipeline, request.num_workers)
         shardings = shardings_of(tables, pipeline)
         if isinstance(shardings, str):
-            logger.info("%s does not fit: %s", plan.label, shardings)
+            logger.info("%s is not predicted: %s", plan.label, shardings)
         elif not any(_is_alike(plan, shardings, *other) for other in predictions.items()):
             predictions[plan] = predict_shardings(shardings, pipeline, situation)
 

@@ -28,6 +28,7 @@ from hotrec.runtime.memory import read_fingerprint
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
     Levels,
+    OptimizerKind,
     Partition,
     PipelineKind,
     PipelineSpec,
@@ -207,7 +208,14 @@ def choose_by_cost(
             sharding = tables.plan(constraints_of(of_torchrec, tables.configs, machine))
         except ValueError as error:
             return str(error)
-        return shardings_of(sharding, found, of_torchrec.cache_load_frac)
+        shards = shardings_of(sharding, found, of_torchrec.cache_load_frac)
+        is_cut = any(len(of.blocks(machine.world)) > 1 for of in shards.values())
+        if is_cut and tables.rule.kind is OptimizerKind.rowwise_adagrad:
+            return (
+                "its column-wise shards have one state for each part of a row, so that it would "
+                "not train the weights of the unsplit model"
+            )
+        return shards
 
     decision = propose(tables.request(by_cost, kind, "cost"), situation, shardings)
     plan, placement = decision.chosen, None
@@ -241,11 +249,17 @@ def _warn_if_uneven(
 def constraints_of(
     of_torchrec: TorchrecTables, tables: Sequence[BaseEmbeddingConfig], machine: Machine
 ) -> dict[str, ParameterConstraints] | None:
-    """The constraints of one of TorchRec's plans."""
+    """The constraints of one of TorchRec's plans.
+
+    Raises:
+        ValueError: If it has data-parallel sequences, which FBGEMM looks up wrongly on CPU.
+    """
+    is_pooled = all(isinstance(table, EmbeddingBagConfig) for table in tables)
     return torchrec_constraints(
         tables,
         of_torchrec.plan,
         batch_size=machine.batch_size,
         tier=cold_tier_for(machine.device, of_torchrec.tier),
         cache_load_factor=of_torchrec.cache_load_frac,
+        may_replicate=is_pooled or machine.device != "cpu",
     )

@@ -89,7 +89,12 @@ def profile(
                 "profile: expected at least one batch to count, got none. Pass a loader that has "
                 "batches left."
             )
-        return replace(counted, batch_size=max(sizes, default=None), reuse=meter.reuse())
+        return replace(
+            counted,
+            locality=counted.locality or meter.localities(),
+            batch_size=max(sizes, default=None),
+            reuse=meter.reuse(),
+        )
 
     return _summed(same_verdict(count))
 

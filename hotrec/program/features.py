@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -24,7 +25,8 @@ def read_as_declared(model: nn.Module) -> None:
     TorchRec multiplies by any weights of the features, and by one if there are none.
     """
     for _, collection in torchrec_collections(model):
-        if isinstance(collection, ShardedPooledBags):  # its router does so
+        is_routed = isinstance(collection, ShardedPooledBags)  # its router does so
+        if is_routed or not isinstance(collection, ShardedEmbeddingBagCollection):
             continue
         wanted = [name for table in table_configs(collection) for name in table.feature_names]
         of_torchrec: Any = collection.input_dist
