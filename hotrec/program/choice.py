@@ -23,7 +23,13 @@ from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
 from hotrec.planner.predict import Shardings
 from hotrec.planner.propose import propose, unpredicted
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
-from hotrec.planner.situation import Situation, TableShape, build_situation, choose_costs
+from hotrec.planner.situation import (
+    Situation,
+    TableShape,
+    build_situation,
+    choose_costs,
+    urgent_by_depth,
+)
 from hotrec.runtime.memory import read_fingerprint
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
@@ -202,6 +208,15 @@ def choose_by_cost(
         counted.locality,
         counted.reuse,
     )
+
+    if counted.reuse and machine.world_size > 1:
+        shares = urgent_by_depth(
+            histograms, counted.num_samples, machine, counted.locality, counted.reuse
+        )
+        logger.info(
+            "rows that one of the batches before updates, which look-ahead cannot fetch early: %s",
+            ", ".join(f"{share:.0%} at depth {depth}" for depth, share in shares.items()),
+        )
 
     def shardings(of_torchrec: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:
         try:

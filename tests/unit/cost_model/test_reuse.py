@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from benchmarks.yambda_like import Catalogue, HistoryRule, Log, listens_of, read
 from hotrec.cost_model.blocks import Block
+from hotrec.cost_model.builtin import BUILTIN
+from hotrec.cost_model.demand import expected_distinct, expected_urgent
+from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.histogram import build_histogram
-from hotrec.cost_model.locality import step_draws
 from hotrec.cost_model.profile import count_rows
 from hotrec.cost_model.reuse import (
     DEPTHS,
@@ -20,7 +24,9 @@ from hotrec.cost_model.reuse import (
     reuses_to_json,
     urgent_frac,
 )
-from hotrec.types import Feature, Rows, Schema, Table
+from hotrec.planner.machine import Machine
+from hotrec.planner.situation import TableShape, build_situation, urgent_by_depth
+from hotrec.types import Feature, Rows, Schema, Table, TableOutput
 from tests.unit.cost_model import samples
 
 SCHEMA = Schema(
@@ -113,20 +119,24 @@ def test_urgent_rows_by_depth_as_counted(is_shuffled: bool) -> None:
     assert (locality.batch_sizes, locality.num_batches) == ((BATCH,), (NUM_BATCHES,))
     assert locality.mean == (np.mean(distinct),)
     assert locality.spread == pytest.approx((np.std(distinct, ddof=1),))
-    per_sample = locality.lookups[0] / BATCH
-    draws = step_draws(
-        histogram, locality, batch_size=BATCH, world_size=2, lookups_per_sample=per_sample
-    )
+    on_two = Machine(2, 2, "cpu", 0, 1 << 30, BATCH)
+    facts = {"items": histogram}, profile.num_samples
+    measured: Any = {"items": locality}, {"items": reuse}
+    by_depth = urgent_by_depth(*facts, on_two, *measured)
     found = []
     for depth in (1, 4, 16):
         shares = []
         for step in range(depth, NUM_BATCHES):
             before = np.concatenate([of[at] for of in ranks for at in range(step - depth, step)])
             shares.append(np.isin(np.unique(ranks[0][step]), before).mean())
-        excess = excess_reuse(histogram, draws[0], reuse, BATCH * depth)
-        predicted = urgent_frac(histogram, draws, depth, excess)
-        assert predicted == pytest.approx(np.mean(shares), abs=0.1), depth
+        assert by_depth[depth] == pytest.approx(np.mean(shares), abs=0.1), depth
         found.append(float(np.mean(shares)))
+    shape = TableShape("items", 4, 16, 1, TableOutput.expanded)
+    work, costs = Workload(BATCH, 0.0, 0.0, 0), (BUILTIN["cpu_1gbit"], None)
+    [demand] = build_situation([shape], work, *facts, on_two, costs, *measured).demands
+    _, num_rows, _ = expected_distinct(demand)
+    assert num_rows == pytest.approx(np.mean(distinct), rel=0.05)
+    assert expected_urgent(demand) / num_rows == pytest.approx(by_depth[1], abs=1e-3)
     if is_shuffled:  # deeper look-ahead has fewer rows to fetch early
         assert found[0] < 0.2 < found[2] - found[0]
     else:  # what a batch does not share with the one before, it shares with none

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.sharding_plan import (
     column_wise,
@@ -15,8 +18,11 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+import hotrec
 from hotrec.cost_model.profile import Profile, Sampling
+from hotrec.cost_model.reuse import TableReuse
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import TorchrecTables
@@ -58,6 +64,23 @@ def test_torchrecs_plans_are_compared_where_they_train_the_same_weights() -> Non
     choice = choose(columns, OptimizerKind.rowwise_adagrad)
     assert "TorchRec" not in choice.why
     assert choice.placement is not None
+
+
+def test_a_profile_of_a_loader_keeps_what_its_batches_share(tmp_path: Path) -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sequences = EmbeddingCollection([SEQUENCES])
+
+    def batch(*ids: int) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(["history"], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
+
+    counted = hotrec.profile([batch(1, 1, 2), batch(2, 3), batch(1, 3)], Reader())
+    assert counted.reuse == {"item": TableReuse(1, (2 / 4, 2 / 2))}
+    # Batches this small have a locality too: 2 distinct rows of 7 / 3 lookups.
+    assert counted.locality["item"].mean == (2.0,)
+    counted.save(tmp_path / "profile")
+    assert hotrec.profile(tmp_path / "profile").reuse == counted.reuse
 
 
 def test_sequences_on_cpu_are_never_data_parallel() -> None:
