@@ -299,6 +299,18 @@ class HotExchange(Enum):
     auto = "auto"
 
 
+class TableOutput(Enum):
+    """What a collection returns for the ids of a table.
+
+    ``pooled``: a vector for each bag (``EmbeddingBagCollection``). ``expanded``: a row for each id
+    (``EmbeddingCollection``). ``packed``: the distinct rows, and the position of each id's row.
+    """
+
+    pooled = "pooled"
+    expanded = "expanded"
+    packed = "packed"
+
+
 class Levels(Enum):
     """How unpooled rows travel between hosts of several ranks; auto is replaced by another.
 

@@ -123,7 +123,7 @@ def shardings_of(
 
     Args:
         plan: TorchRec's plan.
-        names: The tables; all others belong to modules that are not an EmbeddingBagCollection.
+        names: The tables; all others belong to modules that are not predicted.
         cache_load_frac: Cached fraction of the rows of tables with a device cache.
         is_prefetched: Whether TorchRec's prefetch pipeline fills the caches.
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.histogram import CountHistogram
-from hotrec.types import Rows
+from hotrec.types import Rows, TableOutput
 
 Floats = npt.NDArray[np.float64]
 Number = TypeVar("Number", np.int64, np.float64)
@@ -93,6 +93,7 @@ class TableDemand:
         by_host_G: Mean probability that some rank of a host reads a row, float64 (G,). None where
             hosts have one rank or there is one host.
         by_host_both_G: As ``by_both_G``, for some rank of a host in the first step.
+        output: What the table's collection returns for its ids.
     """
 
     name: str
@@ -108,6 +109,11 @@ class TableDemand:
     by_both_G: Floats | None = None
     by_host_G: Floats | None = None
     by_host_both_G: Floats | None = None
+    output: TableOutput = TableOutput.pooled
+
+    @property
+    def is_pooled(self) -> bool:
+        return self.output is TableOutput.pooled
 
 
 def build_demand(
@@ -213,7 +219,7 @@ def expected_urgent(demand: TableDemand, num_hot: int = 0) -> float:
     """Expected distinct cold rows that a rank reads in a step and some rank in the next step.
 
     With exact look-ahead only their updates must arrive before the next step. Steps are assumed
-    independent; batches of one chunk share more rows.
+    independent unless the profile has measured that they are not (``hotrec.cost_model.reuse``).
     """
     cold_G = demand.rows_G - take_rows(demand, num_hot)
     both_G = demand.by_rank_G * demand.by_any_G if demand.by_both_G is None else demand.by_both_G

@@ -19,7 +19,7 @@ LOOK_AHEAD = PipelineSpec(PipelineKind.look_ahead)
 TIERS = ("device", "host", "hit", "miss")
 # A rank's work in a step: items, and the quantity of their bytes, 4 D each.
 BYTES_OF = {
-    "lookups": "lookup_bytes",  # ids that are routed and pooled from rows
+    "lookups": "lookup_bytes",  # ids that are routed, and pooled or expanded from rows
     **{f"rows_{tier}": f"bytes_{tier}" for tier in TIERS},  # distinct cold rows read
     "urgent_rows": "urgent_bytes",  # those that some rank also reads in the next step
     "hot_rows": "hot_bytes",  # distinct hot rows of this rank
@@ -29,7 +29,7 @@ BYTES_OF = {
     "relayed_hot_rows": "relayed_hot_bytes",
     "union_rows": "union_bytes",  # distinct hot rows of any rank
     "replica_rows": "replica_bytes",  # hot rows, touched or not
-    # ids that this rank pools for all ranks in TorchRec's kernel
+    # ids that this rank looks up for all ranks in TorchRec's kernel, which pools them, if they are
     **{f"pooled_ids_{tier}": f"pooled_bytes_{tier}" for tier in TIERS},
     "replicated_ids": "replicated_id_bytes",  # of TorchRec's data-parallel tables
     "replicated_rows": "replicated_bytes",
@@ -42,7 +42,8 @@ QUANTITIES = (
     *BYTES_OF.values(),
     "state_bytes_host",  # element-wise optimizer state of rows in host tiers, cached or not
     "pooled_sent_ids",  # ids that this rank requests from others
-    "pooled_sent_bytes",  # bytes of pooled vectors that this rank sends
+    "pooled_sent_bytes",  # bytes of pooled vectors, or of a row per id, that this rank sends
+    "permuted_bytes",  # of a row per id, which TorchRec reorders before or after it is sent
     "cold_groups",  # sets of tables that share messages: one per dimension
     "hot_groups",
     "pooled_groups",

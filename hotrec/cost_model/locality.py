@@ -220,13 +220,14 @@ def _draw_ratio(histogram: CountHistogram, locality: TableLocality, index: int) 
     num_lookups = locality.lookups[index]
     target = locality.mean[index]
     error = locality.spread[index] / math.sqrt(locality.num_batches[index])
-    independent = _expected_distinct(histogram, num_lookups)
+    independent = distinct_rows(histogram, num_lookups)
     if target == 0 or abs(independent - target) <= max(2 * error, NEGLIGIBLE_FRAC * target):
         return 1.0
     return _solve_draws(histogram, target) / num_lookups
 
 
-def _expected_distinct(histogram: CountHistogram, num_draws: float) -> float:
+def distinct_rows(histogram: CountHistogram, num_draws: float) -> float:
+    """The rows that independent lookups are expected to read."""
     counts = histogram.values.astype(np.float64)
     return float(histogram.num_rows @ prob_drawn(counts, histogram.num_lookups, num_draws))
 
@@ -237,7 +238,7 @@ def _solve_draws(histogram: CountHistogram, num_distinct: float) -> float:
     if histogram.num_distinct <= num_distinct:
         return most
     draws: float = brentq(
-        lambda draws: _expected_distinct(histogram, draws) - num_distinct, 0.0, most, rtol=1e-7
+        lambda draws: distinct_rows(histogram, draws) - num_distinct, 0.0, most, rtol=1e-7
     )
     return draws
 

@@ -1,8 +1,9 @@
 """Device and host memory of each rank for a placement or a plan.
 
-On CPU everything is host memory. Dense layers, activations and messages hardly depend on the
-placement and are not counted; planners keep a reserve for them. Rows that relays hold for batches
-to come do (``held_by_relay``).
+On CPU everything is host memory. Dense layers, activations, messages and the distinct rows of a
+batch hardly depend on the placement and are not counted; planners keep a reserve for them. Rows
+that relays hold for batches to come do (``held_by_relay``), and sequences with a row for each id
+are too large for the reserve (``expanded_bytes``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import Floats, TableDemand
 from hotrec.cost_model.forms import BYTES_PER_FLOAT
 from hotrec.cost_model.quantities import TableSharding, cached_rows, check_tables, host_state_bytes
-from hotrec.types import Exchange, Levels, PipelineSpec, Sharding, TablePlacement, Tier, WireType
+from hotrec.types import (
+    Exchange,
+    Levels,
+    PipelineSpec,
+    Sharding,
+    TableOutput,
+    TablePlacement,
+    Tier,
+    WireType,
+)
 
 # For every row of the tables that exchange rows: on the host, shared by loader workers, and on the
 # device if ids are routed there.
@@ -121,6 +131,26 @@ def held_by_relay(quantities: Mapping[str, float], world: World, pipeline: Pipel
     """
     is_held = world.has_levels and pipeline.levels is Levels.two and pipeline.is_look_ahead
     return (pipeline.depth + 1) * quantities["relayed_bytes"] if is_held else 0.0
+
+
+def expanded_bytes(
+    demands: Sequence[TableDemand], batch_size: int, *, by_torchrec: bool = False
+) -> float:
+    """Bytes of the rows that unpooled features have for each id, and of their gradient.
+
+        2 K D 4
+
+    for the K ids of the mean batch, when backward has passed the layers above. TorchRec has no
+    packed output, so that it expands all of them.
+
+    Args:
+        demands: The tables.
+        batch_size: Batch B of a rank.
+        by_torchrec: Whether TorchRec's collection looks the ids up.
+    """
+    outputs = [TableOutput.expanded] + [TableOutput.packed] * by_torchrec
+    num_values = sum(d.lookups_per_sample * d.dim for d in demands if d.output in outputs)
+    return 2.0 * batch_size * num_values * BYTES_PER_FLOAT
 
 
 def memory_by_rank(

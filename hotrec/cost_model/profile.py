@@ -25,6 +25,7 @@ from hotrec.cost_model.locality import (
     localities_from_json,
     localities_to_json,
 )
+from hotrec.cost_model.reuse import TableReuse, reuses_from_json, reuses_to_json
 from hotrec.types import Rows, Schema
 
 KIND = "profile"
@@ -88,6 +89,8 @@ class Profile:
         locality: Locality of train batches by table; empty if not measured.
         heldout_locality: The same for held-out batches.
         batch_size: Samples of a batch, if a loader's batches were counted.
+        reuse: Rows that batches share with those before, by table; empty unless a loader's batches
+            were counted.
     """
 
     num_samples: int
@@ -99,6 +102,7 @@ class Profile:
     locality: Mapping[str, TableLocality] = field(default_factory=dict)
     heldout_locality: Mapping[str, TableLocality] = field(default_factory=dict)
     batch_size: int | None = None
+    reuse: Mapping[str, TableReuse] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> dict[str, int]:
@@ -309,7 +313,9 @@ def summarize_profile(profile: Profile) -> dict[str, Any]:
     histograms = profile.build_histograms()
     together = merge_histograms(histograms.values())
     sampling = profile.sampling
-    of_loader = {} if profile.batch_size is None else {"batch_size": profile.batch_size}
+    of_loader: dict[str, Any] = {}
+    if profile.batch_size is not None:
+        of_loader = {"batch_size": profile.batch_size, "reuse": reuses_to_json(profile.reuse)}
     return of_loader | {
         "num_samples": profile.num_samples,
         "num_heldout_samples": profile.num_heldout_samples,
@@ -469,5 +475,6 @@ def read_profile(path: Path) -> tuple[Profile, Artifact]:
             locality=localities_from_json(locality.get("train")),
             heldout_locality=localities_from_json(locality.get("heldout")),
             batch_size=content.get("batch_size"),
+            reuse=reuses_from_json(content.get("reuse", {})),
         )
     return profile, artifact

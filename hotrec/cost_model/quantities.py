@@ -160,8 +160,8 @@ def hot_cold_quantities(
         Every key of QUANTITIES.
 
     Raises:
-        ValueError: If a table has no placement, too many hot rows, hot rows and a pooled exchange,
-            or a cache of no size.
+        ValueError: If a table has no placement, too many hot rows, a pooled exchange with hot rows
+            or of unpooled features, or a cache of no size.
     """
     check_tables(demands, num_hot, tables)
     done = dict.fromkeys(QUANTITIES, 0.0)
@@ -173,6 +173,11 @@ def hot_cold_quantities(
             raise ValueError(
                 f"placement table {demand.name}: expected no hot rows in a table whose exchange is "
                 f"pooled, got {hot}."
+            )
+        if is_pooled and not demand.is_pooled:
+            raise ValueError(
+                f"placement table {demand.name} exchange: expected rows, since its features are "
+                "not pooled, got pooled. Use Exchange.ROWS."
             )
         shares = ALL_HIT if caches is None else caches.get(demand.name, ALL_HIT)
         if caches is None and placed.tier is Tier.HOST_CACHED:
@@ -371,7 +376,7 @@ def torchrec_quantities(
     world: World,
     batch_size: int,
 ) -> list[dict[str, float]]:
-    """Returns the quantities of each rank with TorchRec's collection on unsplit tables.
+    """Returns the quantities of each rank with TorchRec's collections on unsplit tables.
 
     Ids are sent without deduplication, 8 bytes each, with the lengths of their bags, 4 bytes each,
     counted as half an id. A shard, of some columns or some rows, sends W - 1 times its pooled
@@ -384,8 +389,13 @@ def torchrec_quantities(
         column-wise     as table-wise, with a part of D; the ids go to every part
         data-parallel   nothing but the gradient of the whole table, all-reduced
 
+    A shard of an ``EmbeddingCollection`` sends a row for every id instead: W - 1 times its share of
+    the K ids of a batch, D 4 bytes each, by all_to_all. Rows are reordered before they are sent,
+    and also afterwards if several shards sent them. ``use_index_dedup``, which is off by default
+    and needs CUDA, is not predicted.
+
     Row-wise shards are assumed to serve equal shares of the lookups. Tables of one kind of sharding
-    share messages across dimensions.
+    share messages across dimensions, those of bags and of sequences each their own.
 
     Returns:
         By rank, every key of QUANTITIES.
@@ -395,7 +405,7 @@ def torchrec_quantities(
     """
     check_tables(demands, {}, shardings)
     per_rank = [dict.fromkeys(QUANTITIES, 0.0) for _ in range(world.num_ranks)]
-    kinds = {sharding.kind for sharding in shardings.values()} - {REPLICATED}
+    kinds = {(shardings[d.name].kind, d.is_pooled) for d in demands}
     caches = torchrec_caches(demands, shardings, world)
     for demand in demands:
         sharding = shardings[demand.name]
@@ -418,10 +428,13 @@ def torchrec_quantities(
             of_shard = num_ids / len(owners)
             for owner in owners:
                 done, shares = per_rank[owner], caches.get((owner, demand.name), ALL_HIT)
-                of_batch = batch_size * demand.num_columns * row_bytes / len(blocks)
+                num_sent = batch_size * demand.num_columns if demand.is_pooled else of_shard
+                of_batch = num_sent * row_bytes / len(blocks)
                 done["pooled_sent_bytes"] += (world.num_ranks - 1) * of_batch
                 number = world.num_ranks * of_shard
                 columns_bytes = row_bytes / len(blocks)
+                if not demand.is_pooled:
+                    done["permuted_bytes"] += number * columns_bytes
                 for kernel, share in _shares(sharding.tier, shares).items():
                     _add(done, f"pooled_ids_{kernel}", number * share, columns_bytes)
                 if sharding.tier in (Tier.HOST, Tier.HOST_CACHED):
@@ -430,8 +443,11 @@ def torchrec_quantities(
             for rank, done in enumerate(per_rank):
                 requested = _with_lengths(of_shard, batch_size * demand.num_columns)
                 done["pooled_sent_ids"] += sum(owner != rank for owner in owners) * requested
+        if not demand.is_pooled and len(sharding.ranks) > 1:
+            for done in per_rank:
+                done["permuted_bytes"] += num_ids * row_bytes
     for done in per_rank:
-        done["pooled_groups"] = float(len(kinds))
+        done["pooled_groups"] = float(sum(kind != REPLICATED for kind, _ in kinds))
     return per_rank
 
 

@@ -34,8 +34,11 @@ from hotrec.types import STAGES, Levels, PipelineKind, PipelineSpec
 
 COVERED = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 MIN_LOOKUPS = 1e-12
-# TorchRec's messages of pooled vectors and of replicas, which have separate corrections.
-THEIR_MESSAGES = ("pooled_sent_bytes", "pooled_groups", "replicated_bytes", "replicated_groups")
+# TorchRec's messages of pooled vectors, of rows and of replicas, which have separate corrections.
+THEIR_MESSAGES = (
+    *("pooled_sent_bytes", "pooled_groups", "permuted_bytes"),
+    *("replicated_bytes", "replicated_groups"),
+)
 
 
 def with_loader(
@@ -206,7 +209,8 @@ def _add_messages(
     ids       all_to_all, 4 bytes for each row requested from another rank, 8 for each id of
               pooled tables; every id is sorted before and after
     rows      all_to_all of the distinct rows, 4 D (W-1)/W each, and their gradients
-    pooled    all_to_all of one vector a bag, and as much for its gradient
+    pooled    all_to_all of one vector a bag, or one row an id of unpooled tables, which are
+              reordered at the price of a copy; and as much for its gradient
     hot rows  all_gather of (slot, gradient row), (W-1) (4 D + 4) each; or all_reduce of all
     dense     all_reduce of every parameter, 2 (W-1)/W 4 each
 
@@ -246,6 +250,7 @@ def _add_messages(
             pooled=("pooled_sent_bytes", narrow_frac),
         )
         stage.compute.add_form(stage.sent_bytes, copy.per_byte_s)
+        stage.compute.add("permuted_bytes", copy.per_byte_s)
         for group, fixed_s in fixed.items():
             stage.wire.add(group, fixed_s)
     dense_bytes = 2 * others * BYTES_PER_FLOAT * workload.num_dense_values * narrow_frac

@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.forms import BYTES_OF, BYTES_PER_FLOAT, TIERS, StepPrediction
 from hotrec.cost_model.look_ahead import FETCHES, MOVEMENTS
-from hotrec.cost_model.memory import NUM_LASTING_GRADIENTS, held_by_relay, memory_by_rank
+from hotrec.cost_model.memory import (
+    NUM_LASTING_GRADIENTS,
+    expanded_bytes,
+    held_by_relay,
+    memory_by_rank,
+)
 from hotrec.cost_model.quantities import (
     TableSharding,
     hot_cold_caches,
@@ -43,7 +48,8 @@ class Prediction:
         quantities: The mean rank's quantities of a step with split tables.
         shardings: How TorchRec's plan shards each table; empty with split tables.
         slots: Rows that look-ahead moves per step, over the slots of all ranks; None without slots.
-        relayed: Bytes beside the tables that every rank holds as a relay, by MEMORIES.
+        beside: Bytes beside the tables on every rank, by MEMORIES: rows that it relays, and the
+            rows of sequences.
     """
 
     step: StepPrediction
@@ -51,7 +57,7 @@ class Prediction:
     quantities: Mapping[str, float] = field(default_factory=dict)
     shardings: Shardings = field(default_factory=dict)
     slots: Replayed | None = None
-    relayed: tuple[float, float] = (0.0, 0.0)
+    beside: tuple[float, float] = (0.0, 0.0)
 
     @property
     def step_s(self) -> float:
@@ -61,7 +67,7 @@ class Prediction:
     def max_bytes(self) -> tuple[float, ...]:
         """Memory of the fullest rank, by MEMORIES."""
         tables = [max(rank[of] for rank in self.memory) for of in MEMORIES]
-        return tuple(map(sum, zip(tables, self.relayed, strict=True)))
+        return tuple(map(sum, zip(tables, self.beside, strict=True)))
 
     def fits(self, situation: Situation) -> bool:
         """Whether every rank has enough memory."""
@@ -106,6 +112,9 @@ def predict_shardings(
         step=situation.beside_loader(predict_torchrec(model, per_rank), is_routed=False),
         memory=_memory(situation, {}, shardings, NUM_LASTING_GRADIENTS),
         shardings=shardings,
+        beside=_in_memory(
+            situation, expanded_bytes(situation.demands, workload.batch_size, by_torchrec=True)
+        ),
     )
 
 
@@ -144,16 +153,22 @@ def predict_split(
         memory=_memory(situation, num_hot, tables, num_gradients),
         quantities=quantities,
         slots=slots,
-        relayed=relayed_bytes(quantities, situation, pipeline),
+        beside=bytes_beside(quantities, situation, pipeline),
     )
 
 
-def relayed_bytes(
+def bytes_beside(
     quantities: Mapping[str, float], situation: Situation, pipeline: PipelineSpec
 ) -> tuple[float, float]:
-    """``held_by_relay`` by MEMORIES."""
+    """``held_by_relay`` and ``expanded_bytes`` by MEMORIES."""
     held = held_by_relay(quantities, situation.world, pipeline)
-    return (0.0, held) if situation.machine.device == "cpu" else (held, 0.0)
+    expanded = expanded_bytes(situation.demands, situation.workload.batch_size)
+    return _in_memory(situation, held + expanded)
+
+
+def _in_memory(situation: Situation, num_bytes: float) -> tuple[float, float]:
+    """Bytes where a step computes, by MEMORIES."""
+    return (0.0, num_bytes) if situation.machine.device == "cpu" else (num_bytes, 0.0)
 
 
 def _memory(

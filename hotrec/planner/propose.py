@@ -22,9 +22,9 @@ from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
 from hotrec.planner.predict import (
     Prediction,
     Shardings,
+    bytes_beside,
     predict_shardings,
     predict_split,
-    relayed_bytes,
 )
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
 from hotrec.planner.search import Limits, search_placement
@@ -253,7 +253,7 @@ def fastest_split(
     # Without hot rows most rows are relayed.
     all_cold = {d.name: TablePlacement(tier=situation.cold_tier) for d in demands}
     quantities = hot_cold_quantities(demands, {}, all_cold, situation.world, workload.batch_size)
-    on_device, on_host = relayed_bytes(quantities, situation, pipeline)
+    on_device, on_host = bytes_beside(quantities, situation, pipeline)
     # Micro-batches compute before pooled vectors have arrived.
     is_whole = not (pipeline.is_look_ahead and pipeline.micro_batches)
     limits = Limits(

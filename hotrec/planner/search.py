@@ -199,7 +199,8 @@ class _Table:
             is_host = self.is_one_memory or tier is not Tier.DEVICE
             room = limits.host_bytes if is_host else limits.device_bytes
             whole = self.demand.num_rows * self.demand.row_bytes
-            if not limits.may_pool or self.low > 0 or whole > room:
+            may_pool = limits.may_pool and self.demand.is_pooled
+            if not may_pool or self.low > 0 or whole > room:
                 return False
         if self.is_one_memory:
             return tier is Tier.DEVICE

@@ -11,14 +11,26 @@ from typing import Any
 
 from hotrec.cost_model.builtin import BUILTIN, NEAREST_BUILTIN
 from hotrec.cost_model.costs import Costs, CostsError, World
-from hotrec.cost_model.demand import TableDemand, build_demand
+from hotrec.cost_model.demand import Floats, TableDemand, build_demand
 from hotrec.cost_model.forms import StepPrediction, Workload
 from hotrec.cost_model.histogram import CountHistogram
-from hotrec.cost_model.locality import TableLocality, step_draws
+from hotrec.cost_model.locality import (
+    TableLocality,
+    distinct_rows,
+    effective_draws,
+    step_draws,
+)
+from hotrec.cost_model.reuse import (
+    DEPTHS,
+    TableReuse,
+    excess_reuse,
+    read_again,
+    urgent_frac,
+)
 from hotrec.cost_model.step import with_loader
 from hotrec.cost_model.store import check_host, fit_to_world, read_costs
 from hotrec.planner.machine import DEVICE_RESERVED_FRAC, HOST_RESERVED_FRAC, Machine
-from hotrec.types import Tier
+from hotrec.types import TableOutput, Tier
 
 
 @dataclass(frozen=True)
@@ -155,12 +167,14 @@ class TableShape:
         dim: Embedding dimension D.
         row_bytes: Bytes of a row with its optimizer state.
         num_columns: Features that read the table.
+        output: What the table's collection returns for its ids.
     """
 
     name: str
     dim: int
     row_bytes: int
     num_columns: int
+    output: TableOutput = TableOutput.pooled
 
 
 def build_situation(
@@ -171,6 +185,7 @@ def build_situation(
     machine: Machine,
     costs: tuple[Costs, str | None],
     locality: Mapping[str, TableLocality] | None = None,
+    reuse: Mapping[str, TableReuse] | None = None,
 ) -> Situation:
     """Builds the situation of a model with these tables.
 
@@ -182,6 +197,7 @@ def build_situation(
         machine: The ranks.
         costs: The costs and a caveat about them, or None (``choose_costs``).
         locality: The profile's locality by table. Lookups of other tables are independent.
+        reuse: The profile's reuse by table. Steps that read other tables are independent.
 
     Raises:
         ValueError: If the profile lacks a table, or counted no sample.
@@ -197,26 +213,76 @@ def build_situation(
     for shape in shapes:
         histogram = histograms[shape.name]
         per_sample = histogram.num_lookups / num_samples
-        demands.append(
-            build_demand(
-                shape.name,
+        of_table = (locality or {}).get(shape.name)
+        demand = build_demand(
+            shape.name,
+            histogram,
+            dim=shape.dim,
+            row_bytes=shape.row_bytes,
+            lookups_per_sample=per_sample,
+            num_columns=shape.num_columns,
+            batch_size=machine.batch_size,
+            world=machine.world,
+            num_draws=step_draws(
                 histogram,
-                dim=shape.dim,
-                row_bytes=shape.row_bytes,
-                lookups_per_sample=per_sample,
-                num_columns=shape.num_columns,
+                of_table,
                 batch_size=machine.batch_size,
-                world=machine.world,
-                num_draws=step_draws(
-                    histogram,
-                    (locality or {}).get(shape.name),
-                    batch_size=machine.batch_size,
-                    world_size=machine.world_size,
-                    lookups_per_sample=per_sample,
-                ),
-            )
+                world_size=machine.world_size,
+                lookups_per_sample=per_sample,
+            ),
         )
+        demand = dataclasses.replace(demand, output=shape.output)
+        if reuse and (measured := reuse.get(shape.name)) is not None:
+            num_draws = effective_draws(histogram, of_table, measured.batch_size, per_sample)
+            excess = excess_reuse(histogram, num_draws, measured, machine.batch_size)
+            demand = _with_reuse(demand, excess)
+        demands.append(demand)
     return Situation(machine, tuple(demands), workload, *costs)
+
+
+def urgent_by_depth(
+    histograms: Mapping[str, CountHistogram],
+    num_samples: int,
+    machine: Machine,
+    locality: Mapping[str, TableLocality],
+    reuse: Mapping[str, TableReuse],
+) -> dict[int, float]:
+    """The share of a rank's distinct rows that look-ahead cannot fetch early, by its depth.
+
+    Of all tables without hot rows. A step only waits for the rows that the step before it updates,
+    the share at depth 1. The others that it cannot fetch early come in the background, between.
+    """
+    urgent, total = dict.fromkeys(DEPTHS, 0.0), 0.0
+    for name, measured in reuse.items():
+        histogram = histograms[name]
+        per_sample = histogram.num_lookups / num_samples
+        draws = step_draws(
+            histogram,
+            locality.get(name),
+            batch_size=machine.batch_size,
+            world_size=machine.world_size,
+            lookups_per_sample=per_sample,
+        )
+        num_draws = effective_draws(histogram, locality.get(name), measured.batch_size, per_sample)
+        num_rows = distinct_rows(histogram, draws[0])
+        total += num_rows
+        for depth in DEPTHS:
+            excess = excess_reuse(histogram, num_draws, measured, depth * machine.batch_size)
+            urgent[depth] += num_rows * urgent_frac(histogram, draws, depth, excess)
+    return {depth: num / total for depth, num in urgent.items()} if total > 0 else {}
+
+
+def _with_reuse(demand: TableDemand, excess: float) -> TableDemand:
+    def again(probs_G: Floats | None, both_G: Floats | None) -> Floats | None:
+        if probs_G is None or both_G is None:
+            return None
+        return read_again(probs_G, both_G, excess)
+
+    return dataclasses.replace(
+        demand,
+        by_both_G=again(demand.by_rank_G, demand.by_both_G),
+        by_host_both_G=again(demand.by_host_G, demand.by_host_both_G),
+    )
 
 
 def resized(machine: Machine, costs: Costs, world_factor: float, batch_factor: float) -> Machine:

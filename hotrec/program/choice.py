@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import CacheStatistics, ShardingPlan
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 
 from hotrec.assemble.constraints import cache_statistics, cold_tier_for, torchrec_constraints
 from hotrec.assemble.torchrec_plan import shardings_of
@@ -23,16 +23,24 @@ from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
 from hotrec.planner.predict import Shardings
 from hotrec.planner.propose import propose, unpredicted
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
-from hotrec.planner.situation import Situation, TableShape, build_situation, choose_costs
+from hotrec.planner.situation import (
+    Situation,
+    TableShape,
+    build_situation,
+    choose_costs,
+    urgent_by_depth,
+)
 from hotrec.runtime.memory import read_fingerprint
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
     Levels,
+    OptimizerKind,
     Partition,
     PipelineKind,
     PipelineSpec,
     Placement,
     Rows,
+    TableOutput,
     Tier,
     TorchrecPlan,
 )
@@ -124,6 +132,9 @@ class Tables:
                 dim=table.embedding_dim,
                 row_bytes=self.rule.bytes_per_row(table.embedding_dim),
                 num_columns=len(table.feature_names),
+                output=TableOutput.pooled
+                if isinstance(table, EmbeddingBagConfig)
+                else TableOutput.expanded,
             )
             for table in self.configs
         ]
@@ -195,14 +206,31 @@ def choose_by_cost(
         machine,
         (measured, note),
         counted.locality,
+        counted.reuse,
     )
+
+    if counted.reuse and machine.world_size > 1:
+        shares = urgent_by_depth(
+            histograms, counted.num_samples, machine, counted.locality, counted.reuse
+        )
+        logger.info(
+            "rows that one of the batches before updates, which look-ahead cannot fetch early: %s",
+            ", ".join(f"{share:.0%} at depth {depth}" for depth, share in shares.items()),
+        )
 
     def shardings(of_torchrec: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:
         try:
             sharding = tables.plan(constraints_of(of_torchrec, tables.configs, machine))
         except ValueError as error:
             return str(error)
-        return shardings_of(sharding, found, of_torchrec.cache_load_frac)
+        shards = shardings_of(sharding, found, of_torchrec.cache_load_frac)
+        is_cut = any(len(of.blocks(machine.world)) > 1 for of in shards.values())
+        if is_cut and tables.rule.kind is OptimizerKind.rowwise_adagrad:
+            return (
+                "its column-wise shards have one state for each part of a row, so that it would "
+                "not train the weights of the unsplit model"
+            )
+        return shards
 
     decision = propose(tables.request(by_cost, kind, "cost"), situation, shardings)
     plan, placement = decision.chosen, None
@@ -236,11 +264,17 @@ def _warn_if_uneven(
 def constraints_of(
     of_torchrec: TorchrecTables, tables: Sequence[BaseEmbeddingConfig], machine: Machine
 ) -> dict[str, ParameterConstraints] | None:
-    """The constraints of one of TorchRec's plans."""
+    """The constraints of one of TorchRec's plans.
+
+    Raises:
+        ValueError: If it has data-parallel sequences, which FBGEMM looks up wrongly on CPU.
+    """
+    is_pooled = all(isinstance(table, EmbeddingBagConfig) for table in tables)
     return torchrec_constraints(
         tables,
         of_torchrec.plan,
         batch_size=machine.batch_size,
         tier=cold_tier_for(machine.device, of_torchrec.tier),
         cache_load_factor=of_torchrec.cache_load_frac,
+        may_replicate=is_pooled or machine.device != "cpu",
     )

@@ -15,6 +15,7 @@ from torch import nn
 
 from hotrec.cost_model.blocks import Block, IntArray
 from hotrec.cost_model.profile import Profile, count_rows, read_profile
+from hotrec.cost_model.reuse import ReuseMeter
 from hotrec.program.tables import SplitCollection, configs_of, split_collections, tables_of
 from hotrec.routing.batches import features_of_each
 from hotrec.routing.checks import select_features
@@ -50,7 +51,7 @@ def profile(
         num_batches: Batches to count on this rank; None for all.
 
     Returns:
-        The profile, with 8 bytes per row; ``save`` writes it.
+        The profile, with 8 bytes per row (12 while a loader is counted); ``save`` writes it.
 
     Raises:
         ValueError: If there is no batch, a feature is missing, or an id is outside its table.
@@ -64,7 +65,7 @@ def profile(
         )
     collections = split_collections(model)
     schema = _schema(collections)
-    sizes: list[int] = []
+    meter, sizes = ReuseMeter(schema), list[int]()
 
     def blocks() -> Iterator[Block]:
         if isinstance(source, Mapping):
@@ -79,6 +80,7 @@ def profile(
             block = _block_of(dict(zip(collections, features, strict=True)))
             sizes.append(block.num_samples)
             yield block
+            meter.observe(block)  # after the ids are checked
 
     def count() -> Profile:
         counted = count_rows(blocks(), schema)
@@ -87,7 +89,12 @@ def profile(
                 "profile: expected at least one batch to count, got none. Pass a loader that has "
                 "batches left."
             )
-        return replace(counted, batch_size=max(sizes, default=None))
+        return replace(
+            counted,
+            locality=counted.locality or meter.localities(),
+            batch_size=max(sizes, default=None),
+            reuse=meter.reuse(),
+        )
 
     return _summed(same_verdict(count))
 
@@ -149,7 +156,7 @@ def _block_of_arrays(arrays: Mapping[str, Ids], schema: Schema) -> Block:
 
 
 def _summed(counted: Profile) -> Profile:
-    """The counts of all ranks, and the first rank's locality; collective."""
+    """The counts of all ranks, and the first rank's locality and reuse; collective."""
     if world_size() == 1:
         return counted
     device = torch.device("cpu")
@@ -163,11 +170,14 @@ def _summed(counted: Profile) -> Profile:
     numbers = torch.tensor([counted.num_samples, counted.num_total_samples], device=device)
     dist.all_reduce(numbers)
     num_samples, num_total_samples = numbers.tolist()
-    locality, batch_size = broadcast_object((counted.locality, counted.batch_size))
+    locality, batch_size, reuse = broadcast_object(
+        (counted.locality, counted.batch_size, counted.reuse)
+    )
     return replace(
         counted,
         num_samples=num_samples,
         num_total_samples=num_total_samples,
         locality=locality,
         batch_size=batch_size,
+        reuse=reuse,
     )

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -108,9 +107,8 @@ def parallelize(
     Each ``EmbeddingBagCollection`` is split into hot rows, which are replicated on every rank, and
     cold rows, which are sharded, if that is predicted to be faster than TorchRec's own plan on the
     unsplit tables (``choice_of`` returns the choice). So is each ``EmbeddingCollection`` with a
-    table in ``hot``; with one, all tables exchange rows, and TorchRec's plans are not compared,
-    since they have no prediction for it. Other sharded modules are left to TorchRec. Losses and
-    weights are those of the unsplit model.
+    table in ``hot``. Other sharded modules are left to TorchRec. Losses and weights are those of
+    the unsplit model.
 
     Args:
         model: The unsharded model; its forward returns (loss, anything), as TorchRec's pipelines
@@ -205,11 +203,7 @@ def parallelize(
         )
         budget = None if hot_budget_mib is None else hot_budget_mib * MIB
         spread = [table.name for table in tables.configs] if spread_rows else []
-        # TorchRec's pooled tables, and its plans of unpooled ones, have no prediction beside these.
-        is_pooled = all(isinstance(one, EmbeddingBagCollection) for one in collections)
-        by_cost = ByCost(
-            budget, may_pool=is_pooled, may_decline=may_decline and is_pooled, spread=spread
-        )
+        by_cost = ByCost(budget, may_decline=may_decline, spread=spread)
 
         def choose() -> Choice | None:
             if isinstance(hot, Choice):
@@ -345,10 +339,12 @@ def _check_ahead(model: nn.Module) -> None:
         )
 
 
-def _known_tables(hot: Hot) -> Collection[str]:
-    """The tables that are counted, or whose hot rows are chosen."""
+def _known_tables(hot: Hot) -> Collection[str] | None:
+    """The tables that are counted, or whose hot rows are chosen; None for all."""
     if isinstance(hot, Choice):
-        return () if hot.placement is None else hot.placement.partition.num_rows
+        if hot.placement is None:
+            return () if hot.is_off else None
+        return hot.placement.partition.num_rows
     if isinstance(hot, Placement):
         return hot.partition.num_rows
     return () if isinstance(hot, str) else hot.num_rows

@@ -16,7 +16,14 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 import hotrec
 from hotrec.embedding.tables import sharded_collections
-from hotrec.types import Partition
+from hotrec.types import (
+    Exchange,
+    Partition,
+    Placement,
+    Sharding,
+    TablePlacement,
+    TorchrecPlan,
+)
 from tests.distributed.test_program import DENSE, EMBEDDING, mean_over_ranks
 from tests.distributed.test_program_forms import (
     NUM_STEPS,
@@ -27,6 +34,7 @@ from tests.distributed.test_program_forms import (
     reference,
 )
 from tests.helpers.ranks import run_ranks
+from tests.unit.planner.situations import torchrec_plan
 
 ALL_ROWS = {**ROWS, "seen": 40, "shop": 90}
 PARTITION = Partition(ALL_ROWS, {name: np.arange(7) for name in ("user", "item", "seen")})
@@ -173,12 +181,11 @@ def train_all(directory: Path, first: int) -> None:
     assert min(hot["seen"]) < 30
     assert min(hot["user"]) < 60
     check(losses, model, reference(Both, make_batch))
-    # By cost: all tables exchange rows, and TorchRec's plans are not compared.
     rank, size = dist.get_rank(), dist.get_world_size()
     counted = hotrec.profile([make_batch(step, rank, size) for step in range(NUM_STEPS)], Both())
     assert counted.num_rows == ALL_ROWS
+    assert set(counted.reuse) == set(ALL_ROWS)
     losses, model = trained(Both, counted)
-    assert hotrec.choice_of(model).placement is not None
     check(losses, model, reference(Both, make_batch))
 
 
@@ -206,6 +213,32 @@ def test_packed_sequences_train_as_unsplit() -> None:
 def test_bags_and_sequences_train_as_unsplit_and_resume_on_other_ranks(tmp_path: Path) -> None:
     run_ranks(train_all, 2, timeout_s=280, directory=tmp_path, first=0)
     run_ranks(train_all, 3, timeout_s=280, directory=tmp_path, first=2)
+
+
+def train_plans() -> None:
+    """By the plans that ``parallelize`` may choose beside hot and cold rows."""
+    torch.set_num_threads(1)
+    for make in (Both, Alone):
+        expected = reference(make, make_batch)
+        for plan in (TorchrecPlan.planner, TorchrecPlan.table_wise):
+            choice = hotrec.Choice(torchrec_plan(plan), "asked")
+            losses, model = trained(make, choice)
+            assert not list(sharded_collections(model))
+            check(losses, model, expected)
+        hand_tuned = hotrec.Choice(torchrec_plan(TorchrecPlan.hand_tuned), "asked")
+        with pytest.raises(ValueError, match="^placement.plan: expected planner or table_wise"):
+            trained(make, hand_tuned)
+    # Bags as TorchRec exchanges them beside sequences, which have no such exchange.
+    tables = dict.fromkeys(ALL_ROWS, TablePlacement())
+    tables["item"] = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
+    hot = Placement(Partition(ALL_ROWS, {"seen": np.arange(7)}), tables)
+    for pipeline in ("look_ahead", "sparse_dist"):
+        losses, model = trained(Both, hot, pipeline)
+        check(losses, model, reference(Both, make_batch))
+
+
+def test_plans_without_hot_rows_train_as_unsplit() -> None:
+    run_ranks(train_plans, 2, timeout_s=280)
 
 
 def test_a_table_of_bags_and_of_sequences_is_refused(one_rank: Any) -> None:

@@ -1,10 +1,17 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.cost_model.costs import World
-from hotrec.cost_model.memory import held_by_relay, memory_by_rank, row_wise_rows
+from hotrec.cost_model.memory import (
+    expanded_bytes,
+    held_by_relay,
+    memory_by_rank,
+    row_wise_rows,
+)
 from hotrec.cost_model.quantities import TableSharding, hot_cold_quantities
 from hotrec.types import (
     Exchange,
@@ -12,6 +19,7 @@ from hotrec.types import (
     PipelineKind,
     PipelineSpec,
     Sharding,
+    TableOutput,
     TablePlacement,
     Tier,
     WireType,
@@ -57,6 +65,15 @@ def test_relays_hold_the_rows_of_batches_in_flight(kind, levels, num_batches):
     pipeline = PipelineSpec(kind, depth=2, levels=levels)
     assert held_by_relay(quantities, World(4, 2), pipeline) == pytest.approx(32 * num_batches)
     assert held_by_relay(quantities, World(4, 4), pipeline) == 0
+
+
+def test_rows_of_sequences_are_expanded_to_every_id():
+    bags = samples.make_demand([3, 1], "a", dim=4, lookups=5.0)
+    expanded = replace(bags, output=TableOutput.expanded)
+    packed = replace(bags, output=TableOutput.packed)
+    # 8 samples of 5 ids, 16 bytes each and as many of gradient.
+    assert expanded_bytes([bags, expanded, packed], 8) == 2 * 8 * 5 * 16
+    assert expanded_bytes([bags, expanded, packed], 8, by_torchrec=True) == 4 * 8 * 5 * 16
 
 
 def test_hot_and_cold_by_hand():

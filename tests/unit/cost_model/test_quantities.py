@@ -32,6 +32,7 @@ from hotrec.types import (
     PipelineSpec,
     RowOrder,
     Sharding,
+    TableOutput,
     TablePlacement,
     Tier,
 )
@@ -256,6 +257,53 @@ def test_bytes_between_hosts_as_counted(kind, levels, monkeypatch):
     if levels is Levels.two:
         ids_bytes = (row_bytes - 128) * quantities["relayed_rows"] / 2
         assert predicted - ids_bytes == pytest.approx(predicted_bound)
+
+
+def test_torchrec_kinds_of_sequences_by_hand():
+    demand = make_demand([3, 3, 3, 0], "b", dim=8, lookups=3.0, world_size=4)
+    demand = dataclasses.replace(demand, output=TableOutput.expanded)
+    world = World(4, 4)
+
+    def per_rank(kind, *ranks):
+        sharding = TableSharding(kind, ranks)
+        found = torchrec_quantities([demand], {"b": sharding}, world, 4)
+        return {name: [of[name] for of in found] for name in QUANTITIES}
+
+    # 12 ids of a rank, rows of 32 bytes, 4 lengths of half an id. Nothing is de-duplicated.
+    whole = per_rank("table_wise", 2)
+    assert whole["pooled_ids_device"] == [0, 0, 48, 0]
+    assert whole["pooled_sent_bytes"] == [0, 0, 3 * 12 * 32, 0]
+    assert whole["permuted_bytes"] == [0, 0, 48 * 32, 0]
+    assert whole["pooled_sent_ids"] == [14, 14, 0, 14]
+    rows = per_rank("row_wise", 0, 1, 2, 3)
+    assert rows["pooled_ids_device"] == [12] * 4
+    assert rows["pooled_sent_bytes"] == [3 * 3 * 32] * 4
+    assert rows["permuted_bytes"] == [2 * 12 * 32] * 4  # by the owner and by the reader
+    assert rows["pooled_sent_ids"] == [3 * (3 + 2)] * 4
+    columns = per_rank("column_wise", 1, 3)
+    assert columns["pooled_bytes_device"] == [0, 48 * 16, 0, 48 * 16]
+    assert columns["pooled_sent_bytes"] == [0, 3 * 12 * 16, 0, 3 * 12 * 16]
+    assert columns["permuted_bytes"] == [12 * 32, 60 * 32 - 48 * 16] * 2
+    copies = per_rank("data_parallel")
+    assert copies["replicated_ids"] == [12] * 4
+    assert copies["replicated_bytes"] == [4 * 32] * 4
+    assert not any(sum(of) for name, of in copies.items() if name.startswith(("p", "c", "h")))
+    # Sent once in forward, received once in backward, and copied as often as it is reordered.
+    model = make_step_model(make_costs(), world, WORKLOAD)
+    stage_s = [predict_torchrec(model, per_of).stage_s["rows_exchange"] for per_of in (
+        torchrec_quantities([demand], {"b": TableSharding("row_wise", (0, 1, 2, 3))}, world, 4),
+        [{"pooled_sent_bytes": 3 * 3 * 32, "pooled_groups": 1.0}] * 4,
+    )]  # fmt: skip
+    assert stage_s[0] - stage_s[1] == pytest.approx(2 * 12 * 32 * 1e-10)
+    bags = dataclasses.replace(demand, name="a", output=TableOutput.pooled)
+    both = {name: TableSharding("table_wise", (0,)) for name in "ab"}
+    assert torchrec_quantities([demand, bags], both, world, 4)[0]["pooled_groups"] == 2
+
+
+def test_sequences_are_not_exchanged_pooled():
+    demand = dataclasses.replace(make_demand([3, 1], "a"), output=TableOutput.packed)
+    with pytest.raises(ValueError, match="^placement table a exchange: expected rows"):
+        hot_cold_quantities([demand], {}, {"a": POOLED}, World(2, 2), 4)
 
 
 def test_torchrec_kinds_by_hand():

@@ -15,9 +15,16 @@ from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import CostsError
 from hotrec.cost_model.demand import TableDemand
 from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, StepPrediction
+from hotrec.cost_model.quantities import TableSharding
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
-from hotrec.planner.predict import Prediction, Shardings, predict_split, relayed_bytes
+from hotrec.planner.predict import (
+    Prediction,
+    Shardings,
+    bytes_beside,
+    predict_shardings,
+    predict_split,
+)
 from hotrec.planner.propose import (
     HOT_SHARES,
     MAX_TRIED,
@@ -41,6 +48,7 @@ from hotrec.types import (
     PipelineKind,
     PipelineSpec,
     Placement,
+    TableOutput,
     Tier,
     TorchrecPlan,
 )
@@ -75,7 +83,7 @@ def test_relays_rows_in_flight_need_memory() -> None:
     assert added[1] == pytest.approx(4 * found.quantities["relayed_bytes"])
     assert found.memory == flat.memory  # the tables', which a run compares with its own
     on_gpu = replace(whole, machine=replace(whole.machine, device="cuda"))
-    assert relayed_bytes(found.quantities, on_gpu, two) == pytest.approx((added[1], 0.0))
+    assert bytes_beside(found.quantities, on_gpu, two) == pytest.approx((added[1], 0.0))
     # A host in which nothing but the relays' rows lacks room is too small.
     _, cold = fastest(whole, two, hot_budget_bytes=0)
     _, host_bytes = cold.max_bytes
@@ -131,9 +139,81 @@ def test_tables_are_pooled_under_look_ahead_where_that_is_faster() -> None:
     pooled, rows = (fastest(of, LOOK_AHEAD, may_pool=may_pool) for may_pool in (True, False))
     assert pooled[0].tables["bags"].exchange is Exchange.POOLED
     assert pooled[1].step_s < rows[1].step_s
+    sequences = replace(of, demands=(replace(demand, output=TableOutput.expanded),))
+    assert fastest(sequences, LOOK_AHEAD, may_pool=True)[0] == rows[0]
     # Micro-batches compute before pooled vectors are there.
     in_parts, _ = fastest(of, replace(LOOK_AHEAD, micro_batches=True), may_pool=True)
     assert in_parts.tables["bags"].exchange is Exchange.ROWS
+
+
+def sequences_of(of: Situation, output: TableOutput) -> Situation:
+    return replace(of, demands=tuple(replace(d, output=output) for d in of.demands))
+
+
+def test_expanded_rows_of_sequences_need_memory() -> None:
+    bags = skewed_situation()
+    expanded, packed = (
+        sequences_of(bags, output) for output in (TableOutput.expanded, TableOutput.packed)
+    )
+    num_bytes = 2 * SKEWED_BATCH * sum(4.0 * 4 * d.dim for d in bags.demands)
+    (_, whole), (_, of_packed) = fastest(expanded), fastest(packed)
+    assert np.subtract(whole.max_bytes, of_packed.max_bytes)[1] == pytest.approx(num_bytes)
+    assert whole.memory == of_packed.memory  # the tables'
+    assert whole.step == of_packed.step == fastest(bags)[1].step
+    shardings = {d.name: TableSharding("table_wise", (0,)) for d in bags.demands}
+    theirs = [predict_shardings(shardings, SPARSE_DIST, of) for of in (bags, expanded, packed)]
+    added = np.subtract([of.max_bytes[1] for of in theirs], theirs[0].max_bytes[1])
+    assert added == pytest.approx([0, num_bytes, num_bytes])
+    _, host_bytes = fastest(packed, hot_budget_bytes=0)[1].max_bytes
+    share = bags.memory_bytes[1] / bags.machine.host_bytes
+    small = replace(bags.machine, host_bytes=int((host_bytes + num_bytes / 2) / share))
+    fastest(replace(packed, machine=small), hot_budget_bytes=0)
+    with pytest.raises(InfeasibleError):
+        fastest(replace(expanded, machine=small), hot_budget_bytes=0)
+
+
+def test_torchrecs_plan_of_sequences_is_compared() -> None:
+    """It sends the row of every id, hotrec each distinct row once."""
+    of = sequences_of(skewed_situation(), TableOutput.expanded)
+    shardings = {d.name: TableSharding("row_wise", (0, 1)) for d in of.demands}
+    decision = propose(PlanRequest(ByCost(), AUTO), of, lambda tables, pipeline: shardings)
+    theirs = [of for plan, of in decision.predictions.items() if not plan.is_hotrec]
+    assert decision.chosen.is_hotrec
+    num_ids = sum(d.lookups_per_sample * SKEWED_BATCH for d in of.demands)
+    [rows_bytes] = {round(found.step.sent_bytes["rows_exchange"]) for found in theirs}
+    assert rows_bytes == round(num_ids / 2 * 4 * 64)
+    # With few ids, all of them different, there is nothing to win.
+    distinct = replace(
+        make_demand(np.full(400_000, 3), "t", dim=64, lookups=1.0, batch_size=SKEWED_BATCH),
+        output=TableOutput.expanded,
+    )
+    few = replace(of, demands=(distinct,))
+    alone = {"t": TableSharding("row_wise", (0, 1))}
+    request = PlanRequest(ByCost(), SPARSE_DIST)
+    found = propose(request, few, lambda tables, pipeline: alone).predictions
+    ours, theirs_s = (
+        min(of.step_s for plan, of in found.items() if plan.is_hotrec is is_ours)
+        for is_ours in (True, False)
+    )
+    assert ours == pytest.approx(theirs_s, rel=0.5)
+
+
+def test_look_ahead_gains_little_where_every_row_is_urgent() -> None:
+    """As in a stream that is sorted by user: nothing can be fetched early, at any depth."""
+    of = sequences_of(skewed_situation(), TableOutput.expanded)
+    request = PlanRequest(ByCost(hot_budget_bytes=0), AUTO)
+    urgent = tuple(replace(d, by_both_G=d.by_rank_G) for d in of.demands)
+    steps = [
+        {
+            plan.pipeline.kind: found.step_s
+            for plan, found in propose(request, situation, never_fits).predictions.items()
+        }
+        for situation in (of, replace(of, demands=urgent))
+    ]
+    ahead, in_line = PipelineKind.look_ahead, PipelineKind.sparse_dist
+    assert steps[1][in_line] == steps[0][in_line]
+    gains = [step_s[in_line] - step_s[ahead] for step_s in steps]
+    assert gains[1] < 0.4 * gains[0]  # ids and the gradients of dense layers still travel early
 
 
 def test_sensitivity() -> None:

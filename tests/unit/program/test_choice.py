@@ -1,0 +1,98 @@
+"""Choices by cost for models with sequences, beside TorchRec's own plans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+import hotrec
+from hotrec.cost_model.profile import Profile, Sampling
+from hotrec.cost_model.reuse import TableReuse
+from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.planner.machine import Machine
+from hotrec.planner.plan import TorchrecTables
+from hotrec.planner.request import ByCost
+from hotrec.program.choice import Choice, Tables, choose_by_cost, constraints_of
+from hotrec.types import OptimizerKind, PipelineKind, TableOutput, TorchrecPlan
+
+CONFIG: dict[str, Any] = {"name": "item", "num_embeddings": 5000, "embedding_dim": 256}
+SEQUENCES = EmbeddingConfig(**CONFIG, feature_names=["history"])
+ON_CPU = Machine(2, 1, "cpu", 0, 8 << 30, 32)
+COUNTED = Profile(400, 0, 400, Sampling(), {"item": np.full(5000, 4)})
+
+
+def choose(sharding: Any, kind: OptimizerKind) -> Choice:
+    module = EmbeddingCollection([SEQUENCES])
+    plan = construct_module_sharding_plan(
+        module,
+        {"item": sharding},
+        sharder=EmbeddingCollectionSharder(),
+        local_size=1,
+        world_size=2,
+        device_type="cpu",
+    )
+    tables = Tables(
+        configs=[SEQUENCES],
+        rule=OptimizerSpec(kind, learning_rate=0.1, eps=1e-8),
+        num_dense_values=100,
+        kinds=[PipelineKind.sparse_dist],
+        plan=lambda constraints: ShardingPlan({"": plan}),
+    )
+    return choose_by_cost(COUNTED, ByCost(), PipelineKind.auto, tables, ON_CPU, "cpu_1gbit")
+
+
+def test_torchrecs_plans_are_compared_where_they_train_the_same_weights() -> None:
+    columns = column_wise(ranks=[0, 1])
+    assert "TorchRec" in choose(table_wise(rank=0), OptimizerKind.rowwise_adagrad).why
+    assert "TorchRec" in choose(columns, OptimizerKind.sgd).why
+    # A state of its own for each part of a row.
+    choice = choose(columns, OptimizerKind.rowwise_adagrad)
+    assert "TorchRec" not in choice.why
+    assert choice.placement is not None
+
+
+def test_a_profile_of_a_loader_keeps_what_its_batches_share(tmp_path: Path) -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sequences = EmbeddingCollection([SEQUENCES])
+
+    def batch(*ids: int) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(["history"], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
+
+    counted = hotrec.profile([batch(1, 1, 2), batch(2, 3), batch(1, 3)], Reader())
+    assert counted.reuse == {"item": TableReuse(1, (2 / 4, 2 / 2))}
+    # Batches this small have a locality too: 2 distinct rows of 7 / 3 lookups.
+    assert counted.locality["item"].mean == (2.0,)
+    counted.save(tmp_path / "profile")
+    assert hotrec.profile(tmp_path / "profile").reuse == counted.reuse
+
+
+def test_sequences_on_cpu_are_never_data_parallel() -> None:
+    planner, by_hand = (
+        TorchrecTables(plan) for plan in (TorchrecPlan.planner, TorchrecPlan.hand_tuned)
+    )
+    bags = EmbeddingBagConfig(**CONFIG, feature_names=["history"])
+    assert constraints_of(planner, [bags], ON_CPU) is None
+    found = constraints_of(planner, [SEQUENCES], ON_CPU)
+    assert found is not None
+    assert "data_parallel" not in (found["item"].sharding_types or ["data_parallel"])
+    with pytest.raises(ValueError, match="^placement.plan: expected planner or table_wise"):
+        constraints_of(by_hand, [SEQUENCES], ON_CPU)
+    assert Tables([bags, SEQUENCES], OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1), 0, [],
+                  lambda _: ShardingPlan({})).shapes[1].output is TableOutput.expanded  # fmt: skip
