@@ -12,8 +12,8 @@ from hotrec.models.zoo import OF_TORCHREC, make_checked_layers
 from hotrec.types import Schema
 
 # What an id costs besides layers over tokens, in operations per dimension of its row: the row is
-# read, its vector written, its gradient read and the row updated, 4 bytes each, at the 10
-# operations per byte that processors and GPUs can do while they wait for memory.
+# read, its vector written, its gradient read and the row updated, 4 bytes each, in whose time
+# processors and GPUs do about 10 operations per byte.
 ID_FLOPS_PER_DIM = 160
 
 
