@@ -27,6 +27,7 @@ from hotrec.data.chunks import Dataset
 from hotrec.data.days import check_time_order, days_of
 from hotrec.data.loader import make_loader, num_steps, step_sequence
 from hotrec.data.locality import Assign, ByOwner, ShardOwner
+from hotrec.data.tokens import ByTokens, SampleWork
 from hotrec.runtime.cores import num_workers
 from hotrec.runtime.hosts import gather_host_of_rank
 from hotrec.runtime.ranks import Ranks, same_verdict
@@ -177,8 +178,12 @@ def adapts(
 
 
 def choose_assign(
-    order: TrainingOrder, schema: Schema, placement: Placement | None, plan: ShardingPlan
-) -> ByOwner | None:
+    order: TrainingOrder,
+    schema: Schema,
+    placement: Placement | None,
+    plan: ShardingPlan,
+    work: SampleWork | None = None,
+) -> ByOwner | ByTokens | None:
     """The assignment of training samples to ranks; None if they stay as read. Collective.
 
     Args:
@@ -186,9 +191,17 @@ def choose_assign(
         schema: Features and tables of the dataset.
         placement: Placement that passed ``check_assign``.
         plan: Sharding plan of the tables.
+        work: The work of a sample; needed for by_tokens.
     """
-    if order.assign is not OrderAssign.by_owner:
+    if order.assign is OrderAssign.as_read:
         return None
+    if order.assign is OrderAssign.by_tokens:
+        assert work is not None
+        logger.info(
+            "order.assign=by_tokens: samples are assigned for even work, so that ranks have "
+            "different numbers of them"
+        )
+        return ByTokens(schema.feature_names, work)
     assert placement is not None
     logger.info(
         "order.assign=by_owner: each training sample goes to the rank that holds most of its cold "
@@ -279,8 +292,13 @@ def check_order(order: TrainingOrder, dataset: Dataset) -> None:
 
     Raises:
         ArtifactError: If its samples are not in order of time, or the required days are unknown.
-        ValueError: If there is no day to evaluate ahead.
+        ValueError: If there is no day to evaluate ahead, or all samples have the same lengths.
     """
+    if order.assign is OrderAssign.by_tokens and not has_lengths(dataset.schema):
+        raise ValueError(
+            "order.assign: expected a column of several ids for by_tokens, got one id in each of "
+            f"{list(dataset.schema.feature_names)}. Choose order.assign=as_read."
+        )
     if order.is_shuffled:
         return
     if not check_time_order(dataset):
@@ -291,6 +309,11 @@ def check_order(order: TrainingOrder, dataset: Dataset) -> None:
             f"{dataset.artifact.path}, got {[day.name for day in days]}. Prepare it with a split "
             "by time, or from a file for each day."
         )
+
+
+def has_lengths(schema: Schema) -> bool:
+    """Whether samples differ in their numbers of ids."""
+    return any(feature.is_multi_hot for feature in schema.features)
 
 
 def count_epoch_steps(
@@ -344,7 +367,8 @@ def make_train_loader(
     transform: Callable[[Any], Any] | None,
     samples: AllHotSamples | None,
     alternation: Alternation | None,
-    assign: Assign | None,
+    assign: Assign | ByTokens | None,
+    work: SampleWork | None = None,
 ) -> Any:
     """The loader of all training steps; collective.
 
@@ -355,11 +379,12 @@ def make_train_loader(
         samples: Result of ``find_all_hot``.
         alternation: Result of ``make_alternation``.
         assign: Result of ``choose_assign``.
+        work: The work of a sample, to be counted for each batch; None if it is not.
     """
     workers = num_workers(order.num_workers, ranks)
 
     def make(subset: SampleSubset | None) -> Any:
-        return make_loader(
+        loader = make_loader(
             order.dataset,
             SPLIT,
             batch_size=order.batch_size,
@@ -375,6 +400,8 @@ def make_train_loader(
             subset=subset,
             assign=assign,
         )
+        loader.add_work(work)
+        return loader
 
     if samples is None or alternation is None:
         return same_verdict(lambda: make(None))

@@ -25,7 +25,7 @@ PlacementKind = StrEnum(
 )
 Routing = StrEnum("Routing", "loader device")
 OrderKind = StrEnum("OrderKind", "shuffled all_hot time")
-OrderAssign = StrEnum("OrderAssign", "as_read by_owner")
+OrderAssign = StrEnum("OrderAssign", "as_read by_owner by_tokens")
 ProfilerKind = StrEnum("ProfilerKind", "none trace")
 Pooling = StrEnum("Pooling", "sum mean")
 Decay = StrEnum("Decay", "constant linear cosine polynomial")
@@ -40,8 +40,8 @@ AVAILABLE_MEMORY = f"maximum {MEMORY}; null: all free memory"
 CACHE_LOAD = "fraction of the sharded rows that fused_uvm_caching and cached keep on the device"
 ACCESSES = "minimum expected lookups of a hot row per global batch"
 ASSIGN = (
-    "rank that computes each sample of a global batch: as_read (the one that reads it) or "
-    "by_owner (the owner of most of its cold rows)"
+    "rank that computes each sample of a global batch: as_read (the one that reads it), by_owner "
+    "(the owner of most of its cold rows) or by_tokens (samples of different lengths in even work)"
 )
 
 

@@ -479,6 +479,11 @@ class BenchVariant:
         )
         has_cold = placement in (BenchCase.hot_cold, BenchCase.all_cold)
         yield (
+            self.assign is not OrderAssign.by_tokens,
+            "assign: expected as_read or by_owner in a benchmark, whose bags have one id each, got "
+            "by_tokens. Compare two runs with `hotrec compare`.",
+        )
+        yield (
             has_cold or self.assign is OrderAssign.as_read,
             f"assign: expected as_read with the placement {placement.name}, which has no cold rows "
             "that travel, got by_owner. Set placement=hot_cold.",

@@ -30,6 +30,7 @@ class Batch(Pipelineable):
             that no cold rows are exchanged.
         groups: Int64 (B,), the group of each sample, see ``hotrec.data.groups``; None without. It
             stays on the host.
+        work: The work of this rank's samples, see ``hotrec.data.tokens``; None if not counted.
     """
 
     dense: torch.Tensor
@@ -39,6 +40,7 @@ class Batch(Pipelineable):
     num_global_samples: int
     is_all_hot: bool = False
     groups: torch.Tensor | None = None
+    work: int | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         return self._map(lambda values: values.to(device, non_blocking=non_blocking))

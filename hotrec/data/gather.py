@@ -91,6 +91,20 @@ class Gatherer:
             return self._one_hot(blocks, pieces, sum(piece.rows.size for piece in pieces))
         return self._jagged(blocks, pieces)
 
+    def read_lengths(self, pieces: Sequence[Piece]) -> npt.NDArray[np.int32]:
+        """Only lengths, as in ``Gathered``, without their ids.
+
+        Raises:
+            ArtifactError: if a chunk is missing or damaged.
+        """
+        parts = [(self._block(piece.chunk), piece.rows) for piece in pieces]
+        lengths = [
+            _count_ids(block.features[feature.name], rows)
+            for feature in self._features
+            for block, rows in parts
+        ]
+        return np.concatenate(lengths)
+
     def _block(self, chunk: int) -> Block:
         if chunk not in self._open:
             self._open[chunk] = self._dataset.block(self._split, chunk)
@@ -174,6 +188,13 @@ class Gatherer:
 def _join(parts: Sequence[npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
     # Concatenating one part would copy it.
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _count_ids(ids: Integers | Jagged, samples: Rows) -> npt.NDArray[np.int32]:
+    """The number of ids of some samples, int32 (B,)."""
+    if not isinstance(ids, Jagged):
+        return np.ones(samples.size, np.int32)
+    return (ids.offsets[samples + 1] - ids.offsets[samples]).astype(np.int32)
 
 
 def gather_bags(ids: Integers | Jagged, samples: Rows) -> tuple[Rows, Rows]:

@@ -35,6 +35,7 @@ from hotrec.data.groups import GroupBy
 from hotrec.data.locality import Assign
 from hotrec.data.order import GlobalBatch, SampleOrder, StepSequence, num_steps_of, select_pieces
 from hotrec.data.packing import Packed, pack
+from hotrec.data.tokens import ByTokens, SampleWork
 
 _RANK_CHECK_S = 1.0
 # Error numbers of the system, the messages of libraries for them, and advice.
@@ -96,7 +97,7 @@ def make_loader(
     by_day: bool = False,
     pin_memory: bool = False,
     subset: SampleSubset | None = None,
-    assign: Assign | None = None,
+    assign: Assign | ByTokens | None = None,
 ) -> Loader:
     """Make one rank's loader of a split.
 
@@ -117,7 +118,8 @@ def make_loader(
         pin_memory: Whether batches are in page-locked memory, for a GPU.
         subset: The samples to use, which may be fewer than a global batch; None for all.
         assign: A picklable function that assigns the samples of a global batch to ranks; workers
-            then read the ids of the whole global batch. None keeps the order of the batch.
+            then read the ids of the whole global batch, or only the lengths for ``ByTokens``. None
+            keeps the order of the batch.
 
     Returns:
         A loader of ``Batch``, whose ``state_dict`` is the same on every rank.
@@ -173,8 +175,8 @@ def make_loader(
         steps,
         epochs,
         transform,
-        # All ranks have the rows of all-hot samples, so their assignment does not matter.
-        None if is_all_hot else assign,
+        # All ranks have the rows of all-hot samples, so it does not matter who owns them.
+        assign if isinstance(assign, ByTokens) or not is_all_hot else None,
         is_all_hot,
     )
     return Loader(
@@ -204,6 +206,10 @@ class Loader(DataLoader[Batch]):
     def add_groups(self, group_by: GroupBy | None) -> None:
         """Give each batch the groups of its samples; before the first iteration."""
         self.dataset.group_by = group_by
+
+    def add_work(self, work: SampleWork | None) -> None:
+        """Give each batch the work of its samples; before the first iteration."""
+        self.dataset.work = work
 
     def state_dict(self) -> dict[str, Any]:
         """The position before the next batch, in JSON values; the same on every rank."""
@@ -320,9 +326,10 @@ class Batches(IterableDataset[Batch]):
     steps: StepSequence
     epochs: int | None
     transform: Transform | None
-    assign: Assign | None
+    assign: Assign | ByTokens | None
     is_all_hot: bool
     group_by: GroupBy | None = None
+    work: SampleWork | None = None
 
     def __iter__(self) -> BatchIterator:
         info = get_worker_info()
@@ -351,7 +358,10 @@ class BatchIterator(Iterator[Batch]):
 
     def _build(self, drawn: GlobalBatch) -> Batch:
         schema, group_by = self._batches.gatherer.schema, self._batches.group_by
-        gathered, num_labels = self._gather(drawn), len(schema.labels)
+        gathered, num_labels, work = self._gather(drawn), len(schema.labels), None
+        if (of_sample := self._batches.work) is not None:
+            lengths = np.empty(0, np.int32) if gathered is None else gathered.lengths
+            work = int(of_sample.of(schema.feature_names, lengths).sum())
         if gathered is None:
             # One sample with empty bags, for a rank without samples in an epoch's last step.
             gathered = Gathered(
@@ -378,6 +388,7 @@ class BatchIterator(Iterator[Batch]):
             num_global_samples=drawn.num_samples,
             is_all_hot=self._batches.is_all_hot,
             groups=None if group_by is None else group_by.groups_of(sparse),
+            work=work,
         )
 
     def _gather(self, drawn: GlobalBatch) -> Gathered | None:
@@ -386,9 +397,13 @@ class BatchIterator(Iterator[Batch]):
         if batches.assign is None:
             pieces = order.pieces(drawn)
             return batches.gatherer.read(pieces) if pieces else None
-        pieces = order.global_pieces(drawn)
+        pieces, shares = order.global_pieces(drawn), order.shares(drawn)
+        if isinstance(batches.assign, ByTokens):
+            rank_S = batches.assign(batches.gatherer.read_lengths(pieces), shares.size)
+            pieces = select_pieces(pieces, np.flatnonzero(rank_S == order.rank))
+            return batches.gatherer.read(pieces) if pieces else None
         values, lengths = batches.gatherer.read_ids(pieces)
-        mine = np.flatnonzero(batches.assign(values, lengths, order.shares(drawn)) == order.rank)
+        mine = np.flatnonzero(batches.assign(values, lengths, shares) == order.rank)
         if mine.size == 0:
             return None
         numbers = batches.gatherer.read_numbers(select_pieces(pieces, mine))

@@ -5,10 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
+from hotrec.data.tokens import SampleWork
 from hotrec.models.flops import DenseWork, count_work, dense_flops
-from hotrec.models.plain import SEQUENCE_KINDS, Architecture
+from hotrec.models.plain import SEQUENCE_KINDS, Architecture, make_layers
 from hotrec.models.zoo import OF_TORCHREC, make_checked_layers, zero_rows
 from hotrec.types import Schema
+
+# What an id costs besides layers over tokens, in operations per dimension of its row: the row is
+# read, its vector written, its gradient read and the row updated, 4 bytes each, in whose time
+# processors and GPUs do about 10 operations per byte.
+ID_FLOPS_PER_DIM = 160
 
 
 def attention_places(attention: Mapping[str, str], schema: Schema) -> list[tuple[str, list[str]]]:
@@ -119,3 +125,23 @@ def ids_per_sample(shape: Architecture, means: Mapping[str, float]) -> dict[str,
             is_long = name in shape.args["history"] or name in shape.args["side"]
             found[name] = shape.args["max_length"] if is_long else 1
     return found
+
+
+def sample_work_of(shape: Architecture) -> SampleWork:
+    """The work of a sample from its lengths, in operations of forward and backward.
+
+    It has the operations of the dense layers per sample and ``ID_FLOPS_PER_DIM`` D for each id.
+    Layers over the ids of whole sequences tell more in ``sequence_flops``: the operations per id
+    and per pair of ids, by feature. Those of features that make one token together add up, so only
+    one of them has the operations of the token.
+    """
+    per_id = dict.fromkeys(
+        (name for name, _ in shape.features), ID_FLOPS_PER_DIM * shape.embedding_dim
+    )
+    layers = None if shape.kind in OF_TORCHREC else make_layers(shape)
+    told: Mapping[str, tuple[float, float]] = getattr(layers, "sequence_flops", {})
+    return SampleWork(
+        max(1, round(work_of(shape).flops)),
+        {name: flops + round(told.get(name, (0, 0))[0]) for name, flops in per_id.items()},
+        {name: round(per_pair) for name, (_, per_pair) in told.items()},
+    )

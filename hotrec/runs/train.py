@@ -25,6 +25,7 @@ from hotrec.assemble.order import (
     choose_assign,
     count_epoch_steps,
     find_all_hot,
+    has_lengths,
     make_alternation,
     make_train_loader,
 )
@@ -47,7 +48,9 @@ from hotrec.data.generation import generations_of
 from hotrec.data.kept import open_generation
 from hotrec.data.loader import Loader, make_loader, step_sequence
 from hotrec.data.order import StepSequence
+from hotrec.data.tokens import SampleWork
 from hotrec.embedding.adapt import AdaptiveHotSet
+from hotrec.models.shape import sample_work_of
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, SplitTables
 from hotrec.planner.trial import Trial, write_trial
@@ -238,7 +241,8 @@ def _train(job: Job, start: _Start, ranks: Ranks) -> TrainResult:
     trainable = build_plan(job.spec, settled, machine, ranks)
     if warm is not None:
         warm.load(trainable.model, trainable.optimizer)
-    assign = choose_assign(order, job.spec.schema, settled.placement, trainable.sharding)
+    work = _work_of_samples(job)
+    assign = choose_assign(order, job.spec.schema, settled.placement, trainable.sharding, work)
     if ranks.is_first:
         write_plan(trainable.sharding, staged, settled.prediction)
         write_environment(
@@ -247,7 +251,7 @@ def _train(job: Job, start: _Start, ranks: Ranks) -> TrainResult:
             num_hosts=ranks.num_hosts,
             device=ranks.device.type,
         )
-    loader = make_train_loader(order, ranks, trainable.route, all_hot, alternation, assign)
+    loader = make_train_loader(order, ranks, trainable.route, all_hot, alternation, assign, work)
     if saved is not None and resume_from is None:
         loader.load_state_dict({**loader.state_dict(), **saved["loader"]})
     record = job.record(
@@ -423,7 +427,7 @@ def _try_candidates(
     """
     if job.trial_s == 0 or job.order.blocks is not None:
         return None
-    if job.order.assign is not OrderAssign.as_read:
+    if job.order.assign is OrderAssign.by_owner:
         return None
 
     def describe() -> tuple[dict[str, SettledPlan], Trial | None, float, float]:
@@ -462,7 +466,8 @@ def make_candidate(job: Job, settled: SettledPlan, machine: Machine, ranks: Rank
 
     def build() -> tuple[Trainable, Iterable[Batch]]:
         trainable = build_plan(job.spec, settled, machine, ranks)
-        assign = choose_assign(job.order, job.spec.schema, settled.placement, trainable.sharding)
+        placed, sharding, work = settled.placement, trainable.sharding, _work_of_samples(job)
+        assign = choose_assign(job.order, job.spec.schema, placed, sharding, work)
         return trainable, make_train_loader(job.order, ranks, trainable.route, None, None, assign)
 
     plan = settled.plan
@@ -470,6 +475,12 @@ def make_candidate(job: Job, settled: SettledPlan, machine: Machine, ranks: Rank
     if isinstance(plan.tables, SplitTables) and plan.tables.has_slots:
         held += plan.pipeline.window  # a window of batches is kept only for slots
     return Candidate(build, settled.max_bytes, held, settled.step_s, plan.title)
+
+
+def _work_of_samples(job: Job) -> SampleWork | None:
+    """The work of a sample; None if all samples have the same lengths."""
+    spec = job.spec
+    return sample_work_of(spec.architecture) if has_lengths(spec.schema) else None
 
 
 def _count_steps(

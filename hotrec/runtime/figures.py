@@ -117,6 +117,14 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
         Figure("samples_per_s", "Samples, all ranks", _rate, _first, _more, from_line=True),
         Figure("data_wait_frac", "Waiting for data, share of the time", _frac, _first, _less),
         Figure(
+            "work_balance",
+            "Work of the busiest rank, over the mean",
+            _number,
+            _ratio,
+            _less,
+            from_line=True,
+        ),
+        Figure(
             "exposed_communication_s",
             "Exposed communication, mean",
             _seconds,

@@ -269,6 +269,48 @@ class TrafficMeter:
         }
 
 
+class WorkMeter:
+    """The work of the busiest rank over the mean, in the steps of all ranks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._own: list[int] = []  # of this rank's steps since the last check-up
+        self._line = self._run = np.zeros(2)  # sums over steps: of the busiest rank, and the mean
+
+    def end_step(self, work: int | None) -> None:
+        """Record the work of this rank in a step; None if it is not counted on any rank."""
+        if work is not None:
+            self._own.append(work)
+
+    def counts(self) -> dict[str, float]:
+        """Work by step and rank since the last call, 0 for other ranks, to be summed over ranks."""
+        own, self._own = self._own, []
+        return {
+            f"{step}.{rank}": float(work) if rank == self._ranks.rank else 0.0
+            for step, work in enumerate(own)
+            for rank in range(self._ranks.world_size)
+        }
+
+    def add(self, counted: Mapping[str, float]) -> None:
+        """Add the sums of ``counts`` over all ranks."""
+        work_SW = np.reshape([*counted.values()], (-1, self._ranks.world_size))
+        sums = np.array([work_SW.max(axis=1).sum(), work_SW.mean(axis=1).sum()])
+        self._line, self._run = self._line + sums, self._run + sums
+
+    def end_line(self) -> float | None:
+        """The ratio in the steps since the last call; None without any."""
+        line, self._line = self._line, np.zeros(2)
+        return _ratio_of(line)
+
+    def total(self) -> float | None:
+        """The same in all steps."""
+        return _ratio_of(self._run)
+
+
+def _ratio_of(sums: np.ndarray) -> float | None:
+    return float(sums[0] / sums[1]) if sums[1] else None
+
+
 def peak_bytes(device: torch.device) -> dict[str, int | None]:
     """This rank's peaks since it started; None if the device has no statistics.
 

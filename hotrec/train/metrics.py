@@ -30,6 +30,7 @@ from hotrec.train.meters import (
     StageTimes,
     Tables,
     TrafficMeter,
+    WorkMeter,
     memory_figures,
     peak_bytes,
 )
@@ -123,6 +124,7 @@ class Metrics:
         self._stages = StageTimes(ranks.device, first_compared_step)
         self._traffic = TrafficMeter(ranks, counts.num_dense_values, counts.of_batch)
         self._traffic_means = self._traffic.means(self._traffic.sums())
+        self._work = WorkMeter(ranks)
         self.losses: dict[int, torch.Tensor] = {}  # of this rank, since the last check-up
         self._loss: float | None = None
         self._lr: float | None = None
@@ -210,6 +212,7 @@ class Metrics:
         step_s = self._rates.end_step(num_samples=num_samples, wait_s=wait_s, is_slowed=is_slowed)
         if is_like_others:
             self._stages.end_step(step, step_s)
+        self._work.end_step(batches.batch(step).work)
         self._line_wait_s += wait_s
         self._line_steps += 1
         self.position = Position(step, self.position.num_samples + num_samples)
@@ -235,6 +238,7 @@ class Metrics:
             "line": line,
             "cache": {} if self._counts.of_caches is None else self._counts.of_caches(),
             "traffic": self._traffic.sums(),
+            "work": self._work.counts(),
         }
 
     def add_counts(self, step: int, loss: float, sums: Mapping[str, Any]) -> None:
@@ -242,6 +246,7 @@ class Metrics:
         num_ranks, num_steps = self._ranks.world_size, len(self.losses)
         self._loss = loss
         self._traffic_means = self._traffic.means(sums["traffic"])
+        self._work.add(sums["work"])
         if self._counts.of_caches is not None:
             counted: dict[str, Any] = {
                 name: value if FIGURES[f"cache.{name}"].unit is Unit.seconds else round(value)
@@ -267,6 +272,7 @@ class Metrics:
             "stage_s": of_line["stage_s"] if is_measured else None,
             "exposed_communication_s": of_line["exposed_communication_s"] if is_measured else None,
             "data_wait_s": of_line["data_wait_s"],
+            "work_balance": self._work.end_line(),
             **self._traffic_means,
             **_if_any("cache", self._line_cache),
             **peak_bytes(self._ranks.device),
@@ -315,6 +321,7 @@ class Metrics:
             "loss": self._loss,
             **self._quality_figures(best),
             **self._rates.total(),
+            "work_balance": self._work.total(),
             **self._traffic_means,
             "sent_bytes_total": None if sent is None else sum(sent.values()),
             **_if_any("cache", self._cache),

@@ -97,6 +97,22 @@ MUTANTS = [
         "unit/data/test_locality.py",
     ),
     mutant(
+        "assign.longest_first",
+        "Samples that are assigned for even work are dealt from the one with most work on.",
+        "hotrec/data/tokens.py",
+        'np.argsort(-work_S, kind="stable")',
+        'np.argsort(work_S, kind="stable")',
+        "unit/data/test_tokens.py",
+    ),
+    mutant(
+        "assign.all_hot_work",
+        "All-hot batches are also assigned for even work.",
+        "hotrec/data/loader.py",
+        "assign if isinstance(assign, ByTokens) or not is_all_hot else None",
+        "None if is_all_hot else assign",
+        "unit/data/test_tokens.py",
+    ),
+    mutant(
         "all_hot.one_cold_id",
         "A sample with one cold id is not all-hot.",
         "hotrec/data/all_hot.py",

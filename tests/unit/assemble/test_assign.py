@@ -1,18 +1,27 @@
-"""What order.assign=by_owner refuses, and which tables have owners."""
+"""What order.assign=by_owner and by_tokens refuse, and which tables have owners."""
 
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
 from torchrec.distributed.types import ShardingPlan
 
 from hotrec.assemble.job import order_of
-from hotrec.assemble.order import TrainingOrder, check_assign, choose_assign, owned_tables
+from hotrec.assemble.order import (
+    TrainingOrder,
+    check_assign,
+    check_order,
+    choose_assign,
+    owned_tables,
+)
+from hotrec.data.chunks import Dataset
+from hotrec.data.tokens import ByTokens, SampleWork
 from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
 from tests.unit.assemble.configs import config_of
-from tests.unit.data.logs import SCHEMA
+from tests.unit.data.logs import ONE_HOT_SCHEMA, SCHEMA, write_dataset
 
 NUM_ROWS = {"t_a": 10, "t_b": 1000}
 POOLED = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
@@ -67,3 +76,21 @@ def test_a_plan_without_the_table_is_refused(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO), pytest.raises(RuntimeError, match=match):
         choose_assign(by_owner, SCHEMA, placement, ShardingPlan({}))
     assert "order.assign=by_owner" in caplog.text
+
+
+def test_by_tokens_takes_any_plan_but_needs_lengths(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    by_tokens, work = order("order.assign=by_tokens"), SampleWork(1, {"bag": 2})
+    for placement in (None, placement_of((0, 0)), placement_of((10, 1000))):
+        check_assign(by_tokens, placement)
+        with caplog.at_level(logging.INFO):
+            found = choose_assign(by_tokens, SCHEMA, placement, ShardingPlan({}), work)
+        assert found == ByTokens(("a", "b", "bag"), work)
+    assert "order.assign=by_tokens" in caplog.text
+    for name, schema in (("bags", SCHEMA), ("ids", ONE_HOT_SCHEMA)):
+        write_dataset(tmp_path / name, {"train": 9}, schema=schema)
+    check_order(by_tokens, Dataset.open(tmp_path / "bags"))
+    check_order(order(), Dataset.open(tmp_path / "ids"))
+    with pytest.raises(ValueError, match=r"order\.assign: expected .* got one id .*'a', 'b'"):
+        check_order(by_tokens, Dataset.open(tmp_path / "ids"))

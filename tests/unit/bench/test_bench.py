@@ -64,6 +64,7 @@ def zipf_tables(rows: list[int] | None = None, seed: int = 0) -> ZipfTables:
         ("variants.planner_variant.pipeline=auto", "expected sparse_dist, .* got auto"),
         ("variants.planner_variant.num_hot_rows=3", "expected null .*planner, got 3"),
         ("variants.planner_variant.assign=by_owner", "expected as_read .* planner, .* by_owner"),
+        ("variants.look_ahead.assign=by_tokens", "expected as_read or by_owner .* got by_tokens"),
         ("variants.planner_variant.spread_rows=true", "expected false .* planner, .* got true"),
         ("variants.look_ahead.pipeline=prefetch", "expected prefetch only .* hot_cold and the"),
         ("variants.look_ahead.depth=-1", "expected a value at least 0"),

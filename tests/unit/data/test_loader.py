@@ -15,6 +15,7 @@ from hotrec.data.all_hot import write_all_hot
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import num_steps
 from hotrec.data.locality import ByOwner, ShardOwner
+from hotrec.data.tokens import ByTokens, SampleWork
 from hotrec.types import Partition
 from tests.unit.data.logs import (
     ONE_HOT_SCHEMA,
@@ -33,7 +34,8 @@ HOT = {"t_a": np.arange(9), "t_b": np.arange(900)}
 BY_OWNER = ByOwner(
     SCHEMA, {"t_a": [ShardOwner(0, 0), ShardOwner(5, 1)], "t_b": [ShardOwner(0, 1)]}, HOT
 )
-CUTS = ["all", "all_hot", "mixed", "by_owner"]
+BY_TOKENS = ByTokens(SCHEMA.feature_names, SampleWork(1, {"bag": 1}))
+CUTS = ["all", "all_hot", "mixed", "by_owner", "by_tokens"]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,8 @@ def cuts(path):
     samples = write_all_hot(dataset, "train", partition, partition_hash="p", output=output)
     kinds = {"all_hot": True, "mixed": False}
     subsets = {name: {"subset": samples.subset(is_all_hot=kind)} for name, kind in kinds.items()}
-    return {"all": {}, "by_owner": {"assign": BY_OWNER}, **subsets}
+    assigned = {"by_owner": {"assign": BY_OWNER}, "by_tokens": {"assign": BY_TOKENS}}
+    return {"all": {}, **assigned, **subsets}
 
 
 def assert_same_batch(one, other):

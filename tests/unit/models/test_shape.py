@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from hotrec.assemble.job import architecture_of
 from hotrec.config.groups import DinConfig, MmoeConfig, OwnModelConfig, TwoTowerConfig
 from hotrec.models.plain import Attention, DeepFm, MixtureOfExperts, TwoTower, make_layers
-from hotrec.models.shape import work_of
+from hotrec.models.shape import ID_FLOPS_PER_DIM, sample_work_of, work_of
 from hotrec.models.zoo import make_checked_layers
 from hotrec.types import Feature, ModelKind, Schema, Table
 from tests.helpers.dense import OwnLayers, shape_of
@@ -184,3 +184,23 @@ def test_seed_decides_the_layers_and_the_callers_generator_goes_on(kind: ModelKi
     assert torch.equal(torch.rand(3), expected)
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
+
+
+class SequenceLayers(OwnLayers):
+    """Layers that tell their work per id and per pair of ids of a feature."""
+
+    sequence_flops: ClassVar = {"item": (3000.0, 20.0)}
+
+
+def test_work_of_a_sample_is_that_of_dense_layers_ids_and_attention() -> None:
+    names = [(feature.name, feature.table) for feature in SCHEMA.features]
+    sizes = {"dense_layer_sizes": [6, DIM], "over_layer_sizes": [5, 1]}
+    dlrm, of_id = shape_of(ModelKind.dlrm, 2, names, DIM, **sizes), ID_FLOPS_PER_DIM * DIM
+    work = sample_work_of(dlrm)
+    assert work.per_sample == round(work_of(dlrm).flops) > 100
+    assert (work.per_id, work.per_pair) == ({"user": of_id, "item": of_id}, {})
+    own = replace(architecture_of(OWN, SCHEMA), target=f"{__name__}.SequenceLayers")
+    work = sample_work_of(own)
+    assert work.per_id == {"user": of_id, "item": of_id + 3000}
+    assert work.per_pair == {"item": 20}
+    assert work.per_sample == round(work_of(own).flops)

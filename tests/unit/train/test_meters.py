@@ -16,6 +16,7 @@ from hotrec.train.meters import (
     KeptSteps,
     Meter,
     StageTimes,
+    WorkMeter,
     memory_figures,
     peak_bytes,
 )
@@ -193,3 +194,32 @@ def test_errors_have_the_sign_of_the_prediction() -> None:
     for name in ("step", "sent_bytes", "host_bytes"):
         assert found[f"{name}_error_frac"] is None
     assert compare(None, {}) == {}
+
+
+def test_work_of_the_busiest_rank_over_the_mean() -> None:
+    of_ranks = [WorkMeter(Ranks(rank, 3, rank, 3, CPU)) for rank in range(3)]
+
+    def check_up() -> None:
+        counts = [meter.counts() for meter in of_ranks]
+        assert len({tuple(count) for count in counts}) == 1
+        sums = {key: sum(count[key] for count in counts) for key in counts[0]}
+        for meter in of_ranks:
+            meter.add(sums)
+
+    def ratios(of: str) -> list[float | None]:
+        return [getattr(meter, of)() for meter in of_ranks]
+
+    check_up()
+    assert ratios("end_line") == ratios("total") == [None] * 3
+    for works in ((3, 6, 0), (1, 1, 4)):
+        for meter, work in zip(of_ranks, works, strict=True):
+            meter.end_step(work)
+    check_up()
+    assert ratios("end_line") == ratios("total") == [(6 + 4) / (3 + 2)] * 3
+    for meter in of_ranks:
+        meter.end_step(5)
+    check_up()
+    assert ratios("end_line") == [1.0] * 3
+    assert ratios("total") == [(6 + 4 + 5) / (3 + 2 + 5)] * 3
+    of_ranks[0].end_step(None)
+    assert of_ranks[0].counts() == {}
