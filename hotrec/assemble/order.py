@@ -25,6 +25,7 @@ from hotrec.data.all_hot import (
 )
 from hotrec.data.chunks import Dataset
 from hotrec.data.days import check_time_order, days_of
+from hotrec.data.items import Negatives, training_items
 from hotrec.data.loader import make_loader, num_steps, step_sequence
 from hotrec.data.locality import Assign, ByOwner, ShardOwner
 from hotrec.runtime.cores import num_workers
@@ -69,6 +70,7 @@ class TrainingOrder:
         assign: Which rank computes a sample.
         by_day: Whether each day is evaluated before it is trained on, so that no batch spans days.
         blocks: The blocks of all-hot and mixed batches; None for other orders.
+        negatives: Which items the loss compares samples with; None if it does not.
     """
 
     dataset: str
@@ -80,6 +82,7 @@ class TrainingOrder:
     assign: OrderAssign = OrderAssign.as_read
     by_day: bool = False
     blocks: AllHotBlocks | None = None
+    negatives: Negatives | None = None
 
     @property
     def is_shuffled(self) -> bool:
@@ -357,9 +360,13 @@ def make_train_loader(
         assign: Result of ``choose_assign``.
     """
     workers = num_workers(order.num_workers, ranks)
+    items = None
+    if order.negatives is not None:
+        dataset = same_verdict(lambda: Dataset.open(order.dataset))
+        items = training_items(dataset, SPLIT, order.negatives)
 
     def make(subset: SampleSubset | None) -> Any:
-        return make_loader(
+        loader = make_loader(
             order.dataset,
             SPLIT,
             batch_size=order.batch_size,
@@ -375,6 +382,8 @@ def make_train_loader(
             subset=subset,
             assign=assign,
         )
+        loader.add_items(items)
+        return loader
 
     if samples is None or alternation is None:
         return same_verdict(lambda: make(None))
