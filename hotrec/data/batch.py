@@ -12,7 +12,7 @@ from torchrec.streamable import Pipelineable
 
 
 @dataclass(frozen=True)
-class Items:
+class BatchItems:
     """The items of a batch's samples, for losses and metrics that compare items.
 
     Args:
@@ -26,9 +26,9 @@ class Items:
     log_q: torch.Tensor
     is_candidate: torch.Tensor
 
-    def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Items:
+    def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> BatchItems:
         """The same with a function applied to each tensor."""
-        return Items(move(self.ids), move(self.log_q), move(self.is_candidate))
+        return BatchItems(move(self.ids), move(self.log_q), move(self.is_candidate))
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Batch(Pipelineable):
     num_global_samples: int
     is_all_hot: bool = False
     groups: torch.Tensor | None = None
-    items: Items | None = None
+    items: BatchItems | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         return self._map(lambda values: values.to(device, non_blocking=non_blocking))

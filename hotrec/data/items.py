@@ -17,7 +17,7 @@ import torch
 from torch.distributed import ReduceOp
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.data.batch import Items
+from hotrec.data.batch import BatchItems
 from hotrec.data.chunks import Dataset, Floats, Integers, Jagged
 from hotrec.data.gather import Gathered
 from hotrec.data.groups import NO_GROUP, GroupBy, group_by_of
@@ -35,7 +35,7 @@ class Negatives:
 
     Args:
         feature: The column of the item.
-        num_uniform: Items that each step draws, over all ranks; 0 for those of the global batch.
+        num_uniform: BatchItems that each step draws, over all ranks; 0 for those of the global batch.
         seed: Seed of the drawn ones.
     """
 
@@ -51,7 +51,7 @@ class DrawnItems:
     Args:
         feature: Number of the item's feature.
         rows: The rows that are items.
-        num_drawn: Items of a step over all ranks, drawn with replacement.
+        num_drawn: BatchItems of a step over all ranks, drawn with replacement.
         seed: Seed, the same on all ranks.
     """
 
@@ -115,7 +115,7 @@ class ItemColumn:
     log_q_N: Floats | None = None
     drawn: DrawnItems | None = None
 
-    def items_of(self, sparse: KeyedJaggedTensor, num_drawn: int) -> Items:
+    def items_of(self, sparse: KeyedJaggedTensor, num_drawn: int) -> BatchItems:
         """The items of a batch, of which the last samples are drawn ones."""
         ids_B = self.by.groups_of(sparse)
         is_item_B = ids_B != NO_GROUP
@@ -125,7 +125,7 @@ class ItemColumn:
             is_item_B = torch.arange(ids_B.numel()) >= ids_B.numel() - num_drawn
         elif self.log_q_N is not None:
             log_q_B[is_item_B] = torch.from_numpy(self.log_q_N[ids_B[is_item_B].numpy()])
-        return Items(ids_B, log_q_B, is_item_B)
+        return BatchItems(ids_B, log_q_B, is_item_B)
 
 
 def training_items(dataset: Dataset, split: str, negatives: Negatives) -> ItemColumn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hotrec.data.batch import Items
+from hotrec.data.batch import BatchItems
 from hotrec.data.groups import NO_GROUP
 from hotrec.runtime.gathered_rows import gather_rows, gather_sizes
 
@@ -35,7 +35,7 @@ class SampledSoftmax(nn.Module):
         self,
         users_BD: torch.Tensor,
         items_BD: torch.Tensor,
-        items: Items | None,
+        items: BatchItems | None,
         rewards_B: torch.Tensor,
     ) -> torch.Tensor:
         """The sum of reward times loss over this rank's samples, (); collective.

@@ -41,8 +41,7 @@ class ClickTask(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Loss (), then (detached loss (), logits (B,), labels (B,)); (B, L) of several labels."""
-        # The loss is float32 for every precision of the model.
-        logits_B = self.model(batch.dense, batch.sparse).float()
+        logits_B = self._outputs(batch)
         if not self.label_weights:
             logits_B = logits_B.squeeze(-1)
         loss_B = F.binary_cross_entropy_with_logits(logits_B, batch.labels, reduction="none")
@@ -55,6 +54,11 @@ class ClickTask(nn.Module):
         loss = mark_backward(loss, "ids_exchange")
         mark("dense")
         return loss, (loss.detach(), logits_B.detach(), batch.labels)
+
+    def _outputs(self, batch: Batch) -> torch.Tensor:
+        # The loss is float32 for every precision of the model.
+        outputs: torch.Tensor = self.model(batch.dense, batch.sparse).float()
+        return outputs
 
     def _mean(self, loss: torch.Tensor, batch: Batch) -> torch.Tensor:
         return loss * (self.world_size / batch.num_global_samples)
@@ -78,7 +82,7 @@ class RetrievalTask(ClickTask):
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Loss (), then (detached loss (), logits (B,), labels (B,)), and in evaluation vectors."""
-        vectors_B2D = self.model(batch.dense, batch.sparse).float()
+        vectors_B2D = self._outputs(batch)
         users_BD, items_BD = vectors_B2D[:, 0], vectors_B2D[:, 1]
         logits_B = (users_BD * items_BD).sum(1)
         if self.training and self.softmax is not None:

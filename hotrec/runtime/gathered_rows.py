@@ -59,4 +59,4 @@ class _GatheredRows(torch.autograd.Function):
         received = grads_CD.new_empty(len(ctx.sizes) * mine, grads_CD.size(1))
         splits = [mine] * len(ctx.sizes)
         dist.all_to_all_single(received, grads_CD.contiguous(), splits, ctx.sizes)
-        return received.view(len(ctx.sizes), mine, -1).sum(0), None
+        return received.view(len(ctx.sizes), mine, grads_CD.size(1)).sum(0), None
