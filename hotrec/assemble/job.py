@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -30,10 +30,13 @@ from hotrec.config.groups import (
     FreqCachePlacement,
     HotColdConfig,
     ModelConfig,
+    NegativesKind,
     OptimizerConfig,
     OwnModelConfig,
     PlacementConfig,
     PolicyConfig,
+    RetrievalConfig,
+    RetrievalLoss,
     SavedPlacement,
     ScarsPlacement,
     ScheduleConfig,
@@ -47,6 +50,7 @@ from hotrec.config.roots import Config, Device, TrainerConfig
 from hotrec.data.chunks import Dataset
 from hotrec.data.encode import tables_of_row_numbers
 from hotrec.data.groups import GroupBy, group_by_of
+from hotrec.data.items import ITEM_ID, Negatives
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.plain import Architecture
 from hotrec.models.shape import attention_places, check_roles
@@ -94,6 +98,8 @@ class Job:
         eval_splits: Splits to evaluate.
         eval_batch_size: Samples of a rank's batch in evaluations, of days ahead too.
         group_by: The groups of the samples in evaluations; None for none.
+        item: The column of the item to rank in evaluations; None for no ranking.
+        ranked_ks: Lengths of the lists in evaluations.
         max_steps: Upper bound on steps; None for none.
         new_only: Whether to skip samples that the run of a warm start has already read.
         adaptation: How the hot rows follow the data; None if they do not.
@@ -117,6 +123,8 @@ class Job:
     eval_splits: tuple[str, ...]
     eval_batch_size: int
     group_by: GroupBy | None
+    item: GroupBy | None
+    ranked_ks: tuple[int, ...]
     max_steps: int | None
     new_only: bool
     adaptation: Adaptation | None
@@ -183,10 +191,12 @@ def make_job(config: Config, run_dir: Path, dataset: Dataset) -> Job:
         dataset=dataset,
         planned=plan_job(config, dataset.schema, tables_of_row_numbers(dataset)),
         placement=_plain_values(asdict(config.placement)),
-        model=_plain_values(dict(sorted(vars(config.model).items()))),
+        model=_plain_values(dict(sorted(_settings_of(config.model).items()))),
         eval_splits=tuple(trainer.eval_splits),
         eval_batch_size=trainer.eval_batch_size,
         group_by=group_by_of(dataset, trainer.eval_group_by),
+        item=item_to_rank(config, dataset),
+        ranked_ks=tuple(trainer.eval_ranking),
         max_steps=trainer.max_steps,
         new_only=isinstance(order, TimeOrder) and order.new_only,
         adaptation=adaptation_of(config.placement),
@@ -248,7 +258,40 @@ def model_spec(config: Config, schema: Schema) -> ModelSpec:
         precision=trainer.precision,
         is_compiled=trainer.compile,
         grad_clip_norm=trainer.grad_clip_norm,
+        softmax_temperature=config.model.temperature if _has_softmax(config.model) else None,
     )
+
+
+def _has_softmax(model: ModelConfig) -> TypeGuard[RetrievalConfig]:
+    return isinstance(model, RetrievalConfig) and model.loss is RetrievalLoss.sampled_softmax
+
+
+def negatives_of(config: Config) -> Negatives | None:
+    """The items that the loss compares samples with; None if it does not."""
+    model = config.model
+    if not _has_softmax(model):
+        return None
+    assert model.item_id is not None
+    num_uniform = model.num_negatives if model.negatives is NegativesKind.uniform else 0
+    return Negatives(model.item_id, num_uniform, config.trainer.seed)
+
+
+def item_to_rank(config: Config, dataset: Dataset) -> GroupBy | None:
+    """The column of the item that evaluations rank; None for none.
+
+    Raises:
+        ValueError: If the dataset has no such column.
+    """
+    if not config.trainer.eval_ranking:
+        return None
+    assert isinstance(config.model, RetrievalConfig), config.model
+    return group_by_of(dataset, config.model.item_id, ITEM_ID)
+
+
+def _settings_of(model: ModelConfig) -> dict[str, Any]:
+    """The settings of a model's layers, without those of its loss."""
+    of_loss = vars(RetrievalConfig()).keys() - vars(ModelConfig()).keys()
+    return {name: value for name, value in vars(model).items() if name not in of_loss}
 
 
 def architecture_of(model: ModelConfig, schema: Schema) -> Architecture:
@@ -257,7 +300,8 @@ def architecture_of(model: ModelConfig, schema: Schema) -> Architecture:
     Raises:
         ValueError: If a column that it names is not in the dataset.
     """
-    keys = {name: value for name, value in vars(model).items() if name not in vars(ModelConfig())}
+    settings = _settings_of(model)
+    keys = {name: value for name, value in settings.items() if name not in vars(ModelConfig())}
     shared = {name: keys.pop(name, [] if "sizes" in name else 0) for name in sorted(_SHARED)}
     target = ""
     if isinstance(model, OwnModelConfig):
@@ -360,6 +404,7 @@ def order_of(config: Config) -> TrainingOrder:
         assign=order.assign,
         by_day=isinstance(order, TimeOrder) and order.evaluate_ahead,
         blocks=blocks,
+        negatives=negatives_of(config),
     )
 
 

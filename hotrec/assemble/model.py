@@ -36,9 +36,9 @@ from hotrec.embedding.fused import check_optimizer, fused_params
 from hotrec.embedding.sharding import HotColdSequenceSharder, HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.dense import set_up_dense_layers
-from hotrec.models.plain import Architecture
-from hotrec.models.task import ClickTask
-from hotrec.models.zoo import build_architecture
+from hotrec.models.plain import Architecture, TwoTower
+from hotrec.models.task import ClickTask, RetrievalTask
+from hotrec.models.zoo import ClickModel, PooledModel, build_architecture
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.runtime.codecs import wire_codecs
@@ -64,6 +64,7 @@ class ModelSpec:
         precision: Precision of the dense layers' products.
         is_compiled: Whether torch.compile compiles the dense layers.
         grad_clip_norm: Maximum norm of the dense layers' gradients; None for no clipping.
+        softmax_temperature: Temperature of the sampled softmax; None for the cross entropy.
     """
 
     schema: Schema
@@ -75,6 +76,7 @@ class ModelSpec:
     precision: Precision = Precision.fp32
     is_compiled: bool = False
     grad_clip_norm: float | None = None
+    softmax_temperature: float | None = None
 
     @property
     def tables(self) -> Sequence[BaseEmbeddingConfig]:
@@ -164,15 +166,20 @@ def build_unsharded(
         made = HotColdEmbeddingBagCollection if is_pooled else HotColdEmbeddingCollection
         embeddings = made(tables, placed, device=META)
         made = HotColdSharder if is_pooled else HotColdSequenceSharder
-        sharders = [
-            made(spec.embedding, plan.tables.hot_exchange, pipeline.wire, pipeline.levels)
-        ]
+        sharders = [made(spec.embedding, plan.tables.hot_exchange, pipeline.wire, pipeline.levels)]
         constraints = placement_constraints(placed, cache_stats, machine.device)
     built = build_architecture(spec.architecture, embeddings, spec.seed, dense_device)
     check_modules(built)
     set_up_dense_layers(built, dense_device, spec.precision, is_compiled=spec.is_compiled)
-    task = ClickTask(built, machine.world_size, spec.label_weights)
+    task = _make_task(spec, built, machine.world_size)
     return Unsharded(task, embeddings, sharders, constraints)
+
+
+def _make_task(spec: ModelSpec, built: ClickModel, world_size: int) -> nn.Module:
+    if isinstance(built, PooledModel) and isinstance(built.layers, TwoTower):
+        built.layers.gives_vectors = True
+        return RetrievalTask(built, world_size, spec.softmax_temperature)
+    return ClickTask(built, world_size, spec.label_weights)
 
 
 def _torchrec_tier(device: str, tier: ColdTier) -> ColdTier:

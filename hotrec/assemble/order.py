@@ -25,6 +25,7 @@ from hotrec.data.all_hot import (
 )
 from hotrec.data.chunks import Dataset
 from hotrec.data.days import check_time_order, days_of
+from hotrec.data.items import Negatives, training_items
 from hotrec.data.loader import make_loader, num_steps, step_sequence
 from hotrec.data.locality import Assign, ByOwner, ShardOwner
 from hotrec.data.tokens import ByTokens, SampleWork
@@ -70,6 +71,7 @@ class TrainingOrder:
         assign: Which rank computes a sample.
         by_day: Whether each day is evaluated before it is trained on, so that no batch spans days.
         blocks: The blocks of all-hot and mixed batches; None for other orders.
+        negatives: Which items the loss compares samples with; None if it does not.
     """
 
     dataset: str
@@ -81,6 +83,7 @@ class TrainingOrder:
     assign: OrderAssign = OrderAssign.as_read
     by_day: bool = False
     blocks: AllHotBlocks | None = None
+    negatives: Negatives | None = None
 
     @property
     def is_shuffled(self) -> bool:
@@ -382,6 +385,10 @@ def make_train_loader(
         work: The work of a sample, to be counted for each batch; None if it is not.
     """
     workers = num_workers(order.num_workers, ranks)
+    items = None
+    if order.negatives is not None:
+        dataset = same_verdict(lambda: Dataset.open(order.dataset))
+        items = training_items(dataset, SPLIT, order.negatives)
 
     def make(subset: SampleSubset | None) -> Any:
         loader = make_loader(
@@ -401,6 +408,7 @@ def make_train_loader(
             assign=assign,
         )
         loader.add_work(work)
+        loader.add_items(items)
         return loader
 
     if samples is None or alternation is None:

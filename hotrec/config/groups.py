@@ -29,6 +29,8 @@ OrderAssign = StrEnum("OrderAssign", "as_read by_owner by_tokens")
 ProfilerKind = StrEnum("ProfilerKind", "none trace")
 Pooling = StrEnum("Pooling", "sum mean")
 Decay = StrEnum("Decay", "constant linear cosine polynomial")
+RetrievalLoss = StrEnum("RetrievalLoss", "cross_entropy sampled_softmax")
+NegativesKind = StrEnum("NegativesKind", "in_batch uniform")
 
 # FBGEMM asserts it for every table with a fused optimizer (construct_split_state).
 DIM_MULTIPLE = 4
@@ -424,8 +426,39 @@ class MmoeConfig(LayeredConfig):
     )
 
 
+@dataclass
+class RetrievalConfig(ModelConfig):
+    """Settings of models whose logit is the product of a vector of the user and one of the item."""
+
+    item_id: str | None = key(
+        "categorical column that identifies the item, for sampled_softmax and "
+        "trainer.eval_ranking; null: none",
+        None,
+    )
+    loss: RetrievalLoss = key(
+        "cross_entropy of each sample, or sampled_softmax of the item of each sample of label 1 "
+        "among negatives, corrected by the log of their probability",
+        RetrievalLoss.cross_entropy,
+    )
+    negatives: NegativesKind = key(
+        "negatives of sampled_softmax: in_batch (the items of the global batch) or uniform (drawn "
+        "from all items, for a model that reads nothing of the item besides item_id)",
+        NegativesKind.in_batch,
+    )
+    num_negatives: int = key("number of uniform negatives of a step, over all ranks", 1024, ge=1)
+    temperature: float = key("divisor of the scores in sampled_softmax", 1.0, gt=0)
+
+    def rules(self) -> Rules:
+        yield from super().rules()
+        yield (
+            self.loss is RetrievalLoss.cross_entropy or self.item_id is not None,
+            f"item_id: expected the column of the item with loss={self.loss.name}, got none. Set "
+            "model.item_id.",
+        )
+
+
 @option("model", ModelKind.two_tower)
-class TwoTowerConfig(ModelConfig):
+class TwoTowerConfig(RetrievalConfig):
     """Two towers: the product of a vector of the user and one of the item."""
 
     item_columns: list[str] = key(
@@ -434,6 +467,20 @@ class TwoTowerConfig(ModelConfig):
     tower_layer_sizes: list[int] = key(
         "sizes of the layers of each tower", [128, 64], ge=1, le=MAX_LAYER_SIZE, size=1
     )
+
+    def rules(self) -> Rules:
+        yield from super().rules()
+        yield (
+            self.item_id is None or self.item_id in self.item_columns,
+            f"item_id: expected one of model.item_columns {self.item_columns}, got "
+            f"{self.item_id!r}. Add it to them.",
+        )
+        yield (
+            self.negatives is NegativesKind.in_batch or self.item_columns == [self.item_id],
+            "negatives: expected in_batch for an item tower that reads more than item_id, since "
+            f"drawn items have no other columns, got {self.negatives.name} and item_columns "
+            f"{self.item_columns}. Set model.negatives=in_batch, or model.item_columns=[item_id].",
+        )
 
 
 @dataclass
@@ -456,7 +503,10 @@ class SequenceConfig(ModelConfig):
     num_heads: int = key("number of attention heads of a layer", 2, ge=1)
     max_length: int = key("how many of the last ids of a history are read", 50, ge=1)
     dropout: float = key(
-        "fraction of the values that is dropped in training; each rank drops others", 0.0, ge=0, lt=1
+        "fraction of the values that is dropped in training; each rank drops others",
+        0.0,
+        ge=0,
+        lt=1,
     )
     over_layer_sizes: list[int] = key(
         "sizes of the layers over the output; the last must be 1, a logit for each label",

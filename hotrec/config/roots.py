@@ -14,12 +14,16 @@ from hotrec.config.groups import (
     ACCESSES,
     ASSIGN,
     CACHE_LOAD,
+    AllHotOrder,
     ModelConfig,
+    NegativesKind,
     OptimizerConfig,
     OrderAssign,
     OrderConfig,
     PlacementConfig,
     ProfilerConfig,
+    RetrievalConfig,
+    RetrievalLoss,
     TimeOrder,
 )
 from hotrec.types import (
@@ -33,8 +37,8 @@ from hotrec.types import (
 )
 
 Device = StrEnum("Device", "auto cpu cuda")
-# Keys of hotrec.runtime.figures that every evaluation has, and one that it has with groups.
-BestBy = StrEnum("BestBy", "log_loss auc gauc")
+# Keys of hotrec.runtime.figures that every evaluation has, and those that it has on request.
+BestBy = StrEnum("BestBy", "log_loss auc gauc recall_at ndcg_at")
 ProfileMode = StrEnum("ProfileMode", "exact sample")
 # The stages of `hotrec run` that can be repeated.
 Stage = StrEnum("Stage", "prepare profile calibrate plan train evaluate compare report")
@@ -138,6 +142,12 @@ class TrainerConfig:
         "measured and averaged (GAUC); null: none",
         None,
     )
+    eval_ranking: list[int] = key(
+        "lengths k of lists: the item of each sample of label 1 is ranked among all items of the "
+        "training split, for recall@k and NDCG@k; needs model.item_id; empty: no ranking",
+        [],
+        ge=1,
+    )
     save_every_steps: int = key("steps between checkpoints; 0: not by steps", 0, ge=0)
     save_every_s: float = key(
         "seconds between checkpoints by rank 0's clock, which is read at each check-up "
@@ -153,7 +163,8 @@ class TrainerConfig:
     )
     best_by: BestBy = key(
         "figure of the first split by which evaluations are compared, for early_stop_patience and "
-        "keep_best: log_loss, auc or gauc",
+        "keep_best: log_loss, auc, gauc, recall_at or ndcg_at (those at the first k of "
+        "eval_ranking)",
         BestBy.log_loss,
     )
     early_stop_patience: int | None = key(
@@ -250,6 +261,12 @@ class TrainerConfig:
             self.best_by is not BestBy.gauc or self.eval_group_by is not None,
             "best_by: expected log_loss or auc without trainer.eval_group_by, got gauc. Set "
             "trainer.eval_group_by.",
+        )
+        is_by_rank = self.best_by in (BestBy.recall_at, BestBy.ndcg_at)
+        yield (
+            not is_by_rank or bool(self.eval_ranking),
+            f"best_by: expected log_loss, auc or gauc without trainer.eval_ranking, got "
+            f"{self.best_by.name}. Set trainer.eval_ranking.",
         )
         unknown = sorted(set(self.eval_splits) - {"train", "valid", "test"})
         yield not unknown, f"eval_splits: expected some of train, valid and test, got {unknown}."
@@ -670,6 +687,7 @@ class Config:
             "trainer.num_epochs: expected 1 with order.evaluate_ahead, which evaluates a day "
             f"before training on it, got {self.trainer.num_epochs}. Set trainer.num_epochs=1.",
         )
+        yield from _retrieval_rules(self)
         if self.trainer.max_steps is not None:
             for holds, message in self.optimizer.schedule.rules_in(self.trainer.max_steps):
                 yield holds, f"optimizer.schedule.{message}"
@@ -681,6 +699,30 @@ class Config:
                 f"{group}.kind: expected {expected}, which {group}={expected} chose, got "
                 f"{chosen.kind.name}. Choose with {group}={chosen.kind.name}.",
             )
+
+
+def _retrieval_rules(config: Config) -> Rules:
+    """Rules of losses and metrics that compare items."""
+    model = config.model
+    has_items = isinstance(model, RetrievalConfig) and model.item_id is not None
+    ks = config.trainer.eval_ranking
+    yield (
+        not ks or has_items,
+        f"trainer.eval_ranking: expected none without model.item_id, got {ks}. Choose a model that "
+        "has it, such as two_tower, and set it.",
+    )
+    if not isinstance(model, RetrievalConfig) or model.loss is RetrievalLoss.cross_entropy:
+        return
+    yield (
+        not config.pipeline.micro_batches,
+        f"pipeline.micro_batches: expected false with model.loss={model.loss.name}, which compares "
+        "all samples of a batch, got true. Set pipeline.micro_batches=false.",
+    )
+    yield (
+        model.negatives is NegativesKind.in_batch or not isinstance(config.order, AllHotOrder),
+        "model.negatives: expected in_batch with order=all_hot, since drawn items are rarely hot, "
+        f"got {model.negatives.name}. Set model.negatives=in_batch, or order=shuffled.",
+    )
 
 
 @dataclass

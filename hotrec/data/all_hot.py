@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +80,11 @@ class SampleSubset:
     @property
     def num_samples(self) -> int:
         return sum(self.sizes)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint's position in these samples depends on."""
+        return {"samples": self.samples.artifact.content_hash, "is_all_hot": self.is_all_hot}
 
     def rows(self, chunk: int) -> Rows:
         """Positions of the samples of this kind in a chunk, int64, increasing."""

@@ -11,6 +11,26 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 
+@dataclass(frozen=True)
+class BatchItems:
+    """The items of a batch's samples, for losses and metrics that compare items.
+
+    Args:
+        ids: Int64 (B,), the row of each sample's item; ``NO_GROUP`` of ``hotrec.data.groups``
+            without one.
+        log_q: Float32 (B,), the log of the probability with which the item is a candidate.
+        is_candidate: Bool (B,), whether other samples are compared with the item.
+    """
+
+    ids: torch.Tensor
+    log_q: torch.Tensor
+    is_candidate: torch.Tensor
+
+    def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> BatchItems:
+        """The same with a function applied to each tensor."""
+        return BatchItems(move(self.ids), move(self.log_q), move(self.is_candidate))
+
+
 @dataclass
 class Batch(Pipelineable):
     """One rank's share of a global batch.
@@ -31,6 +51,7 @@ class Batch(Pipelineable):
         groups: Int64 (B,), the group of each sample, see ``hotrec.data.groups``; None without. It
             stays on the host.
         work: The work of this rank's samples, see ``hotrec.data.tokens``; None if not counted.
+        items: The items of the samples, see ``hotrec.data.items``; None without.
     """
 
     dense: torch.Tensor
@@ -41,6 +62,7 @@ class Batch(Pipelineable):
     is_all_hot: bool = False
     groups: torch.Tensor | None = None
     work: int | None = None
+    items: BatchItems | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         return self._map(lambda values: values.to(device, non_blocking=non_blocking))
@@ -50,6 +72,9 @@ class Batch(Pipelineable):
         self.sparse.record_stream(stream)
         self.labels.record_stream(stream)
         self.weights.record_stream(stream)
+        if self.items is not None:
+            for values in vars(self.items).values():
+                values.record_stream(stream)
 
     def pin_memory(self) -> Batch:
         return self._map(lambda values: values.pin_memory())
@@ -61,4 +86,5 @@ class Batch(Pipelineable):
             sparse=move(self.sparse),
             labels=move(self.labels),
             weights=move(self.weights),
+            items=None if self.items is None else self.items.map(move),
         )

@@ -35,8 +35,15 @@ class GroupBy:
         return groups_B
 
 
-def group_by_of(dataset: Dataset, feature: str | None) -> GroupBy | None:
+def group_by_of(
+    dataset: Dataset, feature: str | None, key: str = "trainer.eval_group_by"
+) -> GroupBy | None:
     """The grouping by a column of a dataset; None for None.
+
+    Args:
+        dataset: The dataset.
+        feature: The column.
+        key: The configuration key that names it, for messages.
 
     Raises:
         ValueError: If the dataset has no such categorical column, or it can have several ids.
@@ -46,7 +53,7 @@ def group_by_of(dataset: Dataset, feature: str | None) -> GroupBy | None:
     tables = {f.name: f.table for f in dataset.schema.features if not f.is_multi_hot}
     if feature not in tables:
         raise ValueError(
-            "trainer.eval_group_by: expected a categorical column with one id per sample, one of "
+            f"{key}: expected a categorical column with one id per sample, one of "
             f"{sorted(tables)}, got {feature!r}. Correct the name, or remove it."
         )
     with dataset.artifact.parsing():

@@ -19,23 +19,24 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.data.all_hot import SampleSubset
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
 from hotrec.data.days import days_of
 from hotrec.data.gather import Gathered, Gatherer, select_bags
 from hotrec.data.groups import GroupBy
+from hotrec.data.items import ItemColumn
 from hotrec.data.locality import Assign
 from hotrec.data.order import GlobalBatch, SampleOrder, StepSequence, num_steps_of, select_pieces
 from hotrec.data.packing import Packed, pack
 from hotrec.data.tokens import ByTokens, SampleWork
+from hotrec.types import Rows
 
 _RANK_CHECK_S = 1.0
 # Error numbers of the system, the messages of libraries for them, and advice.
@@ -55,6 +56,25 @@ _REFUSALS = (
 )
 # Applied to the ids in the worker, e.g. hotrec.routing's routing.
 Transform = Callable[[KeyedJaggedTensor], Any]
+
+
+class Subset(Protocol):
+    """Some of the samples of a split, such as ``SampleSubset`` and ``ItemSamples``."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of these samples in each chunk."""
+
+    @property
+    def is_all_hot(self) -> bool:
+        """Whether they only read hot rows."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What a checkpoint's position in these samples depends on."""
+
+    def rows(self, chunk: int) -> Rows:
+        """Their positions in a chunk, int64, increasing."""
 
 
 def num_steps(
@@ -96,7 +116,7 @@ def make_loader(
     drop_last: bool = False,
     by_day: bool = False,
     pin_memory: bool = False,
-    subset: SampleSubset | None = None,
+    subset: Subset | None = None,
     assign: Assign | ByTokens | None = None,
 ) -> Loader:
     """Make one rank's loader of a split.
@@ -153,7 +173,7 @@ def make_loader(
             "Choose a smaller batch, fewer ranks or more data."
         )
     # A checkpoint's position is only meaningful in the same order of samples.
-    identity = {
+    identity: dict[str, Any] = {
         "dataset": dataset.artifact.content_hash,
         "split": split,
         "seed": seed,
@@ -161,8 +181,7 @@ def make_loader(
     }
     is_all_hot = subset is not None and subset.is_all_hot
     if subset is not None:
-        made_as = subset.samples.artifact.content_hash
-        identity |= {"samples": made_as, "is_all_hot": is_all_hot}
+        identity |= subset.identity
     global_batch = batch_size * world_size
     if subset is None:
         steps = step_sequence(dataset, split, global_batch, by_day=by_day, drop_last=drop_last)
@@ -210,6 +229,10 @@ class Loader(DataLoader[Batch]):
     def add_work(self, work: SampleWork | None) -> None:
         """Give each batch the work of its samples; before the first iteration."""
         self.dataset.work = work
+
+    def add_items(self, items: ItemColumn | None) -> None:
+        """Give each batch the items of its samples; before the first iteration."""
+        self.dataset.items = items
 
     def state_dict(self) -> dict[str, Any]:
         """The position before the next batch, in JSON values; the same on every rank."""
@@ -330,6 +353,7 @@ class Batches(IterableDataset[Batch]):
     is_all_hot: bool
     group_by: GroupBy | None = None
     work: SampleWork | None = None
+    items: ItemColumn | None = None
 
     def __iter__(self) -> BatchIterator:
         info = get_worker_info()
@@ -358,7 +382,8 @@ class BatchIterator(Iterator[Batch]):
 
     def _build(self, drawn: GlobalBatch) -> Batch:
         schema, group_by = self._batches.gatherer.schema, self._batches.group_by
-        gathered, num_labels, work = self._gather(drawn), len(schema.labels), None
+        items, num_drawn, work = self._batches.items, 0, None
+        gathered, num_labels = self._gather(drawn), len(schema.labels)
         if (of_sample := self._batches.work) is not None:
             lengths = np.empty(0, np.int32) if gathered is None else gathered.lengths
             work = int(of_sample.of(schema.feature_names, lengths).sum())
@@ -371,6 +396,8 @@ class BatchIterator(Iterator[Batch]):
                 values=np.empty(0, np.int64),
                 lengths=np.zeros(len(schema.features), np.int32),
             )
+        if items is not None and items.drawn is not None:
+            gathered, num_drawn = items.drawn.append(gathered, drawn, self._batches.order)
         sparse = KeyedJaggedTensor(
             keys=list(schema.feature_names),
             values=torch.from_numpy(gathered.values),
@@ -389,6 +416,7 @@ class BatchIterator(Iterator[Batch]):
             is_all_hot=self._batches.is_all_hot,
             groups=None if group_by is None else group_by.groups_of(sparse),
             work=work,
+            items=None if items is None else items.items_of(sparse, num_drawn),
         )
 
     def _gather(self, drawn: GlobalBatch) -> Gathered | None:

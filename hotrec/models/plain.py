@@ -365,6 +365,8 @@ class TwoTower(nn.Module):
         tower_layer_sizes: Sequence[int],
     ) -> None:
         super().__init__()
+        self.gives_vectors = False
+        """Whether ``forward`` returns the vectors of user and item, (B, 2, H), for training."""
         known = {*dense, *features}
         if not set(item_columns) < known or not item_columns:
             raise ValueError(
@@ -391,12 +393,27 @@ class TwoTower(nn.Module):
 
     def forward(self, dense_BN: torch.Tensor, pooled_BFD: torch.Tensor) -> torch.Tensor:
         """Dense columns (B, N) and pooled features (B, F, D) -> logits (B, 1)."""
-        outputs = []
-        for tower, layers in self.towers.items():
-            dense = dense_BN.index_select(1, self.get_buffer(f"{tower}_dense"))
-            pooled = pooled_BFD.index_select(1, self.get_buffer(f"{tower}_pooled"))
-            outputs.append(layers(torch.cat((dense, pooled.flatten(1)), dim=1)))
-        return (outputs[0] * outputs[1]).sum(1, keepdim=True)
+        users_BH = self.user_vectors(dense_BN, pooled_BFD)
+        items_BH = self.item_vectors(dense_BN, pooled_BFD)
+        if self.gives_vectors:
+            return torch.stack((users_BH, items_BH), dim=1)
+        return (users_BH * items_BH).sum(1, keepdim=True)
+
+    def user_vectors(self, dense_BN: torch.Tensor, pooled_BFD: torch.Tensor) -> torch.Tensor:
+        """The inputs of ``forward`` -> (B, H); only the user's columns are read."""
+        return self._vectors("user", dense_BN, pooled_BFD)
+
+    def item_vectors(self, dense_BN: torch.Tensor, pooled_BFD: torch.Tensor) -> torch.Tensor:
+        """The inputs of ``forward`` -> (B, H); only the item's columns are read."""
+        return self._vectors("item", dense_BN, pooled_BFD)
+
+    def _vectors(
+        self, tower: str, dense_BN: torch.Tensor, pooled_BFD: torch.Tensor
+    ) -> torch.Tensor:
+        dense = dense_BN.index_select(1, self.get_buffer(f"{tower}_dense"))
+        pooled = pooled_BFD.index_select(1, self.get_buffer(f"{tower}_pooled"))
+        vectors: torch.Tensor = self.towers[tower](torch.cat((dense, pooled.flatten(1)), dim=1))
+        return vectors
 
 
 def import_class(path: str, key: str) -> type:

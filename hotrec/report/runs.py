@@ -547,15 +547,14 @@ def _run_document(run: Run, baseline: Run | None) -> dict[str, Any]:
     cache = run.by_name("cache")
     declared = [f for group in GROUPS if group != ELSEWHERE for f in GROUPS[group]]
     shown = [figure.key for figure in declared if not figure.parts and "." not in figure.key]
-    by_kind, by_label = (
-        [figure.key for figure in declared if figure.parts == parts] for parts in ("kind", "label")
-    )
+    by_kind = [figure.key for figure in declared if figure.parts == "kind"]
+    of_quality = [figure.key for figure in declared if figure.parts in ("label", "k")]
     return {
         "name": run.name,
         "path": str(run.path),
         **{key: run.summary.get(key) for key in (*shown, "total_rows", "compared_from_step")},
         **{key: run.by_name(key) or None for key in (*COMPARED, *by_kind)},
-        **{key: run.by_name(key) for key in by_label if run.by_name(key)},
+        **{key: run.by_name(key) for key in of_quality if run.by_name(key)},
         "sent_bytes": run.sent_bytes,
         "stage_s": run.stage_s,
         **({"cache": cache} if cache else {}),

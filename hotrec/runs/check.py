@@ -14,6 +14,7 @@ import torch
 from hotrec.assemble.job import (
     architecture_of,
     check_placement,
+    item_to_rank,
     label_weights_of,
     optimizer_specs,
     order_of,
@@ -25,6 +26,7 @@ from hotrec.config.roots import Config
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.data.chunks import Dataset
 from hotrec.data.groups import group_by_of
+from hotrec.data.items import item_column
 from hotrec.embedding.fused import check_optimizer
 from hotrec.planner.counted import num_overridden
 from hotrec.train.callbacks import import_callback
@@ -79,6 +81,9 @@ def check_with_data(config: Config, dataset: Dataset, *, world_size: int) -> int
     check_order(order, dataset)
     check_splits(trainer.eval_splits, dataset)
     group_by_of(dataset, trainer.eval_group_by)
+    item_to_rank(config, dataset)
+    if order.negatives is not None:
+        item_column(dataset, order.negatives.feature)
     label_weights_of(trainer, dataset.schema)
     architecture_of(config.model, dataset.schema)
     num_rows = {table.name: table.num_rows for table in dataset.schema.tables}

@@ -12,12 +12,13 @@ from hotrec.assemble.job import make_job
 from hotrec.assemble.planning import read_settled_plan
 from hotrec.assemble.trainable import assemble
 from hotrec.config.roots import Config, EvaluateConfig
+from hotrec.data.items import ItemColumn
 from hotrec.data.kept import open_generation
 from hotrec.data.loader import make_loader
 from hotrec.data.unknown import UnknownIds, unknown_ids_of
 from hotrec.planner.plan import Plan
 from hotrec.runs.suspicious import suspicious_columns
-from hotrec.runs.train import make_run_machine
+from hotrec.runs.train import make_ranking, make_run_machine
 from hotrec.runtime.cores import num_workers
 from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.runtime.run_dir import CHECKPOINTS
@@ -83,11 +84,12 @@ def evaluate_run(
     facts = job.facts(settled.artifact)
     position = load_checkpoint(checkpoint, model=trainable.model, facts=facts)
     workers = num_workers(config.num_workers, ranks)
+    batch_size = config.batch_size or trained.trainer.eval_batch_size
     batches = same_verdict(
         lambda: make_loader(
             dataset.artifact.path,
             config.split,
-            batch_size=config.batch_size or trained.trainer.eval_batch_size,
+            batch_size=batch_size,
             rank=ranks.rank,
             world_size=ranks.world_size,
             epochs=1,
@@ -98,8 +100,10 @@ def evaluate_run(
         )
     )
     batches.add_groups(job.group_by)
+    batches.add_items(None if job.item is None else ItemColumn(job.item))
+    ranking = make_ranking(job, trainable, ranks, batch_size, workers)
     with trainable.pipeline() as pipeline:
-        quality = evaluate(pipeline, batches)
+        quality = evaluate(pipeline, batches, ranking=ranking)
     auc = "none" if quality.auc is None else f"{quality.auc:.5f}"
     logger.info("%s on %s: AUC %s", checkpoint, config.split, auc)
     unknown = unknown_ids_of(dataset).get(config.split)

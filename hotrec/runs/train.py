@@ -45,6 +45,7 @@ from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
 from hotrec.data.days import days_of
 from hotrec.data.generation import generations_of
+from hotrec.data.items import ItemColumn, last_samples
 from hotrec.data.kept import open_generation
 from hotrec.data.loader import Loader, make_loader, step_sequence
 from hotrec.data.order import StepSequence
@@ -85,6 +86,7 @@ from hotrec.train.loop import TrainResult, train
 from hotrec.train.metrics import Counts, Metrics
 from hotrec.train.metrics_server import serve_metrics
 from hotrec.train.parts import Parts
+from hotrec.train.ranking import Ranking
 from hotrec.train.run_log import Listener, check_records, replace_text
 from hotrec.train.schedule import count_steps
 
@@ -275,6 +277,7 @@ def _train(job: Job, start: _Start, ranks: Ranks) -> TrainResult:
         best=None if job.best is None else job.best(),
         alternation=alternation,
         checkpoints=checkpoints,
+        ranking=_ranking(job, trainable, ranks),
     )
     hot_set = _hot_set(adaptive, metrics, trainable)
     saver = job.saver(metrics, evaluation, hot_set, checkpoints)
@@ -576,9 +579,54 @@ def _make_eval_loader(
         pin_memory=ranks.device.type == "cuda",
     )
     loader.add_groups(job.group_by)
+    loader.add_items(None if job.item is None else ItemColumn(job.item))
     if by_day_from is not None:
         loader.load_state_dict({**loader.state_dict(), "num_samples": by_day_from})
     return loader
+
+
+def _ranking(job: Job, trainable: Trainable, ranks: Ranks) -> Ranking | None:
+    workers = num_workers(job.order.num_workers, ranks)
+    return make_ranking(job, trainable, ranks, job.eval_batch_size, workers)
+
+
+def make_ranking(
+    job: Job, trainable: Trainable, ranks: Ranks, batch_size: int, workers: int
+) -> Ranking | None:
+    """The items that evaluations rank, None for none; collective.
+
+    Args:
+        job: The run.
+        trainable: Its model.
+        ranks: Ranks of the process group.
+        batch_size: Items of a rank's batch.
+        workers: Loader workers of a rank.
+
+    Raises:
+        ValueError: If the training split has no items.
+    """
+    by = job.item
+    if by is None:
+        return None
+    samples = last_samples(job.dataset, SPLIT, by)
+    loader = same_verdict(
+        lambda: make_loader(
+            job.dataset.artifact.path,
+            SPLIT,
+            batch_size=batch_size,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            epochs=1,
+            shuffle=False,
+            num_workers=workers,
+            keep_workers=True,
+            transform=trainable.route,
+            pin_memory=ranks.device.type == "cuda",
+            subset=samples,
+        )
+    )
+    loader.add_items(ItemColumn(by))
+    return Ranking(job.ranked_ks, loader)
 
 
 def _hot_set(adaptive: Adaptation | None, metrics: Metrics, trainable: Trainable) -> HotSet:

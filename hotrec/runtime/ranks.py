@@ -17,6 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
@@ -406,6 +408,22 @@ def broadcast_object(value: T) -> T:
     holder = [value]
     dist.broadcast_object_list(holder, src=0)
     return holder[0]
+
+
+def reduce_array(
+    values: npt.NDArray[np.int64], how: dist.ReduceOp.RedOpType
+) -> npt.NDArray[np.int64]:
+    """The sum, maximum, ... over the ranks of arrays of one shape, int64, on every rank.
+
+    May change ``values``.
+    """
+    if world_size() == 1:
+        return values
+    finish_others()
+    reduced = torch.from_numpy(values).to(_device_of(None))
+    dist.all_reduce(reduced, how)
+    found: npt.NDArray[np.int64] = reduced.cpu().numpy()
+    return found
 
 
 def barrier() -> None:

@@ -27,7 +27,8 @@ class BestQuality:
         patience: Number of consecutive evaluations without a better one after which the run ends;
             None: never.
         is_kept: Whether the checkpoint of the best evaluation is kept.
-        by: Key of the figure, such as log_loss, auc or gauc.
+        by: Key of the figure, such as log_loss, auc or gauc; of one with parts, such as recall_at,
+            the first counts.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class BestQuality:
         """Add the quality after ``step``; one without the figure is no better than any."""
         self._last_step = step
         value = quality.to_json()[self.by]
+        if isinstance(value, Mapping):
+            value = next(iter(value.values()), None)
         if value is not None and (
             self.value is None or self._sign * value < self._sign * self.value
         ):

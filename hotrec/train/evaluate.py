@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -15,12 +15,15 @@ import torch.distributed as dist
 
 from hotrec.data.auc import measure_auc
 from hotrec.data.batch import Batch
+from hotrec.data.groups import NO_GROUP
 from hotrec.models.task import ClickTask
 from hotrec.runtime import watchdog
+from hotrec.runtime.gathered_rows import gather_rows, gather_sizes
 from hotrec.runtime.progress import Progress
 from hotrec.runtime.ranks import all_gather_object, broadcast_object, rank, same_verdict, world_size
 from hotrec.train.group_auc import measure_group_auc
 from hotrec.train.pipelines import Pipeline
+from hotrec.train.ranking import Ranking, find_places, measure_ranking
 from hotrec.train.signals import signals_held_back
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -40,7 +43,7 @@ class Quality:
         by_label: with several labels, the quality of each. The log loss is then the weighted sum
             that is trained, the normalised entropy its ratio to that of predicting the rates, and
             the AUC the weighted mean.
-        further: figures that are measured only on request, by key: gauc and gauc_samples_frac.
+        further: figures that are measured only on request, by key: those of GAUC and of ranking.
     """
 
     auc: float | None
@@ -59,6 +62,19 @@ class Quality:
         return document
 
 
+@dataclass(frozen=True)
+class Ranked:
+    """The places of the items of samples.
+
+    Args:
+        places: int64 (S,), see ``find_places``; those of samples of label 0 are not used.
+        ks: lengths of the lists.
+    """
+
+    places: Rows
+    ks: tuple[int, ...]
+
+
 # The figures of every quality.
 QUALITIES = tuple(
     item.name for item in fields(Quality) if item.name not in ("num_samples", "by_label", "further")
@@ -71,6 +87,7 @@ def measure_all(
     weights: Floats | None = None,
     label_weights: Mapping[str, float] | None = None,
     groups: Rows | None = None,
+    ranked: Ranked | None = None,
 ) -> Quality:
     """Measure the quality of all predictions of a split, of one label or several.
 
@@ -80,6 +97,7 @@ def measure_all(
         weights: (S,), weights of the samples; None or all 1 without.
         label_weights: Weight of each of several labels in the loss; None for one label.
         groups: (S,), see ``measure_quality``.
+        ranked: see ``measure_quality``; only with one label.
 
     Raises:
         ValueError: as ``measure_quality``.
@@ -88,10 +106,12 @@ def measure_all(
         is_used = weights > 0
         logits, labels, weights = logits[is_used], labels[is_used], weights[is_used]
         groups = None if groups is None else groups[is_used]
+        if ranked is not None:
+            ranked = replace(ranked, places=ranked.places[is_used])
         if (weights == 1).all():
             weights = None
     if not label_weights or logits.size == 0:
-        return measure_quality(logits, labels, weights, groups)
+        return measure_quality(logits, labels, weights, groups, ranked)
     of = {
         name: measure_quality(logits[:, label], labels[:, label], weights, groups)
         for label, name in enumerate(label_weights)
@@ -133,6 +153,7 @@ def measure_quality(
     labels: Floats,
     weights: Floats | None = None,
     groups: Rows | None = None,
+    ranked: Ranked | None = None,
 ) -> Quality:
     """Measure the quality of all predictions of one label.
 
@@ -141,6 +162,7 @@ def measure_quality(
         labels: (S,), 0 or 1.
         weights: (S,), above 0; all means are weighted by them. None for none.
         groups: (S,), int64, the groups of ``measure_group_auc``; None measures no GAUC.
+        ranked: the places of the samples' items; None measures no ranking.
 
     Raises:
         ValueError: if there is no sample, a logit is not finite, or a label is neither 0 nor 1.
@@ -166,6 +188,9 @@ def measure_quality(
     if groups is not None:
         grouped = measure_group_auc(logits, is_click, groups, weights)
         further = {"gauc": grouped.gauc, "gauc_samples_frac": grouped.samples_frac}
+    if ranked is not None:
+        of_clicks = None if weights is None else weights[is_click]
+        further |= measure_ranking(ranked.places[is_click], ranked.ks, of_clicks)
     base_entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)) if has_both else 0.0
     return Quality(
         auc=measure_auc(logits, is_click, weights) if has_both else None,
@@ -184,13 +209,20 @@ def measure_log_loss(logits: Floats, labels: Floats, weights: Floats | None = No
     return float(np.mean(losses) if weights is None else np.average(losses, weights=weights))
 
 
-def evaluate(pipeline: Pipeline, batches: Iterable[Batch], *, step: int | None = None) -> Quality:
+def evaluate(
+    pipeline: Pipeline,
+    batches: Iterable[Batch],
+    *,
+    step: int | None = None,
+    ranking: Ranking | None = None,
+) -> Quality:
     """Measure the model on this rank's share of a split together with all other ranks.
 
     Args:
         pipeline: empty; it is empty again on return.
         batches: the same number on every rank; padding samples (weight 0) are ignored.
         step: updates made so far, for the watchdog's messages.
+        ranking: the items to rank, for a model of user and item vectors; None for none.
 
     Returns:
         The quality over all ranks, the same on every rank.
@@ -211,10 +243,13 @@ def evaluate(pipeline: Pipeline, batches: Iterable[Batch], *, step: int | None =
             torch.no_grad(),
             Progress("evaluate", _count(batches), unit="batches", is_shown=rank() == 0) as bar,
         ):
-            predictions = _predict(pipeline, same_verdict(lambda: _start(batches)), step, bar)
+            found = _predict(pipeline, same_verdict(lambda: _start(batches)), step, bar)
+            if ranking is not None:
+                found["places"] = _rank_items(pipeline, ranking, found, step)
     finally:
         model.train(was_training)
-    parts = _gather_on_first(predictions)
+    of_host = {name: part.cpu().numpy() for name, part in found.items() if name in _GATHERED}
+    parts = _gather_on_first(of_host)
     # The first rank sorts all predictions; the others wait without a time limit.
     watchdog.enter(watchdog.MAIN, watchdog.METRICS, step)
     label_weights = next((m.label_weights for m in model.modules() if isinstance(m, ClickTask)), {})
@@ -222,8 +257,10 @@ def evaluate(pipeline: Pipeline, batches: Iterable[Batch], *, step: int | None =
     def measure() -> Quality | None:
         if parts is None:
             return None
-        logits, labels, weights, *groups = map(np.concatenate, zip(*parts, strict=True))
-        return measure_all(logits, labels, weights, label_weights, *groups)
+        whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        places = whole.pop("places", None)
+        ranked = None if places is None or ranking is None else Ranked(places, ranking.ks)
+        return measure_all(**whole, label_weights=label_weights, ranked=ranked)
 
     return broadcast_object(same_verdict(measure))  # type: ignore[return-value]
 
@@ -247,44 +284,86 @@ def _start(batches: Iterable[Batch]) -> Iterator[Batch]:
         return iter(batches)
 
 
-# Logits and labels, float32 (S,) or (S, L), weights (S,), and if batches have groups, int64 (S,).
-Predictions = tuple[np.ndarray, ...]
+# What rank 0 measures: logits and labels, float32 (S,) or (S, L), weights (S,), and if measured,
+# groups and places, int64 (S,).
+_GATHERED = ("logits", "labels", "weights", "groups", "places")
 
 
 def _predict(
     pipeline: Pipeline, iterator: Iterator[Batch], step: int | None, bar: Progress
-) -> Predictions:
-    """The predictions of this rank on the host, without padding."""
-    # Weights, and groups if there are any, of the batches in the pipeline.
-    held: deque[list[torch.Tensor]] = deque()
+) -> dict[str, torch.Tensor]:
+    """The predictions of this rank, without padding: those of ``_GATHERED`` but for the places.
+
+    Also, if batches have items, these, int64 (S,), and of a model that has them the vectors of user
+    and item, (S, 2, D), on the device.
+    """
+    # What batches have besides the model's output, of those in the pipeline.
+    held: deque[dict[str, torch.Tensor]] = deque()
 
     def remember() -> Iterator[Batch]:
         for batch in iterator:
-            parts = [batch.weights, batch.groups]
-            held.append([part.clone() for part in parts if part is not None])
+            ids = None if batch.items is None else batch.items.ids
+            parts = {"weights": batch.weights, "groups": batch.groups, "items": ids}
+            held.append({name: of.clone() for name, of in parts.items() if of is not None})
             yield batch
 
     pipeline.start()
     remembered = remember()
     first = next(remembered, None)
     if first is None:
-        nothing = np.empty(0, np.float32)
-        return nothing, nothing, nothing
+        return dict.fromkeys(("logits", "labels", "weights"), torch.empty(0))
     batches = chain([first], remembered)
     # On the device until all are computed: a copy of each to the host would wait for its batch.
     # Labels and weights are cloned, since views would keep the memory of the whole batch.
-    parts: list[list[torch.Tensor]] = []
+    parts: list[dict[str, torch.Tensor]] = []
     while held:  # one for every batch that is not computed yet
         watchdog.enter(watchdog.MAIN, watchdog.EVALUATION, step)
-        _, logits_B, labels_B = pipeline.progress(batches)
-        parts.append([logits_B.float(), labels_B.float().clone(), *held.popleft()])
+        _, logits_B, labels_B, *vectors_B2D = pipeline.progress(batches)
+        part = {"logits": logits_B.float(), "labels": labels_B.float().clone(), **held.popleft()}
+        if "items" in part and vectors_B2D:
+            part["vectors"] = vectors_B2D[0]
+        parts.append(part)
         bar.update()
-    found = [torch.cat(list(of_batches)).cpu() for of_batches in zip(*parts, strict=True)]
-    is_sample = found[2] > 0
-    return tuple(part[is_sample].numpy() for part in found)
+    found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    is_sample = found["weights"] > 0
+    return {name: part[is_sample.to(part.device)] for name, part in found.items()}
 
 
-def _gather_on_first(predictions: Predictions) -> list[Predictions] | None:
+def _rank_items(
+    pipeline: Pipeline, ranking: Ranking, found: Mapping[str, torch.Tensor], step: int | None
+) -> torch.Tensor:
+    """The places of the items of this rank's positive samples, int64 (S,); collective."""
+    iterator = same_verdict(lambda: _start(ranking.catalogue))
+    with Progress("items", _count(ranking.catalogue), unit="batches", is_shown=rank() == 0) as bar:
+        catalogue = _predict(pipeline, iterator, step, bar)
+    watchdog.enter(watchdog.MAIN, watchdog.METRICS, step)
+    if "vectors" not in catalogue:
+        raise ValueError(
+            "trainer.eval_ranking: expected a model of user and item vectors, got one without. "
+            "Choose model=two_tower, or remove it."
+        )
+    vectors, device = catalogue["vectors"], pipeline.device
+    is_item = catalogue["items"].to(device) != NO_GROUP
+    ids_m, items_mD = catalogue["items"].to(device)[is_item], vectors[is_item, 1]
+    sizes = gather_sizes(ids_m.numel(), device)
+    ids_M = gather_rows(ids_m.unsqueeze(1), sizes).squeeze(1)
+    items_MD = gather_rows(items_mD, sizes)
+    ids_M, order = ids_M.sort()
+    places_S = torch.zeros(len(found["logits"]), dtype=torch.int64, device=device)
+    if "vectors" in found:
+        targets_S = found["items"].to(device)
+        is_ranked = (found["labels"].to(device) == 1) & (targets_S != NO_GROUP)
+        users_PD, targets_P = found["vectors"][is_ranked, 0], targets_S[is_ranked]
+        items_MD = items_MD[order]
+        places_S[is_ranked] = same_verdict(
+            lambda: find_places(users_PD, targets_P, items_MD, ids_M)
+        )
+    return places_S
+
+
+def _gather_on_first(
+    predictions: dict[str, np.ndarray],
+) -> list[dict[str, np.ndarray]] | None:
     """All ranks' predictions on rank 0, None elsewhere."""
     if world_size() == 1:
         return [predictions]

@@ -16,6 +16,7 @@ from hotrec.train.checkpoint import Checkpoints, keep_best
 from hotrec.train.evaluate import evaluate
 from hotrec.train.metrics import Metrics
 from hotrec.train.pipelines import Pipeline
+from hotrec.train.ranking import Ranking
 from hotrec.train.schedule import Segment
 from hotrec.train.signals import signals_held_back
 
@@ -32,6 +33,7 @@ class Evaluation:
         best: Early stopping and best-checkpoint tracking; saved with the checkpoint.
         alternation: The order that depends on the loss; saved with the loader.
         checkpoints: Where the checkpoint of the best evaluation is kept.
+        ranking: The items that each evaluation ranks; None for none.
     """
 
     def __init__(
@@ -44,10 +46,11 @@ class Evaluation:
         best: BestQuality | None = None,
         alternation: Alternation | None = None,
         checkpoints: Checkpoints | None = None,
+        ranking: Ranking | None = None,
     ) -> None:
         self.every_steps, self.best = every_steps, best
         self._metrics, self._checkpoints = metrics, checkpoints
-        self._splits, self._ahead = splits or {}, ahead
+        self._splits, self._ahead, self._ranking = splits or {}, ahead, ranking
         self._trackers: list[Alternation | BestQuality] = [
             tracker for tracker in (alternation, best) if tracker is not None
         ]
@@ -79,7 +82,9 @@ class Evaluation:
         """
         # Starting a loader draws a random number, which must not affect training.
         with torch.random.fork_rng(devices=[]), signals_held_back():
-            same_verdict(lambda: [iter(batches) for batches in self._splits.values()])
+            loaders = [*self._splits.values()]
+            loaders += [] if self._ranking is None else [self._ranking.catalogue]
+            same_verdict(lambda: [iter(batches) for batches in loaders])
             if self._ahead is not None:
                 same_verdict(self._ahead.start)
 
@@ -111,7 +116,7 @@ class Evaluation:
         """Evaluate all splits after the last step; collective."""
         step = self._metrics.position.step
         for index, (split, batches) in enumerate(self._splits.items()):
-            quality = evaluate(pipeline, batches, step=step)
+            quality = evaluate(pipeline, batches, step=step, ranking=self._ranking)
             self._metrics.add_quality(split, quality)
             if self.best is None:
                 continue
@@ -129,7 +134,7 @@ class Evaluation:
         for index, (split, batches) in enumerate(self._splits.items()):
             if index > 0 and (best is None or not best.is_kept_at(step)):
                 break
-            quality = evaluate(pipeline, batches, step=step)
+            quality = evaluate(pipeline, batches, step=step, ranking=self._ranking)
             self._metrics.add_quality(split, quality)
             trackers: Sequence[Alternation | BestQuality] = self._trackers if index == 0 else ()
             for tracker in trackers:
@@ -142,7 +147,7 @@ class Evaluation:
         """Evaluate the day that is due after the last step, if one is."""
         step, ahead = self._metrics.position.step, self._ahead
         if ahead is not None and step in ahead.days:
-            quality = evaluate(pipeline, ahead.take(step), step=step)
+            quality = evaluate(pipeline, ahead.take(step), step=step, ranking=self._ranking)
             self._metrics.add_quality(NEXT_DAY, quality, day=ahead.days[step].name)
             ahead.add_quality(step, quality)
 

@@ -79,7 +79,7 @@ class Pipeline(ABC):
 
         Returns:
             The model's second output; for ``ClickTask`` loss (), logits (B,) and labels (B,),
-            detached.
+            detached; for ``RetrievalTask`` also vectors in evaluation.
 
         Raises:
             EndOfDataError: if ``batches`` is exhausted.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,6 +54,30 @@ OUT_OF_RANGE = [
         *("optimizer.schedule.num_decay_steps: expected 0 with decay=constant", "got 9"),
     ),
     ("trainer.best_by=gauc", "trainer.best_by: expected log_loss or auc without", "got gauc"),
+    ("trainer.best_by=ndcg_at", "trainer.best_by: expected log_loss, auc or gauc", "got ndcg_at"),
+    ("trainer.eval_ranking=[5]", "trainer.eval_ranking: expected none without", "got [5]"),
+    (
+        "model=two_tower model.item_columns=[a] model.loss=sampled_softmax",
+        *("model.item_id: expected the column of the item with loss=sampled_softmax", "got none"),
+    ),
+    (
+        "model=two_tower model.item_columns=[a] model.item_id=b",
+        *("model.item_id: expected one of model.item_columns ['a']", "got 'b'"),
+    ),
+    (
+        "model=two_tower model.item_columns=[a,b] model.item_id=a model.negatives=uniform",
+        *("model.negatives: expected in_batch for an item tower that reads more", "['a', 'b']"),
+    ),
+    (
+        "model=two_tower model.item_columns=[a] model.item_id=a model.loss=sampled_softmax "
+        "pipeline=micro_batches",
+        *("pipeline.micro_batches: expected false with model.loss=sampled_softmax", "got true"),
+    ),
+    (
+        "model=two_tower model.item_columns=[a] model.item_id=a model.loss=sampled_softmax "
+        "model.negatives=uniform order=all_hot",
+        *("model.negatives: expected in_batch with order=all_hot", "got uniform"),
+    ),
     ("trainer.batch_size=0", "trainer.batch_size: expected a value at least 1, got 0", ""),
     ("optimizer=adam optimizer.beta2=1", "optimizer.beta2: expected a value", "below 1"),
     ("placement=coverage placement.coverage_frac=1.5", "placement.coverage_frac:", "at most 1"),
@@ -104,8 +129,8 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_refused(
     words: str, start: str, part: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # One override, or the choice that it belongs to and the override.
-    assert run_command("prepare", words.split(" ", 1)) == 1
+    # Overrides, some with spaces.
+    assert run_command("prepare", re.split(r" (?=[a-z_.]+=)", words)) == 1
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith(f"error: {start}")

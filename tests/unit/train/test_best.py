@@ -31,7 +31,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps at which the run was evaluated; the losses are those above."""
     steps: list[int] = []
 
-    def evaluate(pipeline: Any, batches: Any, *, step: int) -> Quality:
+    def evaluate(pipeline: Any, batches: Any, *, step: int, ranking: None) -> Quality:
         steps.append(step)
         return Quality(auc=0.5, log_loss=LOSSES[step], normalized_entropy=None, num_samples=1)
 
