@@ -31,11 +31,13 @@ class SampleWork:
         per_sample: Work that does not depend on the lengths, 1 or more.
         per_id: Work per id, by feature; a missing feature has none.
         per_pair: Work per pair of ids of a feature that attends to itself.
+        max_length: Of how many ids of a sequence there is work; those before are left out.
     """
 
     per_sample: int = 1
     per_id: Mapping[str, int] = field(default_factory=dict)
     per_pair: Mapping[str, int] = field(default_factory=dict)
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         least = min([0, *self.per_id.values(), *self.per_pair.values()])
@@ -56,7 +58,7 @@ class SampleWork:
         work_S = np.full(lengths.shape[1], self.per_sample, np.int64)
         for name, length_S in zip(features, lengths, strict=True):
             per_id, per_pair = self.per_id.get(name, 0), self.per_pair.get(name, 0)
-            length_S = length_S.astype(np.int64)
+            length_S = length_S.astype(np.int64).clip(max=self.max_length)
             work_S += (per_id + per_pair * length_S) * length_S
         return work_S
 

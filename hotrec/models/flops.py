@@ -101,7 +101,8 @@ class SequenceWork(NamedTuple):
 def count_sequence_work(layers: Hstu | Sasrec) -> SequenceWork:
     """Count the operations of matrix products at three lengths, on which they depend as a square.
 
-    Padding is as much work as a position: a batch's samples take that of the longest one.
+    Padding is as much work as a position: a sample takes that of the longest one that is computed
+    with it, see ``last_output``.
 
     Raises:
         ValueError: If histories have fewer than three positions at most.

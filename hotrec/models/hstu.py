@@ -18,7 +18,6 @@ from hotrec.models.sequence import (
     ScoreLayers,
     SequenceColumns,
     TokenEncoder,
-    attention_mask,
     encoder_layers,
     last_output,
     split_heads,
@@ -165,8 +164,9 @@ class Hstu(nn.Module):
         self.score = ScoreLayers(columns.others, dim, num_dense, num_labels, over_layer_sizes)
 
     def _vectors(self, tokens_BTD: torch.Tensor, is_token_BT: torch.Tensor) -> torch.Tensor:
-        sees_BTT = attention_mask(is_token_BT, len(self.tokens.context))
-        vectors_BD: torch.Tensor = self.user_norm(last_output(self.layers, tokens_BTD, sees_BTT))
+        num_context = len(self.tokens.context)
+        last_BD = last_output(self.layers, tokens_BTD, is_token_BT, num_context)
+        vectors_BD: torch.Tensor = self.user_norm(last_BD)
         return vectors_BD
 
     def user_vectors(

@@ -17,7 +17,6 @@ from hotrec.models.sequence import (
     ScoreLayers,
     SequenceColumns,
     TokenEncoder,
-    attention_mask,
     encoder_layers,
     last_output,
     split_heads,
@@ -146,8 +145,9 @@ class Sasrec(nn.Module):
         An empty history's token is the vector of its position. Dense columns are not read.
         """
         tokens_BTD, is_token_BT = self.tokens(columns)
-        sees_BTT = attention_mask(is_token_BT, len(self.tokens.context))
-        vectors_BD: torch.Tensor = self.user_norm(last_output(self.layers, tokens_BTD, sees_BTT))
+        num_context = len(self.tokens.context)
+        last_BD = last_output(self.layers, tokens_BTD, is_token_BT, num_context)
+        vectors_BD: torch.Tensor = self.user_norm(last_BD)
         return vectors_BD
 
     def item_vectors(self, columns: Mapping[str, JaggedRows]) -> torch.Tensor:

@@ -23,6 +23,9 @@ from torch import nn
 JaggedRows = tuple[torch.Tensor, torch.Tensor]
 
 _POSITION_STD = 0.02
+# Classes of lengths that are computed apart on a CPU: the mean class is padded to one more of so
+# many parts of the longest sample.
+NUM_LENGTHS = 4
 
 
 @dataclass(frozen=True)
@@ -141,17 +144,47 @@ def split_heads(values: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def last_output(
-    layers: nn.ModuleList, tokens_BTD: torch.Tensor, sees_BTT: torch.Tensor
+    layers: nn.ModuleList,
+    tokens_BTD: torch.Tensor,
+    is_token_BT: torch.Tensor,
+    num_context: int,
 ) -> torch.Tensor:
     """The output of the last layer for the last token, (B, D).
 
-    Nothing reads that layer's other outputs, so that they are not computed.
+    Nothing reads that layer's other outputs, so that they are not computed. On a CPU, samples of
+    similar lengths are computed together, so that less of the work is padding.
 
     Args:
-        layers: Called with tokens, mask and Q, they return the outputs (B, Q, D).
-        tokens_BTD: The tokens.
-        sees_BTT: The mask, of ``attention_mask``.
+        layers: Called with tokens, the mask of ``attention_mask`` and Q, they return the outputs
+            (B, Q, D).
+        tokens_BTD: The tokens: those of the context, padding, the others.
+        is_token_BT: Which tokens are not padding.
+        num_context: Number of tokens of the context.
     """
+    if not tokens_BTD.is_cpu or tokens_BTD.size(0) < 2:
+        return _last_output(layers, tokens_BTD, is_token_BT, num_context)
+    num_tokens = tokens_BTD.size(1)
+    padding_B = num_tokens - is_token_BT.sum(1)
+    class_B = padding_B * NUM_LENGTHS // num_tokens
+    outputs, order = [], []
+    for number in class_B.unique().tolist():
+        samples_S = (class_B == number).nonzero()[:, 0]
+        # The last token stays, which is padding if a history alone, without a candidate, is empty.
+        end = min(num_context + int(padding_B[samples_S].min()), num_tokens - 1)
+        kept_T = torch.cat((torch.arange(num_context), torch.arange(end, num_tokens)))
+        part_STD, is_token_ST = (
+            values.index_select(0, samples_S).index_select(1, kept_T)
+            for values in (tokens_BTD, is_token_BT)
+        )
+        outputs.append(_last_output(layers, part_STD, is_token_ST, num_context))
+        order.append(samples_S)
+    return torch.cat(outputs).index_select(0, torch.cat(order).argsort())
+
+
+def _last_output(
+    layers: nn.ModuleList, tokens_BTD: torch.Tensor, is_token_BT: torch.Tensor, num_context: int
+) -> torch.Tensor:
+    sees_BTT = attention_mask(is_token_BT, num_context)
     for layer in layers[:-1]:
         tokens_BTD = layer(tokens_BTD, sees_BTT, tokens_BTD.size(1))
     last_BD: torch.Tensor = layers[-1](tokens_BTD, sees_BTT, 1).squeeze(1)

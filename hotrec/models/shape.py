@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from hotrec.data.tokens import SampleWork
-from hotrec.models.flops import DenseWork, count_work, dense_flops
+from hotrec.models.flops import DenseWork, count_sequence_work, count_work, dense_flops
 from hotrec.models.plain import SEQUENCE_KINDS, Architecture, make_layers
 from hotrec.models.zoo import OF_TORCHREC, make_checked_layers, zero_rows
 from hotrec.types import Schema
@@ -131,13 +131,18 @@ def sample_work_of(shape: Architecture) -> SampleWork:
     """The work of a sample from its lengths, in operations of forward and backward.
 
     It has the operations of the dense layers per sample and ``ID_FLOPS_PER_DIM`` D for each id.
-    Layers over the ids of whole sequences tell more in ``sequence_flops``: the operations per id
-    and per pair of ids, by feature. Those of features that make one token together add up, so only
-    one of them has the operations of the token.
+    Layers over the ids of whole sequences tell more: the operations per id and per pair of ids, by
+    feature, a model of one's own in ``sequence_flops``. Those of features that make one token
+    together add up, so only one of them has the operations of the token.
     """
     per_id = dict.fromkeys(
         (name for name, _ in shape.features), ID_FLOPS_PER_DIM * shape.embedding_dim
     )
+    if shape.kind in SEQUENCE_KINDS:
+        work, history = count_sequence_work(make_layers(shape)), next(iter(shape.args["history"]))
+        per_id[history] += round(work.per_position)
+        per_pair = {history: round(work.per_pair)}
+        return SampleWork(max(1, round(work.fixed)), per_id, per_pair, shape.args["max_length"])
     layers = None if shape.kind in OF_TORCHREC else make_layers(shape)
     told: Mapping[str, tuple[float, float]] = getattr(layers, "sequence_flops", {})
     return SampleWork(

@@ -143,7 +143,7 @@ def test_the_last_layer_for_one_token_is_that_for_all() -> None:
     for layer in model.layers:
         every = layer(every, sees, every.size(1))
     assert every.shape == tokens.shape
-    last = last_output(model.layers, tokens, sees)
+    last = last_output(model.layers, tokens, is_token, 2)
     torch.testing.assert_close(last, every[:, -1], rtol=0, atol=1e-13)
 
 

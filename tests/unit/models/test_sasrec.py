@@ -129,7 +129,7 @@ def test_the_last_block_for_one_token_is_that_for_all() -> None:
     every = tokens
     for layer in model.layers:
         every = layer(every, sees, every.size(1))
-    last = last_output(model.layers, tokens, sees)
+    last = last_output(model.layers, tokens, is_token, 2)
     torch.testing.assert_close(last, every[:, -1], rtol=0, atol=1e-13)
 
 

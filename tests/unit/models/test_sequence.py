@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from hotrec.models.sequence import (
     SequenceColumns,
     attention_mask,
     check_lengths,
+    last_output,
     pad_front,
     sum_rows,
 )
@@ -83,3 +86,26 @@ def test_columns_of_a_history_agree_in_length() -> None:
 def test_a_history_is_needed() -> None:
     with pytest.raises(ValueError, match=r"^columns: .* got \{\}"):
         SequenceColumns(history={})
+
+
+@pytest.mark.parametrize("num_context", [0, 2])
+def test_samples_of_similar_lengths_are_computed_together(num_context: int) -> None:
+    """Each in the order of the batch, with the tokens that it has with all the others."""
+    torch.manual_seed(3)
+    padding = torch.tensor([0, 7, 3, 8, 1, 4, 0, 6])
+    tokens = torch.randn(len(padding), num_context + 8, 3)
+    place = torch.arange(8)
+    is_token = F.pad(place >= padding[:, None], (num_context, 0), value=True)
+    widths = []
+
+    class Sums(nn.Module):
+        """What a token sees, added up."""
+
+        def forward(self, of: torch.Tensor, sees: torch.Tensor, num_queries: int) -> torch.Tensor:
+            widths.append(of.size(1))
+            return (sees[:, -num_queries:].float() @ of)[:, -num_queries:]
+
+    found = last_output(nn.ModuleList([Sums(), Sums()]), tokens, is_token, num_context)
+    seen = attention_mask(is_token, num_context).float()
+    torch.testing.assert_close(found, (seen @ (seen @ tokens))[:, -1])
+    assert sorted(set(widths)) == {0: [1, 2, 4, 5, 8], 2: [3, 4, 7, 10]}[num_context]
