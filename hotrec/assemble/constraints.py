@@ -226,10 +226,10 @@ def torchrec_constraints(
             "placement.plan=table_wise."
         )
     is_cached = tier is ColdTier.fused_uvm_caching
-    types = [ShardingType.TABLE_WISE.value]
+    types: list[str] | None = [ShardingType.TABLE_WISE.value]
     if variant is TorchrecPlan.planner:
-        sharded = ShardingType.ROW_WISE.value, ShardingType.COLUMN_WISE.value
-        types = None if may_replicate else [*types, *sharded]
+        sharded = ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.COLUMN_WISE
+        types = None if may_replicate else [kind.value for kind in sharded]
     return {
         table.name: _replicated()
         if variant is TorchrecPlan.hand_tuned and table.num_embeddings < batch_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ from hotrec.types import ColdTier, PipelineKind, Placement, Precision, Schema
 
 META = torch.device("meta")
 # Where the tables of a model are, before sharding.
-Embeddings = EmbeddingBagCollection | EmbeddingCollection | HotColdCollection[Any]
+Embeddings: TypeAlias = EmbeddingBagCollection | EmbeddingCollection | HotColdCollection[Any]
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,7 @@ def build_unsharded(
         made = HotColdEmbeddingBagCollection if is_pooled else HotColdEmbeddingCollection
         embeddings = made(tables, placed, device=META)
         made = HotColdSharder if is_pooled else HotColdSequenceSharder
-        sharders = [
-            made(spec.embedding, plan.tables.hot_exchange, pipeline.wire, pipeline.levels)
-        ]
+        sharders = [made(spec.embedding, plan.tables.hot_exchange, pipeline.wire, pipeline.levels)]
         constraints = placement_constraints(placed, cache_stats, machine.device)
     built = build_architecture(spec.architecture, embeddings, spec.seed, dense_device)
     check_modules(built)

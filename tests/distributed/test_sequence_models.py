@@ -56,9 +56,7 @@ GLOBAL_BATCH, NUM_STEPS, SEGMENT, LR = 12, 4, 2, 0.1
 NUM_SAMPLES = GLOBAL_BATCH * NUM_STEPS
 NUM_ROWS = {"videos": 20, "actions": 4, "users": 7, "tags": 5}
 LABEL_WEIGHTS = {"label": 1.0, "like": 0.5}
-HOT = Placement.alike(
-    Partition(NUM_ROWS, {"videos": np.array([2, 0, 5]), "users": np.arange(7)})
-)
+HOT = Placement.alike(Partition(NUM_ROWS, {"videos": np.array([2, 0, 5]), "users": np.arange(7)}))
 # The samples read low rows most.
 STALE = Placement.alike(Partition(NUM_ROWS, {"videos": np.arange(15, 20)}))
 CACHED = Placement(
