@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ from hotrec.types import ColdTier, PipelineKind, Placement, Precision, Schema
 
 META = torch.device("meta")
 # Where the tables of a model are, before sharding.
-Embeddings = EmbeddingBagCollection | EmbeddingCollection | HotColdCollection[Any]
+Embeddings: TypeAlias = EmbeddingBagCollection | EmbeddingCollection | HotColdCollection[Any]
 
 
 @dataclass(frozen=True)

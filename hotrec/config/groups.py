@@ -503,10 +503,7 @@ class SequenceConfig(ModelConfig):
     num_heads: int = key("number of attention heads of a layer", 2, ge=1)
     max_length: int = key("how many of the last ids of a history are read", 50, ge=1)
     dropout: float = key(
-        "fraction of the values that is dropped in training; each rank drops others",
-        0.0,
-        ge=0,
-        lt=1,
+        "fraction of values to drop in training; each rank drops others", 0.0, ge=0, lt=1
     )
     over_layer_sizes: list[int] = key(
         "sizes of the layers over the output; the last must be 1, a logit for each label",

@@ -556,7 +556,8 @@ class PlainModel(nn.Module):
         rows: Any
         if self.reads_sequences:
             features = self.shape.features
-            rows = {name: self.tables[table].unpooled(ids[name]) for name, table in features}
+            unpooled: Any = {name: table.unpooled for name, table in self.tables.items()}
+            rows = {name: unpooled[table](ids[name]) for name, table in features}
         else:
             pooled = [self.tables[table](ids[name]) for name, table in self.shape.features]
             rows = torch.stack(pooled, dim=1)

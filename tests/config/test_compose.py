@@ -29,6 +29,8 @@ REQUIRED = {
     "export": ["output=x"],
     "predict": ["input=[x]", "output=x"],
     "din": ["+model.attention.history=item"],
+    "hstu": ["+model.history.seen=item"],
+    "sasrec": ["+model.history.seen=item"],
     "own": ["model._target_=my_model.MyModel"],
     "two_tower": ["model.item_columns=[item]"],
 }

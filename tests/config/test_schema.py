@@ -29,7 +29,8 @@ READ_BY_NAME = {"eps", "beta1", "beta2"}
 # Those of a model's layers, see architecture_of.
 READ_BY_NAME |= {"dense_layer_sizes", "over_layer_sizes", "deep_layer_sizes", "num_experts"}
 READ_BY_NAME |= {"expert_layer_sizes", "item_columns", "tower_layer_sizes", "args"}
-READ_BY_NAME |= {"attention", "attention_layer_sizes"}
+READ_BY_NAME |= {"attention", "attention_layer_sizes", "num_layers", "num_heads"}
+READ_BY_NAME |= {"attention_dim", "linear_dim", "dropout", "max_length"}
 READ_BY_NAME |= {"cross_num_layers", "cross_low_rank_dim", "_target_"}
 # By the properties keeps_best and first_decay_step.
 READ_BY_NAME |= {"keep_best", "decay_start_step"}

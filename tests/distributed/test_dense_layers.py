@@ -36,6 +36,7 @@ from tests.distributed.setups import (
     zoo_tables,
 )
 from tests.helpers.checks import run_checks
+from tests.helpers.dense import POOLED_KINDS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import only_whole
 
@@ -166,7 +167,7 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 
 def clipped_as_unsplit() -> None:
-    for kind in ModelKind:
+    for kind in POOLED_KINDS:
         for pipeline in PIPELINES:
             got, weights, before = train_sharded(kind, pipeline, grad_clip_norm=MAX_NORM)
             expected, plain, norms = train_plainly(kind, before, grad_clip_norm=MAX_NORM)
@@ -179,7 +180,7 @@ def clipped_as_unsplit() -> None:
 
 
 def bf16_by_pipeline() -> None:
-    for kind in ModelKind:
+    for kind in POOLED_KINDS:
         of_pipeline = {}
         for pipeline in PIPELINES:
             got, weights, before = train_sharded(kind, pipeline, precision=Precision.bf16)

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 
 import hotrec as package
 from hotrec.data.chunks import Dataset, Jagged
+from hotrec.runs import export
 from hotrec.runs.predict import score
 from hotrec.train.checkpoint import open_tensors
 from hotrec.train.evaluate import measure_auc, measure_quality
@@ -35,7 +36,11 @@ MODELS = {
     "dcnv2": SIZES,
     "din": (*SIZES, "+model.attention.last_seen=item"),
     "own": ("model._target_=my_model.MyModel", "+model.args.hidden=8"),
+    "hstu": ("+model.history.seen=item", "model.context=[user]", "model.max_length=3"),
+    "sasrec": ("+model.history.seen=item", "model.num_layers=1"),
+    "sequences": ("model=own", "model._target_=my_sequences.MySequences", "+model.args.hidden=8"),
 }
+OF_OWN = ("own", "sequences")
 MODEL = (
     *(
         "model.embedding_dim=8",
@@ -107,7 +112,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hotrec_here("prepare", *DATA, cwd=folder)
     hotrec_here("profile", *DATA, cwd=folder)
     for kind, keys in MODELS.items():
-        words = (*DATA, f"model={kind}", *MODEL, *keys)
+        choice = () if kind == "sequences" else (f"model={kind}",)
+        words = (*DATA, *choice, *MODEL, *keys)
         assert hotrec_here("train", *words, cwd=folder, HOTREC_RUN_DIR=f"runs/{kind}").figures
     return folder
 
@@ -126,7 +132,7 @@ def test_the_exported_model_scores_as_evaluate(
 ) -> None:
     words = ("export", f"run_dir=runs/{kind}", f"output=exported/{kind}")
     figures = hotrec_here(*words, cwd=folder).figures
-    model = package.load_model(folder / "exported" / kind, allow_code=kind == "own")
+    model = package.load_model(folder / "exported" / kind, allow_code=kind in OF_OWN)
     block = Dataset.open(folder / "data/my_log/dataset").block("test", 0)
     features = {  # copies, since the chunk is mapped read-only
         name: Jagged(*map(np.array, vars(ids).values())) if isinstance(ids, Jagged) else ids.copy()
@@ -169,10 +175,11 @@ def test_code_is_imported_only_where_it_is_allowed(folder: Path) -> None:
         package.load_model(folder / "exported/code")
 
 
-def test_records_are_encoded_and_scored_as_predict_does(folder: Path) -> None:
-    """By the two files of the export, where there is no hotrec, pyarrow or torchrec."""
-    hotrec_here("export", "run_dir=runs/dlrm", "output=exported/alone", cwd=folder)
-    words = ("predict", "run_dir=runs/dlrm", "input=[days]", "output=encoded")
+@pytest.mark.parametrize("kind", ["dlrm", "hstu", "sasrec"])
+def test_records_are_encoded_and_scored_as_predict_does(folder: Path, kind: str) -> None:
+    """By the code in the export, where there is no hotrec, pyarrow or torchrec."""
+    hotrec_here("export", f"run_dir=runs/{kind}", "output=exported/alone", cwd=folder)
+    words = ("predict", f"run_dir=runs/{kind}", "input=[days]", "output=encoded")
     hotrec_here(*words, cwd=folder)
     program = f"""
 import csv, json
@@ -263,6 +270,14 @@ def test_onnx_runtime_scores_as_evaluate(
     assert quality.log_loss == pytest.approx(evaluated[kind]["log_loss"], abs=1e-6)
 
 
+def test_sequences_are_not_written_as_onnx(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "check_packages", lambda: None)
+    words = ("export", "run_dir=runs/hstu", "output=exported/onnx_hstu", "export.onnx=true")
+    outcome = hotrec_here(*words, cwd=folder)
+    assert "export.onnx: expected a model of pooled columns, got hstu" in outcome.stderr
+    assert not list((folder / "exported").glob("*onnx_hstu*"))
+
+
 def padded(ids: Jagged) -> np.ndarray:
     lengths = np.diff(ids.offsets)
     is_id = np.arange(lengths.max()) < lengths[:, None]
@@ -286,7 +301,7 @@ def test_aot_inductor(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(compiled(*fewer), model(*fewer), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["dlrm", "own"])
+@pytest.mark.parametrize("kind", ["dlrm", "own", "sequences"])
 def test_predict_scores_as_evaluate(
     folder: Path, evaluated: dict[str, dict[str, Any]], kind: str
 ) -> None:

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.models.plain import Architecture
+from hotrec.models.plain import SEQUENCE_KINDS, Architecture
 from hotrec.models.zoo import build_architecture
 from hotrec.train.dense_sync import dense_parameters
 from hotrec.types import ModelKind
@@ -29,12 +29,24 @@ OPTIMIZERS: Optimizers = {
 }
 
 
+# The kinds whose layers read pooled features.
+POOLED_KINDS = [kind for kind in ModelKind if kind.name not in SEQUENCE_KINDS]
+_SEQUENCES: dict[str, Any] = {
+    "side": [],
+    "context": [],
+    "num_layers": 2,
+    "num_heads": 2,
+    "max_length": 2,
+    "dropout": 0.0,
+}
 # What the layers of each kind take besides the sizes that all share.
 ARGS: dict[ModelKind, dict[str, Any]] = {
     ModelKind.deepfm: {"deep_layer_sizes": [6, 5]},
     ModelKind.din: {"attention_layer_sizes": [6]},
     ModelKind.mmoe: {"num_experts": 3, "expert_layer_sizes": [6, 5]},
     ModelKind.two_tower: {"tower_layer_sizes": [6, 5]},
+    ModelKind.hstu: {**_SEQUENCES, "attention_dim": 4, "linear_dim": 3},
+    ModelKind.sasrec: _SEQUENCES,
     ModelKind.own: {"hidden": 6},
 }
 
@@ -76,6 +88,8 @@ def shape_of(
     if kind is ModelKind.din:
         (query, _), *places = features[: max(2, len(features) - 1)]
         args["attention"] = [(query, [name for name, _ in places])]
+    if kind in (ModelKind.hstu, ModelKind.sasrec):
+        args["history"] = {features[1][0]: features[0][0]}
     if kind is ModelKind.two_tower:
         args["item_columns"] = [features[0][0]]
     return Architecture(

@@ -9,7 +9,7 @@ import torch
 
 from hotrec.models.dense import check_compiler, set_up_dense_layers, use_precision
 from hotrec.types import ModelKind, Precision
-from tests.helpers.dense import Clicks, loss_of, make_inputs
+from tests.helpers.dense import POOLED_KINDS, Clicks, loss_of, make_inputs
 
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         check_compiler(CPU)
 
 
-@pytest.mark.parametrize("kind", list(ModelKind))
+@pytest.mark.parametrize("kind", POOLED_KINDS)
 def test_bf16_multiplies_in_bf16_and_keeps_weights_in_fp32(kind: ModelKind) -> None:
     model, exact = Clicks(kind, 0), Clicks(kind, 0)
     set_up_dense_layers(model.model, CPU, Precision.bf16, is_compiled=False)

@@ -19,7 +19,7 @@ from hotrec.embedding.initialize import copy_weights
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture
 from hotrec.types import ModelKind, Partition
-from tests.helpers.dense import shape_of
+from tests.helpers.dense import POOLED_KINDS, shape_of
 
 DIM = 4
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def make_batch(weights: list[float], num_global_samples: int, seed: int = 0) -> 
     )
 
 
-@pytest.mark.parametrize("kind", list(ModelKind))
+@pytest.mark.parametrize("kind", POOLED_KINDS)
 def test_same_model_whatever_holds_the_embeddings(kind: ModelKind) -> None:
     plain = EmbeddingBagCollection(tables=tables())
     split = HotColdEmbeddingBagCollection(tables(), PARTITION)

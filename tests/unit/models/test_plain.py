@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.export import Dim, export
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.models.plain import Architecture, Ids, PlainModel, TableRows, load_model
 from hotrec.models.zoo import build_architecture
 from hotrec.runs.export import by_layer, quantize
 from hotrec.types import ModelKind
-from tests.helpers.dense import shape_of
+from tests.helpers.dense import POOLED_KINDS, shape_of
 
 DIM, NUM_SAMPLES = 8, 6
 # Features in another order than their tables, and two that share one.
@@ -30,18 +32,21 @@ NUM_ROWS = {"i": 30, "u": 20}
 def trained(
     kind: ModelKind, num_dense: int, pooling: PoolingType, num_labels: int = 1
 ) -> nn.Module:
+    shape = make_shape(kind, num_dense, pooling.name.lower(), num_labels)
+    make: Any = EmbeddingConfig
+    if not shape.reads_sequences:
+        make = partial(EmbeddingBagConfig, pooling=pooling)
     tables = [
-        EmbeddingBagConfig(
+        make(
             name=name,
             num_embeddings=rows,
             embedding_dim=DIM,
             feature_names=[feature for feature, table in FEATURES.items() if table == name],
-            pooling=pooling,
         )
         for name, rows in NUM_ROWS.items()
     ]
-    embeddings = EmbeddingBagCollection(tables=tables)
-    shape = make_shape(kind, num_dense, pooling.name.lower(), num_labels)
+    collection: Any = EmbeddingCollection if shape.reads_sequences else EmbeddingBagCollection
+    embeddings = collection(tables=tables)
     return build_architecture(shape, embeddings, 1, torch.device("cpu"))
 
 
@@ -64,6 +69,8 @@ def plain(
     shape = make_shape(kind, num_dense, pooling, num_labels)
     weights = {name: value.detach() for name, value in model.named_parameters()}
     bags = "sparse_arch.embedding_bag_collection.embedding_bags"
+    if shape.reads_sequences:
+        bags = "embedding_collection.embeddings"
     rows = {table: weights.pop(f"{bags}.{table}.weight") for table in NUM_ROWS}
     tables = {table: TableRows(rows[table], None, pooling == "mean") for table in rows}
     return PlainModel(shape, by_layer(weights, shape), tables)
@@ -126,6 +133,15 @@ def test_all_forms_of_ids_give_the_same(dtype: str, is_mean: bool) -> None:
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, atol=atol, rtol=0)
     torch.testing.assert_close(table(padded), found)
+    unpooled, lengths = table.unpooled((torch.tensor([4, 4, 29, 0, 7, 1]), offsets))
+    assert lengths.tolist() == [0, 3, 1, 2]
+    torch.testing.assert_close(unpooled, rows[[4, 4, 29, 0, 7, 1]], atol=atol, rtol=0)
+    unpooled, lengths = table.unpooled(padded)
+    assert lengths.tolist() == [0, 3, 1, 2]
+    torch.testing.assert_close(unpooled, rows[[4, 29, 4, 0, 7, 1]], atol=atol, rtol=0)
+    unpooled, lengths = table.unpooled(torch.tensor([0, 7]))
+    assert lengths.tolist() == [1, 1]
+    torch.testing.assert_close(unpooled, rows[[0, 7]], atol=atol, rtol=0)
     torch.testing.assert_close(table(torch.tensor([0])), found[2:3])
 
 
@@ -148,7 +164,10 @@ def test_a_logit_for_each_label(kind: ModelKind) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "is_int8"),
-    [(ModelKind.dlrm, True), *((kind, False) for kind in ModelKind if kind is not ModelKind.dlrm)],
+    [
+        (ModelKind.dlrm, True),
+        *((kind, False) for kind in POOLED_KINDS if kind is not ModelKind.dlrm),
+    ],
 )
 def test_torch_export(kind: ModelKind, is_int8: bool) -> None:
     model = plain(trained(kind, 3, PoolingType.SUM), kind, 3)

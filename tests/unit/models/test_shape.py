@@ -13,7 +13,15 @@ import torch
 from torch import nn
 
 from hotrec.assemble.job import architecture_of
-from hotrec.config.groups import DinConfig, MmoeConfig, OwnModelConfig, TwoTowerConfig
+from hotrec.config.groups import (
+    DinConfig,
+    HstuConfig,
+    MmoeConfig,
+    OwnModelConfig,
+    SasrecConfig,
+    SequenceConfig,
+    TwoTowerConfig,
+)
 from hotrec.models.plain import Attention, DeepFm, MixtureOfExperts, TwoTower, make_layers
 from hotrec.models.shape import ID_FLOPS_PER_DIM, sample_work_of, work_of
 from hotrec.models.zoo import make_checked_layers
@@ -83,6 +91,51 @@ def test_attention_to_what_is_not_there_is_refused(sequence: str, query: str, go
     model = DinConfig(embedding_dim=DIM, attention={sequence: query})
     with pytest.raises(ValueError, match=rf"^model\.attention: expected a {got}"):
         architecture_of(model, schema)
+
+
+SEQUENCES = Schema(
+    ("age",),
+    (
+        Feature("item", "i"),
+        Feature("seen", "i", is_multi_hot=True),
+        Feature("actions", "a", is_multi_hot=True),
+        Feature("user", "u"),
+        Feature("shop", "s"),
+    ),
+    (Table("i", 5), Table("a", 3), Table("u", 7), Table("s", 4)),
+)
+
+
+@pytest.mark.parametrize("kind", [HstuConfig, SasrecConfig])
+def test_what_no_role_names_is_read_by_the_last_layers(kind: type[SequenceConfig]) -> None:
+    config = kind(embedding_dim=DIM, history={"seen": "item"}, side=["actions"], context=["user"])
+    layers: Any = make_layers(architecture_of(config, SEQUENCES))
+    assert layers.score.others == ("shop",)
+    assert layers.tokens.columns.side == ["actions"]
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        ({"history": {"sean": "item"}}, r"history: expected .*kind categorical_list .*'sean'"),
+        ({"history": {"shop": "item"}}, r"history: .*categorical_list .*'actions'\], got 'shop'"),
+        ({"history": {"seen": "seen"}}, r"history: expected a column of kind categorical .*'seen'"),
+        (
+            {"history": {"seen": "user"}},
+            r"history\.seen: expected .* table i, .* got 'user' of .*u",
+        ),
+        ({"side": ["user"]}, r"side: expected a column of kind categorical_list .* got 'user'"),
+        ({"context": ["actions"]}, r"context: expected a column of kind categorical .*'actions'"),
+        ({"context": ["user", "item"]}, r"context: .* another role, got 'item', .* model\.history"),
+        ({"context": ["user", "user"]}, r"context: .* another role, got 'user'"),
+    ],
+)
+def test_features_that_do_not_fit_their_role_are_refused(
+    roles: dict[str, Any], message: str
+) -> None:
+    config = SasrecConfig(embedding_dim=DIM, **{"history": {"seen": "item"}, **roles})
+    with pytest.raises(ValueError, match=rf"^model\.{message}"):
+        architecture_of(config, SEQUENCES)
 
 
 def test_gates_weigh_the_experts_of_each_label() -> None:

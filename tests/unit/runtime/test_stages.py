@@ -19,6 +19,7 @@ from hotrec.runtime.stages import (
     exposed_s,
     mark,
     mark_backward,
+    mark_backward_of,
     named_range,
 )
 from hotrec.types import STAGES
@@ -110,6 +111,25 @@ def test_backward_comes_to_marks_in_the_opposite_order(time: Time) -> None:
     assert rows.grad.tolist() == [8, 8, 8]  # marks change no gradient
     assert dense.grad is not None
     assert dense.grad.tolist() == [4, 4, 4]
+
+
+def test_backward_comes_to_several_tensors_together(time: Time) -> None:
+    def take(_: torch.Tensor) -> None:
+        time.now_s += 4
+
+    rows = torch.ones(5, requires_grad=True)
+    clock = StageClock(CPU)
+    with clock.step():
+        rows_are_sent = backward_point("grads_exchange", rows)
+        parts = [part * 2 for part in rows.split([2, 1, 2])]
+        first, second, _ = mark_backward_of(parts, "dense", rows_are_sent)
+        doubled = first * 2
+        doubled.register_hook(take)
+        (doubled.sum() + second.sum()).backward()
+        time.now_s += 1
+    assert measured(clock) == {"dense": 4, "optimizer": 1}
+    assert rows.grad is not None
+    assert rows.grad.tolist() == [4, 4, 2, 0, 0]  # nothing reads the last part
 
 
 def test_evaluation_inside_a_step_has_no_backward(time: Time) -> None:
