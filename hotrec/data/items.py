@@ -35,7 +35,7 @@ class Negatives:
 
     Args:
         feature: The column of the item.
-        num_uniform: How many items each step draws, over all ranks; 0 for the global batch's own.
+        num_uniform: Items that each step draws, over all ranks; 0 for those of the global batch.
         seed: Seed of the drawn ones.
     """
 
@@ -51,7 +51,7 @@ class DrawnItems:
     Args:
         feature: Number of the item's feature.
         rows: The rows that are items.
-        num_drawn: BatchItems of a step over all ranks, drawn with replacement.
+        num_drawn: Items of a step over all ranks, drawn with replacement.
         seed: Seed, the same on all ranks.
     """
 

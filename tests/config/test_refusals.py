@@ -130,7 +130,7 @@ def test_refused(
     words: str, start: str, part: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # Overrides, some with spaces.
-    assert run_command("prepare", re.split(r" (?=[a-z_.]+=)", words)) == 1
+    assert run_command("prepare", re.split(r" (?=[+]?[a-z_0-9.]+=)", words)) == 1
     out, err = capfd.readouterr()
     assert out == ""
     assert err.startswith(f"error: {start}")
