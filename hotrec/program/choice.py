@@ -266,15 +266,19 @@ def constraints_of(
 ) -> dict[str, ParameterConstraints] | None:
     """The constraints of one of TorchRec's plans.
 
-    Raises:
-        ValueError: If it has data-parallel sequences, which FBGEMM looks up wrongly on CPU.
+    On CPU sequences are not data-parallel: FBGEMM's dense kernel does not look up single ids there.
     """
-    is_pooled = all(isinstance(table, EmbeddingBagConfig) for table in tables)
-    return torchrec_constraints(
-        tables,
-        of_torchrec.plan,
-        batch_size=machine.batch_size,
-        tier=cold_tier_for(machine.device, of_torchrec.tier),
-        cache_load_factor=of_torchrec.cache_load_frac,
-        may_replicate=is_pooled or machine.device != "cpu",
-    )
+    found: dict[str, ParameterConstraints] = {}
+    for is_pooled in (True, False):
+        may_replicate = is_pooled or machine.device != "cpu"
+        by_hand = of_torchrec.plan is TorchrecPlan.hand_tuned and not may_replicate
+        constraints = torchrec_constraints(
+            [table for table in tables if isinstance(table, EmbeddingBagConfig) is is_pooled],
+            TorchrecPlan.table_wise if by_hand else of_torchrec.plan,
+            batch_size=machine.batch_size,
+            tier=cold_tier_for(machine.device, of_torchrec.tier),
+            cache_load_factor=of_torchrec.cache_load_frac,
+            may_replicate=may_replicate,
+        )
+        found |= constraints or {}
+    return found or None

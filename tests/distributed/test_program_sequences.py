@@ -122,7 +122,7 @@ def trained(
         embedding_optimizer=EMBEDDING,
         dense_optimizer=DENSE,
         pipeline=pipeline,
-        batch_size=8,
+        batch_size=64,
     )
     hot_set = hotrec.AdaptiveHotSet(model, optimizer) if adapt_every else None
     if directory is not None and first:
@@ -220,14 +220,11 @@ def train_plans() -> None:
     torch.set_num_threads(1)
     for make in (Both, Alone):
         expected = reference(make, make_batch)
-        for plan in (TorchrecPlan.planner, TorchrecPlan.table_wise):
+        for plan in TorchrecPlan:
             choice = hotrec.Choice(torchrec_plan(plan), "asked")
             losses, model = trained(make, choice)
             assert not list(sharded_collections(model))
             check(losses, model, expected)
-        hand_tuned = hotrec.Choice(torchrec_plan(TorchrecPlan.hand_tuned), "asked")
-        with pytest.raises(ValueError, match="^placement.plan: expected planner or table_wise"):
-            trained(make, hand_tuned)
     # Bags as TorchRec exchanges them beside sequences, which have no such exchange.
     tables = dict.fromkeys(ALL_ROWS, TablePlacement())
     tables["item"] = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)

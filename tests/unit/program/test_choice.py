@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -92,7 +92,14 @@ def test_sequences_on_cpu_are_never_data_parallel() -> None:
     found = constraints_of(planner, [SEQUENCES], ON_CPU)
     assert found is not None
     assert "data_parallel" not in (found["item"].sharding_types or ["data_parallel"])
-    with pytest.raises(ValueError, match="^placement.plan: expected planner or table_wise"):
-        constraints_of(by_hand, [SEQUENCES], ON_CPU)
+    small = dataclasses.replace(bags, name="tag", num_embeddings=ON_CPU.batch_size - 1)
+    few = dataclasses.replace(SEQUENCES, num_embeddings=ON_CPU.batch_size - 1)
+    found = constraints_of(by_hand, [small, few], ON_CPU)
+    assert found is not None
+    kinds = {name: of.sharding_types for name, of in found.items()}
+    assert kinds == {"tag": ["data_parallel"], "item": ["table_wise"]}
+    found = constraints_of(by_hand, [few], dataclasses.replace(ON_CPU, device="cuda"))
+    assert found is not None
+    assert found["item"].sharding_types == ["data_parallel"]
     assert Tables([bags, SEQUENCES], OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1), 0, [],
                   lambda _: ShardingPlan({})).shapes[1].output is TableOutput.expanded  # fmt: skip
