@@ -318,8 +318,12 @@ def _open_input(config: PredictConfig, source: SourceSpec) -> Log:
     except ValueError as error:
         if str(error).startswith("data.source.columns."):  # has a column, but no file
             lists = [name for history in source.histories.values() for name in history.lists]
-            said = f" The files need the lists of histories as columns: {lists}." if lists else ""
-            raise ValueError(f"input {files[0]}: {error}{said}") from error
+            if any(f"got {name!r}." in str(error) for name in lists):
+                raise ValueError(
+                    f"input {files[0]}: expected the lists of histories as columns, got not all of "
+                    f"{lists}. Add them: the earlier rows of a user need not be in the files."
+                ) from error
+            raise ValueError(f"input {files[0]}: {error}") from error
         raise
 
 

@@ -27,6 +27,7 @@ from hotrec.config.data import (
     TableSpec,
 )
 from hotrec.config.histories import UserHistorySpec
+from hotrec.config.roots import PredictConfig
 from hotrec.config.validate import validate
 from hotrec.data import histories as module
 from hotrec.data import readers
@@ -34,10 +35,10 @@ from hotrec.data.chunks import Dataset
 from hotrec.data.encode import check_encoding, encode_inputs, read_encoding
 from hotrec.data.hashing import hash_numbers
 from hotrec.data.last_events import TIME, LastEvents
-from hotrec.data.log import open_log
 from hotrec.data.numbering import Numbering, TextNumbers
 from hotrec.data.prepare import prepare
 from hotrec.data.vocabulary import read_vocabulary
+from hotrec.runs.predict import _open_input
 from tests.helpers.ranks import run_ranks
 from tests.unit.data.logs import bag
 from tests.unit.runs.test_encoder import encoder_of
@@ -273,16 +274,9 @@ def test_requests_bring_their_lists(tmp_path):
     # Files to score: no times and no side tables of histories, but their lists.
     table = pa.table({name: [record[name] for record in records] for name in records[0]})
     pq.write_table(table, tmp_path / "score.parquet")
-    scored = replace(
-        spec,
-        format=SourceFormat.parquet,
-        files=[str(tmp_path / "score.parquet")],
-        histories={},
-        joins={},
-        split=SplitSpec(),
-    )
+    config = PredictConfig([str(tmp_path / "score.parquet")], "scores")
     encoders, scaling = read_encoding(dataset, spec)
-    log = open_log(scored, needs_label=False)
+    log = _open_input(config, replace(spec, format=SourceFormat.parquet, times={"time": "s"}))
     [block] = log.blocks(0)
     of_features = {feature.name: encoders[feature.table] for feature in dataset.schema.features}
     _, features = encode_inputs(block, log.columns, of_features, scaling)
@@ -296,6 +290,13 @@ def test_requests_bring_their_lists(tmp_path):
             wanted = bag(prepared[name], at % CHUNK)
             assert rows_of[offsets[number] : offsets[number + 1]].tolist() == wanted, name
             assert bag(features[name], number) == wanted, name
+
+
+def test_files_to_score_have_lists(tmp_path):
+    spec = write_files(tmp_path, make_rows(20))
+    message = r"log_0.csv: expected the lists of histories as columns, got not all of \['past_item'"
+    with pytest.raises(ValueError, match=message):
+        _open_input(PredictConfig(spec.files, "scores"), spec)
 
 
 def raw_lists(rows: list[Row]) -> list[dict[str, list[Any]]]:
