@@ -144,7 +144,7 @@ class TrainerConfig:
     )
     eval_ranking: list[int] = key(
         "lengths k of lists: the item of each sample of label 1 is ranked among all items of the "
-        "training split, for recall@k and NDCG@k; needs model.item_id; empty: no ranking",
+        "training split, for recall@k and NDCG@k; needs a model with item_id; empty: no ranking",
         [],
         ge=1,
     )
