@@ -21,6 +21,7 @@ from hotrec.report.units import DASH, show_bytes, show_count, show_frac, show_kn
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
 
 PUBLISHED = {"item": 0.024, "album": 0.015, "artist": 0.006}
 DEPTHS = (1, 4, 16)
@@ -31,6 +32,7 @@ NAMES = {
     "hot_cold": "distinct ids, hot rows",
     "two_levels": "distinct ids, two levels",
 }
+LINES = {**dict.fromkeys(NAMES, "-"), "hot_cold": "--", "two_levels": ":"}
 ORDERS = {"user_major": "by user", "shuffled": "shuffled", "by_time": "by time"}
 
 PAGE = """# What sequences exchange, and what look-ahead can fetch early
@@ -47,12 +49,13 @@ hotrec prepare data=kuairand
 
 The log is the generated one (`benchmarks/yambda_like.py`), the batches are those of DLRMv4's main
 tables: a history of up to 3 x 1,362 events and the candidate, of items, albums and artists, and the
-user ({rows}). DLRMv4's tables
-of crosses are left out: one id a sample. Rows have {dim} values in fp32. Hosts have {ranks_per_host} ranks. The reference has 1,024
-samples a rank; **B** is the number here, and 8 ranks are shown with both.
+user: {rows}.
+DLRMv4's tables of crosses are left out: one id a sample. Rows have {dim} values in fp32. Hosts have
+{ranks_per_host} ranks. The reference has 1,024 samples a rank; **B** is the number here, and 8
+ranks are shown with both.
 
 * **by user**: the order of the reference: of a day, all samples of one user after the other; ranks
-  take them in turn.
+  take them in turn, so that all of them read nearly the same rows, and more ranks more users' rows.
 * **shuffled**: samples drawn from all users and the last hundred days.
 
 {picture}
@@ -69,18 +72,19 @@ The published shares are those of DLRMv4 by user; the generator was fitted to th
 * **row-wise, distinct ids**: each rank asks once for a row, by a position of 4 bytes (look-ahead
   adds 2 bytes of answers). TorchRec de-duplicates on CUDA only; this is hotrec without hot rows.
 * **column-wise**: every table in as many column shards as ranks; every id goes to all of them.
-* **distinct ids, hot rows**: {hot_frac} of the rows are on every rank ({hot}), those that
-  {num_profiled} batches of other samples look up most. Their gradients go the cheapest of three
-  ways, and are added up inside hosts first.
+* **distinct ids, hot rows**: {hot_frac} of the rows are on every rank, those that {num_profiled}
+  batches of other samples look up most: {hot}.
+  Their gradients go the cheapest of three ways, and are added up inside hosts first.
 * **distinct ids, two levels**: of the ranks of a host one asks for a row; on one host there is one
   level.
 
-Bytes are those that a rank sends in a step, in the mean, and receives: **requests**, **rows** in
-forward, as many gradients in backward, and in **sent** also gradients of **hot** rows. Lengths and
-headers are not counted. **busiest rank** sends most, over the mean. **busiest owner** is the number
-of rows that it serves over the mean, of rows in blocks by id, and spread (`placement.spread_rows`,
-on by default where ids are rows). Bytes of hotrec's placements are those of spread rows, of the
-first line those of blocks. In two levels a row travels twice, once of these inside a host.
+Bytes are those that a rank sends in one counted step, in the mean, and receives: **requests**,
+**rows** in forward, as many gradients in backward, and in **sent** also gradients of **hot** rows.
+Lengths and headers are not counted. **busiest rank** sends most, over the mean. **busiest owner**
+is the number of rows that it serves over the mean, of rows in blocks by id, and spread
+(`placement.spread_rows`, on by default where ids are rows). Bytes of hotrec's placements are those
+of spread rows, of the first line those of blocks. In two levels a row travels twice, once of these
+inside a host.
 
 {exchange}
 
@@ -102,6 +106,10 @@ all others are fetched at once, d steps ahead, and of lag k those k - 1 steps ah
 column is what a step waits for, and the others are what depths 4 and 16 cannot fetch at the first
 opportunity. The lags are those that the owners answer (`ColdExchange`), for every distinct row of
 every rank, in **steps** that come after 16 others.
+
+By user, batches that follow each other have other users, and share popular rows only. A shuffled
+batch reads several times as many rows, and so meets more of them again. The generated log has no
+drift: popularity is the same every day.
 
 {urgent}
 
@@ -265,30 +273,33 @@ def draw(path: Path, document: Mapping[str, Any]) -> None:
     """Bytes by ranks on the left, one panel an order, and rows by lag on the right."""
     orders = document["orders"]
     with report_style():
-        figure, panels = plt.subplots(
-            1, len(orders) + 1, figsize=(5 * len(orders) + 5, 4), constrained_layout=True
-        )
+        figure, panels = plt.subplots(1, len(orders) + 1, figsize=(16, 4), constrained_layout=True)
         for axes, (name, order) in zip(panels, orders.items(), strict=False):
+            batch_size = order["distinct"][0]["batch_size"]
             for position, (placement, label) in enumerate(NAMES.items()):
                 found = [
                     c
                     for c in order["counts"]
-                    if c["placement"] == placement
-                    and c["batch_size"] == order["distinct"][0]["batch_size"]
+                    if (c["placement"], c["batch_size"]) == (placement, batch_size)
                 ]
                 axes.plot(
                     [str(c["num_ranks"]) for c in found],
                     [c["sent_bytes"] / 1e9 for c in found],
                     color=run_color(position),
+                    linestyle=LINES[placement],
                     marker="o",
                     markersize=3,
                     label=label,
                 )
             axes.set_yscale("log")
-            axes.set_title(f"GB that a rank sends, {ORDERS[name]}")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
+            axes.set_title(f"GB that a rank sends, {ORDERS[name]}, B = {batch_size:,}")
             axes.set_xlabel("ranks")
             light_grid(axes, "y")
-        panels[0].legend()
+        panels[1].sharey(panels[0])
+        panels[0].legend(fontsize=8)
         axes = panels[-1]
         for position, (log, num_ranks, batch_size, of) in enumerate(_streams(document)):
             fracs = of["lags"]["all"]
@@ -300,11 +311,11 @@ def draw(path: Path, document: Mapping[str, Any]) -> None:
                 markersize=3,
                 label=f"{log}, {num_ranks} x {batch_size:,}",
             )
-        axes.set_ylim(0, 100)
+        axes.set_ylim(0, 102)
         axes.set_title("% of distinct rows with at most this lag")
         axes.set_xlabel("lag, steps (1: urgent)")
         light_grid(axes, "y")
-        axes.legend()
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.02, 1))
         figure.savefig(path, dpi=110, metadata={"Software": None})
         plt.close(figure)
 
