@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,9 +26,11 @@ from hotrec.embedding.relay import Relay
 from hotrec.report.render import markdown_table
 from hotrec.report.units import show_bytes, show_count
 from hotrec.runtime.hosts import Hosts
+from hotrec.types import RowOrder
 
 CONF = Path(__file__).parents[1] / "conf/bench/criteo_like_b2048.yaml"
 TABLE_ROWS = tuple(yaml.safe_load(CONF.read_text())["table_rows"])
+NUM_ROWS = {f"C{number}": rows for number, rows in enumerate(TABLE_ROWS, start=1)}
 DIM, BATCH_SIZE, EXPONENT, SEED = 64, 2048, 1.05, 0
 SHAPES = ((2, 2), (2, 4), (8, 8), (64, 8), (512, 8))
 # Hosts whose batches are drawn; the others are alike.
@@ -63,21 +65,21 @@ class Counts:
         return 2 * 4 * DIM
 
 
-def make_owners(hosts: Hosts) -> RowOwners:
+def make_owners(
+    num_rows: Mapping[str, int], hosts: Hosts, orders: Mapping[str, RowOrder] | None = None
+) -> RowOwners:
     """Row-wise shards as TorchRec makes them: ceil(R / W) consecutive rows each."""
     world_size = hosts.num_hosts * hosts.ranks_per_host
-    names = [f"C{number}" for number in range(1, len(TABLE_ROWS) + 1)]
     shards = []
     for rank in range(world_size):
         held, position = [], 0
-        for name, num_rows in zip(names, TABLE_ROWS, strict=True):
-            size = -(-num_rows // world_size)
-            first = min(rank * size, num_rows)
-            held.append(Shard(name, first, min(size, num_rows - first), position))
+        for name, num in num_rows.items():
+            size = -(-num // world_size)
+            first = min(rank * size, num)
+            held.append(Shard(name, first, min(size, num - first), position))
             position += held[-1].num_rows
         shards.append(held)
-    num_of = dict(zip(names, TABLE_ROWS, strict=True))
-    return RowOwners(names, num_of, shards, torch.device("cpu"), hosts)
+    return RowOwners(list(num_rows), num_rows, shards, torch.device("cpu"), hosts, orders)
 
 
 def distinct_rows(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -90,7 +92,7 @@ def distinct_rows(ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
 def count(samples: ZipfTables, num_hosts: int, ranks_per_host: int) -> Counts:
     hosts = Hosts(num_hosts, ranks_per_host)
     world_size = num_hosts * ranks_per_host
-    owners = make_owners(hosts)
+    owners = make_owners(NUM_ROWS, hosts)
     one, two, rails, owned = [], [], [], []
     for host in range(min(NUM_DRAWN, num_hosts)):
         asked = []

@@ -161,11 +161,19 @@ class Log:
         self.catalogue, self.num_users, self._seed = catalogue, num_users, seed
         self._uid_step = NUM_USERS // num_users
 
-    def user(self, number: int) -> Events:
+    def num_events(self, number: int) -> int:
+        """The number of events of a user, in a fiftieth of the time."""
+        return self._begin(number)[1]
+
+    def _begin(self, number: int) -> tuple[np.random.Generator, int]:
         rng = np.random.default_rng([self._seed, _USER, number])
         num = 0
         while not 1 <= num <= MAX_EVENTS:
             num = int(np.exp(LOG_EVENTS + LOG_EVENTS_DEVIATION * rng.standard_normal()))
+        return rng, num
+
+    def user(self, number: int) -> Events:
+        rng, num = self._begin(number)
         kinds = np.searchsorted(_cumulative(KIND_PCT), rng.random(num), side="right")
         if kinds[0] > 1:  # nothing to like yet
             kinds[0] = 0
