@@ -17,6 +17,7 @@ from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.profile import Profile
 from hotrec.data.chunks import Dataset
+from hotrec.models.plain import Architecture
 from hotrec.models.shape import work_of
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import TorchrecTables
@@ -39,6 +40,7 @@ from hotrec.types import (
     PopularRows,
     RowFetch,
     Schema,
+    TableOutput,
 )
 
 
@@ -133,9 +135,6 @@ class PlanJob:
     def request_for(self, tables: ByCost | GivenTables | TorchrecTables) -> PlanRequest:
         """The request to the planner for these tables."""
         asked = self.tables
-        if isinstance(tables, ByCost) and self.spec.architecture.reads_sequences:
-            # Sequences are not pooled, and TorchRec's plans of them have no prediction.
-            tables = replace(tables, may_pool=False, may_decline=False)
         return PlanRequest(
             tables,
             self.pipeline,
@@ -259,7 +258,7 @@ class PlanJob:
             },
         )
         situation = build_situation(
-            shapes_of(spec.schema, spec.architecture.embedding_dim, spec.row_bytes),
+            shapes_of(spec.schema, spec.architecture, spec.row_bytes),
             Workload(
                 batch_size=machine.batch_size,
                 dense_flops=work.flops,
@@ -280,15 +279,17 @@ class PlanJob:
 
 
 def shapes_of(
-    schema: Schema, embedding_dim: int, bytes_of_row: Mapping[str, int]
+    schema: Schema, architecture: Architecture, bytes_of_row: Mapping[str, int]
 ) -> list[TableShape]:
-    """The shapes of a dataset's tables, in the schema's order."""
+    """The shapes of a dataset's tables in a model, in the schema's order."""
+    is_expanded = architecture.reads_sequences
     return [
         TableShape(
             name=table.name,
-            dim=embedding_dim,
+            dim=architecture.embedding_dim,
             row_bytes=bytes_of_row[table.name],
             num_columns=len(schema.features_of(table.name)),
+            output=TableOutput.expanded if is_expanded else TableOutput.pooled,
         )
         for table in schema.tables
     ]

@@ -21,7 +21,7 @@ from hotrec.artifact import Artifact, ArtifactError, check_made_from, read_recor
 from hotrec.assemble.constraints import cache_statistics
 from hotrec.assemble.model import build_unsharded
 from hotrec.assemble.plan_job import PlanJob, SavedSplit
-from hotrec.assemble.torchrec_plan import shardings_of
+from hotrec.assemble.torchrec_plan import shardings_of, why_inexact
 from hotrec.cost_model.costs import Costs, CostsError
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.profile import Profile, read_profile
@@ -59,8 +59,6 @@ from hotrec.types import (
 )
 
 logger = logging.getLogger(__name__)
-
-_NO_FORM = "the cost model has no form for TorchRec's exchange of sequences"
 
 
 @dataclass(frozen=True)
@@ -288,30 +286,25 @@ def make_proposal(
     workers, _ = job.loader_on(machine, costs[0])
     request = replace(request, num_workers=workers)
 
-    is_pooled = not job.spec.architecture.reads_sequences
-
     def describe(machine: Machine) -> Situation:
         return job.situation(machine, profile, histograms, costs)
 
-    if isinstance(job.tables, TorchrecTables) and not is_pooled:
-        logger.info("no prediction: %s", _NO_FORM)
-        return without
-
     def shardings(tables: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:
-        if not is_pooled:
-            return _NO_FORM
         # An optimizer that the device cannot train is an error, tables that do not fit are not.
         unsharded = build_unsharded(job.spec, Plan(tables, pipeline), None, machine)
         try:
             sharding = unsharded.plan(machine)
         except ValueError as error:
             return str(error)
-        return shardings_of(
+        found = shardings_of(
             sharding,
             {table.name for table in dataset.schema.tables},
             tables.cache_load_frac,
             is_prefetched=pipeline.kind is PipelineKind.prefetch,
         )
+        inexact = why_inexact(found, machine, job.spec.embedding)
+        # Who asks for a plan of TorchRec's gets it; a choice must not change what is trained.
+        return inexact if inexact is not None and isinstance(job.tables, ByCost) else found
 
     sensitivity: list[dict[str, Any]] = []
     try:

@@ -35,12 +35,14 @@ from hotrec.assemble.topology import topology_of
 from hotrec.cost_model.forms import BYTES_PER_FLOAT
 from hotrec.cost_model.memory import NUM_REPLICA_GRADIENTS
 from hotrec.cost_model.quantities import TableSharding
+from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.machine import DEVICE_RESERVED_FRAC, Machine
 from hotrec.planner.predict import Shardings
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
     TIER_OF_KERNEL,
     ColdTier,
+    OptimizerKind,
     Tier,
 )
 
@@ -110,6 +112,17 @@ def make_plan(
         ) from error
     check_caches(plan)
     return plan
+
+
+def why_inexact(shardings: Shardings, machine: Machine, rule: OptimizerSpec) -> str | None:
+    """Why unsplit tables, sharded like this, do not train the unsplit model; None if they do."""
+    is_cut = any(len(of.blocks(machine.world)) > 1 for of in shardings.values())
+    if is_cut and rule.kind is OptimizerKind.rowwise_adagrad:
+        return (
+            "its column-wise shards have one state for each part of a row, so that it would not "
+            "train the weights of the unsplit model"
+        )
+    return None
 
 
 def shardings_of(

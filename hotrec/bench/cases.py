@@ -137,7 +137,7 @@ class Subject:
             bottom_frac=self.work.bottom_frac,
             num_dense_values=self.work.num_dense_values,
         )
-        shapes = shapes_of(spec.schema, spec.architecture.embedding_dim, spec.row_bytes)
+        shapes = shapes_of(spec.schema, spec.architecture, spec.row_bytes)
         machine = self.machine(ranks, hosts)
         return build_situation(shapes, workload, histograms, num_samples, machine, (costs, None))
 

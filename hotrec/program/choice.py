@@ -12,7 +12,7 @@ from torchrec.distributed.types import CacheStatistics, ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 
 from hotrec.assemble.constraints import cache_statistics, cold_tier_for, torchrec_constraints
-from hotrec.assemble.torchrec_plan import shardings_of
+from hotrec.assemble.torchrec_plan import shardings_of, why_inexact
 from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.profile import Profile
 from hotrec.embedding.update_rules import OptimizerSpec
@@ -34,7 +34,6 @@ from hotrec.runtime.memory import read_fingerprint
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
     Levels,
-    OptimizerKind,
     Partition,
     PipelineKind,
     PipelineSpec,
@@ -224,13 +223,7 @@ def choose_by_cost(
         except ValueError as error:
             return str(error)
         shards = shardings_of(sharding, found, of_torchrec.cache_load_frac)
-        is_cut = any(len(of.blocks(machine.world)) > 1 for of in shards.values())
-        if is_cut and tables.rule.kind is OptimizerKind.rowwise_adagrad:
-            return (
-                "its column-wise shards have one state for each part of a row, so that it would "
-                "not train the weights of the unsplit model"
-            )
-        return shards
+        return why_inexact(shards, machine, tables.rule) or shards
 
     decision = propose(tables.request(by_cost, kind, "cost"), situation, shardings)
     plan, placement = decision.chosen, None
