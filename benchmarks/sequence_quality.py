@@ -25,9 +25,7 @@ import numpy as np
 from benchmarks.quality import hotrec
 from hotrec.report.render import markdown_table
 
-WEIGHTS = dict.fromkeys(
-    ("is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view"), 0.1
-)
+FURTHER = ("is_like", "is_follow", "is_comment", "is_forward", "is_hate", "long_view")
 SHARED = (
     "data=kuairand_histories",
     "optimizer=rowwise_adagrad",
@@ -35,7 +33,7 @@ SHARED = (
     "optimizer.dense_learning_rate=0.005",
     "trainer.batch_size=256",
     "trainer.eval_group_by=user_id",
-    f"trainer.label_weights={json.dumps(WEIGHTS).replace(chr(34), '').replace(' ', '')}",
+    *(f"++trainer.label_weights.{label}=0.1" for label in FURTHER),
 )
 RUN = ("placement=fraction", "placement.hot_frac=0.5", "launch.num_ranks=2", "trainer.resume=none")
 DIM, PLACES = 32, 20
@@ -66,12 +64,12 @@ FIGURES = ("auc", "gauc", "log_loss")
 
 PAGE = """# Quality: models of histories on KuaiRand
 
-Will the user click the video (is_click), and six more tasks of weight 0.1, from the user, the video,
-the context and what the user did before: up to 50 earlier videos with actions, play times and ages
-(`conf/data/kuairand_histories.yaml`). One epoch of 199,011 samples, batch 2 x 256, rows of {dim},
-two ranks; AUC, GAUC (by user) and log loss of is_click on the last day. No setting was tuned for any
-of them. DLRM pools each list; DIN attends over the last {places} videos and pools the other lists.
-Made by
+Will the user click the video (is_click), and six more tasks of weight 0.1, from the user, the
+video, the context and what the user did before: up to 50 earlier videos with actions, play times
+and ages (`conf/data/kuairand_histories.yaml`). One epoch of 199,011 samples, batch 2 x 256, rows of
+{dim}, two ranks; AUC, GAUC (by user) and log loss of is_click on the last day. No setting was tuned
+for any of them. DLRM pools each list; DIN attends over the last {places} videos and pools the other
+lists. Made by
 
 ```
 {command}
