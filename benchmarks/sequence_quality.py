@@ -41,7 +41,7 @@ OVER = (f"model.embedding_dim={DIM}", "model.over_layer_sizes=[128,64,1]")
 BAGS = (*OVER, f"model.dense_layer_sizes=[64,{DIM}]")
 HISTORY = (
     *OVER,
-    "model.history={history_video:video_id}",
+    "+model.history.history_video=video_id",
     "model.side=[history_action,history_play,history_age]",
     "model.context=[user_id,active_degree,follow_range,fans_range,friend_range,register_range]",
 )
@@ -56,7 +56,7 @@ DATA: Mapping[str, Sequence[str]] = {
 # The dataset of a model, and its settings.
 MODELS: Mapping[str, tuple[str, Sequence[str]]] = {
     "dlrm": ("lists", ("model=dlrm", *BAGS)),
-    "din": ("places", ("model=din", *BAGS, "model.attention={history_video:video_id}")),
+    "din": ("places", ("model=din", *BAGS, "+model.attention.history_video=video_id")),
     "sasrec": ("lists", ("model=sasrec", *HISTORY)),
     "hstu": ("lists", ("model=hstu", *HISTORY)),
 }

@@ -37,7 +37,7 @@ class SampleWork:
     per_sample: int = 1
     per_id: Mapping[str, int] = field(default_factory=dict)
     per_pair: Mapping[str, int] = field(default_factory=dict)
-    max_length: int | None = None
+    max_length: int = 2**31 - 1
 
     def __post_init__(self) -> None:
         least = min([0, *self.per_id.values(), *self.per_pair.values()])
@@ -58,7 +58,7 @@ class SampleWork:
         work_S = np.full(lengths.shape[1], self.per_sample, np.int64)
         for name, length_S in zip(features, lengths, strict=True):
             per_id, per_pair = self.per_id.get(name, 0), self.per_pair.get(name, 0)
-            length_S = length_S.astype(np.int64).clip(max=self.max_length)
+            length_S = np.minimum(length_S.astype(np.int64), self.max_length)
             work_S += (per_id + per_pair * length_S) * length_S
         return work_S
 

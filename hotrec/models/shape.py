@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hotrec.data.tokens import SampleWork
 from hotrec.models.flops import DenseWork, count_sequence_work, count_work, dense_flops
@@ -139,7 +140,8 @@ def sample_work_of(shape: Architecture) -> SampleWork:
         (name for name, _ in shape.features), ID_FLOPS_PER_DIM * shape.embedding_dim
     )
     if shape.kind in SEQUENCE_KINDS:
-        work, history = count_sequence_work(make_layers(shape)), next(iter(shape.args["history"]))
+        of_sequences: Any = make_layers(shape)
+        work, history = count_sequence_work(of_sequences), next(iter(shape.args["history"]))
         per_id[history] += round(work.per_position)
         per_pair = {history: round(work.per_pair)}
         return SampleWork(max(1, round(work.fixed)), per_id, per_pair, shape.args["max_length"])

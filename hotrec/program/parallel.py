@@ -343,11 +343,11 @@ def _known_tables(hot: Hot) -> Collection[str] | None:
     """The tables that are counted, or whose hot rows are chosen; None for all."""
     if isinstance(hot, Choice):
         if hot.placement is None:
-            return () if hot.is_off else None
+            return None
         return hot.placement.partition.num_rows
     if isinstance(hot, Placement):
         return hot.partition.num_rows
-    return () if isinstance(hot, str) else hot.num_rows
+    return None if isinstance(hot, str) else hot.num_rows
 
 
 def _fitting_pipelines(
