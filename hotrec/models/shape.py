@@ -10,6 +10,9 @@ from hotrec.models.plain import SEQUENCE_KINDS, Architecture
 from hotrec.models.zoo import OF_TORCHREC, make_checked_layers, zero_rows
 from hotrec.types import Schema
 
+# Work that was counted: predictions of the same layers ask for it many times.
+_COUNTED: dict[str, DenseWork] = {}
+
 
 def attention_places(attention: Mapping[str, str], schema: Schema) -> list[tuple[str, list[str]]]:
     """Each feature that attends, and the features of the sequence that it attends to.
@@ -97,10 +100,13 @@ def work_of(shape: Architecture, means: Mapping[str, float] | None = None) -> De
     """
     if shape.kind in OF_TORCHREC:
         return dense_flops(shape)
-    layers, num_samples = make_checked_layers(shape, seed=0), 2
     ids = ids_per_sample(shape, means or {})
-    rows = zero_rows(shape, {name: [number] * num_samples for name, number in ids.items()})
-    return count_work(shape, layers, num_samples, rows)
+    key = repr((shape, ids))
+    if key not in _COUNTED:
+        layers, num_samples = make_checked_layers(shape, seed=0), 2
+        rows = zero_rows(shape, {name: [number] * num_samples for name, number in ids.items()})
+        _COUNTED[key] = count_work(shape, layers, num_samples, rows)
+    return _COUNTED[key]
 
 
 def ids_per_sample(shape: Architecture, means: Mapping[str, float]) -> dict[str, int]:
