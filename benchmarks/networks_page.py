@@ -19,6 +19,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
+from hotrec.bench.page import ids_of
 from hotrec.report.render import markdown_table
 from hotrec.report.style import PART_COLORS, light_grid, report_style, run_color
 from hotrec.report.units import show_bytes, show_count, show_frac, show_seconds
@@ -290,9 +291,9 @@ def render(documents: Mapping[Cell, Mapping[str, Any]]) -> str:
     )
     parts = [
         HEADER,
-        f"{data['num_tables']} tables, {show_count(data['num_rows'])} rows, Zipf "
-        f"{data['zipf_exponent']:g}, D = {data['embedding_dim']}, one id per feature, "
-        f"{first['optimizer']}, dense layers of {show_bytes(4 * data['num_dense_values'])}, "
+        f"{data['num_tables']} tables, {show_count(data['num_rows'])} rows, {ids_of(first)}, "
+        f"D = {data['embedding_dim']}, {first['optimizer']}, dense layers of "
+        f"{show_bytes(4 * data['num_dense_values'])}, "
         f"{machine['threads_per_rank']} thread per rank, routing: {first['routing']}.",
         *target_parts(documents),
         "![steps of all cases](networks.png)",

@@ -14,6 +14,7 @@ from hotrec.bench.figures import BASELINES, gather_measured, losses_apart, summa
 from hotrec.bench.machine import machine_facts
 from hotrec.bench.measure import Turns, run_cases
 from hotrec.bench.samples import ZipfTables
+from hotrec.bench.stored import StoredSamples
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import WireType
 
@@ -34,7 +35,7 @@ class Benchmark:
     """
 
     subject: Subject
-    samples: ZipfTables
+    samples: ZipfTables | StoredSamples
     cases: Sequence[Case]
     turns: Turns
     loss_tolerance: float

@@ -15,7 +15,8 @@ from hotrec.assemble.order import by_owner
 from hotrec.assemble.plan_job import shapes_of
 from hotrec.assemble.trainable import Trainable, assemble
 from hotrec.bench.machine import resident_bytes
-from hotrec.bench.samples import ZipfTables, assigned_batches
+from hotrec.bench.samples import ZipfTables
+from hotrec.bench.stored import StoredSamples
 from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.histogram import CountHistogram
@@ -179,7 +180,7 @@ def build_runner(
     case: Case,
     batches: Sequence[Batch],
     ranks: Ranks,
-    samples: ZipfTables | None = None,
+    samples: ZipfTables | StoredSamples | None = None,
 ) -> Runner:
     """Build a case and run its first step; collective.
 
@@ -196,8 +197,7 @@ def build_runner(
     if case.is_by_owner:
         assert placed is not None, case.name
         assert samples is not None, case.name
-        batches = assigned_batches(
-            samples,
+        batches = samples.assigned(
             by_owner(subject.spec.schema, placed, trainable.sharding),
             len(batches),
             batch_size=subject.batch_size,

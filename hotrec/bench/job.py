@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
-from hotrec.assemble.job import architecture_of, optimizer_specs
+from hotrec.assemble.job import architecture_of, label_weights_of, optimizer_specs
 from hotrec.assemble.model import ModelSpec
 from hotrec.assemble.policies import ColdRows
 from hotrec.bench.benchmark import Benchmark
 from hotrec.bench.cases import Case, Subject, split_case
 from hotrec.bench.measure import Turns
 from hotrec.bench.samples import ZipfTables
+from hotrec.bench.stored import StoredSamples
 from hotrec.config.groups import ModelConfig, OptimizerConfig, OrderAssign
 from hotrec.config.roots import (
     HOT_COLD_CASES,
@@ -21,6 +23,7 @@ from hotrec.config.roots import (
     BenchRouting,
     BenchVariant,
     HotRowsRule,
+    TrainerConfig,
 )
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.models.zoo import make_checked_layers
@@ -37,8 +40,8 @@ from hotrec.types import Partition, PipelineSpec, PopularRows, Rows, Schema, Tor
 
 # Keys of bench that are copied to the document.
 SETTINGS = (
-    *("name", "network", "interface", "rounds", "block_steps", "block_skip", "warmup_rounds"),
-    *("counted_steps", "loss_tolerance"),
+    *("name", "network", "interface", "dataset", "rounds", "block_steps", "block_skip"),
+    *("warmup_rounds", "counted_steps", "loss_tolerance"),
 )
 
 CaseChooser = Callable[[BenchConfig, Mapping[str, Rows], int, str], list[Case]]
@@ -74,7 +77,9 @@ def make_subject(
         shape = replace(shape, features=features, labels=list(schema.labels))
     if model.names_columns:
         make_checked_layers(shape, seed)
-    return Subject(ModelSpec(schema, shape, embedding, dense, seed=seed), batch_size)
+    weights = label_weights_of(TrainerConfig(), schema)
+    spec = ModelSpec(schema, shape, embedding, dense, seed=seed, label_weights=weights)
+    return Subject(spec, batch_size)
 
 
 def subject_of(config: BenchRootConfig, schema: Schema) -> Subject:
@@ -95,7 +100,7 @@ def choose_hot_rows(bench: BenchConfig, counts: Mapping[str, Rows], world_size: 
             global_batch_size=bench.batch_size * world_size,
             num_samples=bench.profile_samples,
         )
-    total_rows = sum(bench.table_rows)
+    total_rows = sum(of_table.size for of_table in counts.values())
     if bench.num_hot_rows > total_rows:
         raise ValueError(
             f"bench.num_hot_rows: expected at most the tables' {total_rows} rows, got "
@@ -203,15 +208,22 @@ def make_benchmark(
     Raises:
         ValueError: If a case cannot be placed on this machine, or there are fewer rows than should
             be hot.
+        ArtifactError: If there is no complete dataset at ``bench.dataset``.
     """
     bench = config.bench
-    samples = ZipfTables(
-        bench.table_rows,
-        exponent=bench.zipf_exponent,
-        num_dense=bench.num_dense,
-        seed=bench.seed,
-        by_popularity=bench.rows_by_popularity,
-    )
+    samples: ZipfTables | StoredSamples
+    if bench.dataset is None:
+        samples = ZipfTables(
+            bench.table_rows,
+            exponent=bench.zipf_exponent,
+            num_dense=bench.num_dense,
+            seed=bench.seed,
+            by_popularity=bench.rows_by_popularity,
+        )
+    else:
+        samples = StoredSamples(Path(bench.dataset), seed=bench.seed, shuffle=bench.shuffle)
+        counted = min(bench.profile_samples, samples.num_samples)
+        bench = replace(bench, profile_samples=counted)
     counts = samples.count(bench.profile_samples)
     return Benchmark(
         subject_of(config, samples.schema),

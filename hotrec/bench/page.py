@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hotrec.report.render import (
@@ -108,6 +109,13 @@ def render_page(document: Document, *, command: str, configuration: str) -> str:
     return render_text(Page(f"hotrec bench: {document['name']}", sections))
 
 
+def ids_of(document: Document) -> str:
+    """Where the ids of a benchmark are from."""
+    if document.get("dataset") is not None:
+        return f"samples of {Path(document['dataset']).name}"
+    return f"Zipf {document['data']['zipf_exponent']:g}, one id per feature"
+
+
 def _setting(document: Document) -> list[str]:
     data, hosts = document["data"], document["num_hosts"]
     pipelines = [f"{name} {pipeline}" for name, pipeline in document["pipelines"].items()]
@@ -119,7 +127,7 @@ def _setting(document: Document) -> list[str]:
     return [
         f"{document['world_size']} ranks on {hosts} host{'s' * (hosts != 1)}, network: "
         f"{document['network']}. {data['num_tables']} tables, {show_count(data['num_rows'])} rows, "
-        f"Zipf {data['zipf_exponent']:g}, D = {data['embedding_dim']}, one id per feature, "
+        f"{ids_of(document)}, D = {data['embedding_dim']}, "
         f"batch {show_count(data['batch_size'])} per rank. Optimizer {document['optimizer']}, "
         f"dense layers of {show_bytes(4 * data['num_dense_values'])}.",
         f"Pipelines: {', '.join(pipelines)}. Hot rows: {', '.join(hot) or 'none'}.",

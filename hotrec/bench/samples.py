@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.data.batch import Batch
 from hotrec.data.gather import select_bags
-from hotrec.data.locality import ByOwner
+from hotrec.data.locality import Assign
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Feature, Rows, Schema, Table
 
@@ -100,6 +100,16 @@ class ZipfTables:
         for _ in range(num_batches):
             yield self._batch(rng, batch_size, world_size)
 
+    def assigned(
+        self, assign: Assign, num_batches: int, *, batch_size: int, ranks: Ranks
+    ) -> list[Batch]:
+        """This rank's samples, as assigned, of the global batches of ``batches``."""
+        streams = [
+            self.stream(num_batches, batch_size=batch_size, rank=rank, world_size=ranks.world_size)
+            for rank in range(ranks.world_size)
+        ]
+        return [_take(of_ranks, assign, ranks.rank) for of_ranks in zip(*streams, strict=True)]
+
     def _batch(self, rng: np.random.Generator, batch_size: int, world_size: int) -> Batch:
         lengths_FB = np.ones((len(self._cumulative), batch_size), np.int32)
         drawn: dict[bytes, Rows] = {}  # lists of the same lengths are columns of one list
@@ -137,18 +147,7 @@ class ZipfTables:
         )
 
 
-def assigned_batches(
-    samples: ZipfTables, assign: ByOwner, num_batches: int, *, batch_size: int, ranks: Ranks
-) -> list[Batch]:
-    """This rank's samples, assigned by owner, of the global batches of ``samples.batches``."""
-    streams = [
-        samples.stream(num_batches, batch_size=batch_size, rank=rank, world_size=ranks.world_size)
-        for rank in range(ranks.world_size)
-    ]
-    return [_take(of_ranks, assign, ranks.rank) for of_ranks in zip(*streams, strict=True)]
-
-
-def _take(of_ranks: Sequence[Batch], assign: ByOwner, rank: int) -> Batch:
+def _take(of_ranks: Sequence[Batch], assign: Assign, rank: int) -> Batch:
     """One rank's samples of a global batch, whose bags hold one id each."""
     keys = of_ranks[0].sparse.keys()
     values_FS = torch.cat([b.sparse.values().view(len(keys), -1) for b in of_ranks], dim=1)

@@ -500,10 +500,16 @@ class BenchConfig:
         "cases to compare: placements or names in bench.variants", [*map(str, BenchCase)], size=1
     )
     variants: dict[str, BenchVariant] = key("additional cases by name", {})
+    dataset: str | None = key(
+        "directory of a prepared dataset whose training samples the cases train on; null: samples "
+        "drawn for table_rows",
+        None,
+    )
+    shuffle: bool = key("shuffle the samples of dataset; else take them in the files' order", True)
     table_rows: list[int] = key(
         "rows of each table, each read by one feature; by default those of the bench= choice",
+        [],
         ge=1,
-        size=1,
     )
     zipf_exponent: float = key("exponent of the k-th row's popularity, k^-exponent", 1.05, ge=0)
     rows_by_popularity: bool = key("number rows by popularity instead of at random", False)
@@ -552,6 +558,11 @@ class BenchConfig:
     def rules(self) -> Rules:
         cases, placements = self.cases, [*map(str, BenchCase)]
         known = [*placements, *self.variants]
+        yield (
+            bool(self.table_rows) != (self.dataset is not None),
+            "table_rows: expected rows of tables, or none and a prepared dataset in bench.dataset, "
+            f"got {self.table_rows} and dataset {self.dataset}.",
+        )
         yield len(set(cases)) == len(cases), f"cases: expected each at most once, got {cases}."
         for case in cases:
             yield case in known, f"cases: expected some of {known}, got {case!r}."

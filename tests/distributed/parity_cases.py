@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+)
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.assemble.constraints import placement_constraints
 from hotrec.data.batch import Batch
-from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.collection import (
+    HotColdEmbeddingBagCollection,
+    HotColdEmbeddingCollection,
+)
 from hotrec.embedding.convert import check_replicas
 from hotrec.embedding.initialize import initial_rows
 from hotrec.embedding.optimizers import make_optimizer
-from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.sharding import HotColdSequenceSharder, HotColdSharder
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
@@ -49,8 +59,10 @@ from tests.helpers.reference import (
     PlainLazyAdam,
     PlainRowWiseAdagrad,
     PlainTable,
+    SumsByPlace,
     TinyClickModel,
     mean_loss,
+    weights_of_places,
 )
 
 NUM_DENSE = 3
@@ -99,6 +111,8 @@ class Case:
     levels: Levels = Levels.one
     wire: WireType = WireType.fp32
     is_spread: bool = False
+    # The rows are read unpooled, and the model sums them, weighted by their places.
+    is_sequence: bool = False
     tables: tuple[PlainTable, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -189,6 +203,23 @@ def make_level_cases(shape: int) -> list[Case]:
     return [replace(case, levels=Levels.two) for case in cases]
 
 
+def make_sequence_cases(num_cases: int, seed: int) -> list[Case]:
+    """Unpooled tables: plain loops and every pipeline, half of look-ahead's behind slots."""
+    drawn = make_cases(num_cases // 4, seed) + make_pipeline_cases(num_cases - num_cases // 4, seed)
+    cases = []
+    for at, case in enumerate(drawn):
+        # No rows are pooled on their owners, and ids have no weights.
+        changes: dict[str, Any] = {"is_sequence": True, "is_weighted": False}
+        if case.placement != "table_wise":
+            changes["placement"] = "row_wise"
+            changes["is_spread"] = at % 3 == 0
+            if case.pipeline == "look_ahead" and case.partition != "all_hot" and at % 2:
+                slots = {"tier": Tier.CACHED, "cache_load_frac": 1.0, "window": at % 4 // 2 * 3}
+                changes |= {**slots, "popular_frac": 0.3}
+        cases.append(replace(case, **changes))
+    return cases
+
+
 def make_tables(case: Case) -> tuple[PlainTable, ...]:
     rng = case.rng(1)
     tables = []
@@ -203,7 +234,7 @@ def make_tables(case: Case) -> tuple[PlainTable, ...]:
                 num_rows=int(rng.choice([1, 2, 7, 40, 300])) if index else 40,
                 dim=8 if case.is_uniform_dim else int(rng.choice([4, 8])),
                 features=features,
-                is_mean=bool(rng.integers(2)),
+                is_mean=bool(rng.integers(2)) and not case.is_sequence,
             )
         )
     return tuple(tables)
@@ -309,7 +340,10 @@ def make_global_batch(
                 # Squared: low rows are read often, so ranks and steps conflict.
                 ids = rows_L[(rng.random(length) ** 2 * rows_L.size).astype(int)].tolist()
                 weights = rng.uniform(0.5, 2.0, length).astype(np.float32).tolist()
-                samples.append((ids, weights if case.is_weighted else None))
+                if case.is_sequence:
+                    weights = weights_of_places(length)
+                is_weighted = case.is_weighted or case.is_sequence
+                samples.append((ids, weights if is_weighted else None))
             bags[feature] = samples
         ranks.append(bags)
     total = sum(shares)
@@ -426,10 +460,30 @@ def run_reference(case: Case, world_size: int) -> tuple[list[float], dict[str, t
     return losses, weights
 
 
-def build_hot_cold(case: Case) -> tuple[DistributedModelParallel, CombinedOptimizer, Router]:
-    """The case's model on the ranks of the default process group."""
-    world_size, device = dist.get_world_size(), torch.device(case.device)
-    configs = [
+def sequence_configs(case: Case) -> list[EmbeddingConfig]:
+    return [
+        EmbeddingConfig(
+            name=table.name,
+            num_embeddings=table.num_rows,
+            embedding_dim=table.dim,
+            feature_names=list(table.features),
+        )
+        for table in case.tables
+    ]
+
+
+def output_names(tables: Sequence[BaseEmbeddingConfig]) -> list[str]:
+    """The keys of an unpooled collection's output in the order of the unsplit model's columns."""
+    return [name for names in get_embedding_names_by_table(list(tables)) for name in names]
+
+
+def _make_collection(
+    case: Case, placement: Placement
+) -> HotColdEmbeddingBagCollection | HotColdEmbeddingCollection:
+    meta = torch.device("meta")
+    if case.is_sequence:
+        return HotColdEmbeddingCollection(sequence_configs(case), placement, device=meta)
+    bags = [
         EmbeddingBagConfig(
             name=table.name,
             num_embeddings=table.num_rows,
@@ -439,19 +493,27 @@ def build_hot_cold(case: Case) -> tuple[DistributedModelParallel, CombinedOptimi
         )
         for table in case.tables
     ]
+    return HotColdEmbeddingBagCollection(bags, placement, is_weighted=case.is_weighted, device=meta)
+
+
+def build_hot_cold(case: Case) -> tuple[DistributedModelParallel, CombinedOptimizer, Router]:
+    """The case's model on the ranks of the default process group."""
+    world_size, device = dist.get_world_size(), torch.device(case.device)
     placement = make_placement(case)
-    embeddings = HotColdEmbeddingBagCollection(
-        configs, placement, is_weighted=case.is_weighted, device=torch.device("meta")
-    )
+    embeddings = _make_collection(case, placement)
     width = sum(table.dim * len(table.features) for table in case.tables)
     router = embeddings.router
-    task = ClickTask(TinyClickModel(embeddings, NUM_DENSE, width), world_size)
+    columns: nn.Module = embeddings
+    if case.is_sequence:
+        columns = SumsByPlace(embeddings, output_names(embeddings.tables))
+    task = ClickTask(TinyClickModel(columns, NUM_DENSE, width), world_size)
     task.model.hidden.to(device)
     task.model.out.to(device)
     spec = spec_of(case)
+    sharder = HotColdSequenceSharder if case.is_sequence else HotColdSharder
     model = shard_task(
         task,
-        HotColdSharder(spec, case.exchange, case.wire, case.levels),
+        sharder(spec, case.exchange, case.wire, case.levels),
         placement_constraints(placement, device=device.type),
         device=case.device,
         data_parallel=case.pipeline != "look_ahead",
@@ -472,16 +534,21 @@ def run_hot_cold(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
         if case.route_in_loader:
             batch.sparse = router(batch.sparse)  # type: ignore[assignment]
         batches.append(batch.to(device))
-    losses = [mean_over_ranks(loss) for loss in _train(case, model, optimizer, batches, device)]
+    losses = [mean_over_ranks(loss) for loss in train_case(case, model, optimizer, batches, device)]
     check_replicas(model)
+    return losses, gather_weights(model)
+
+
+def gather_weights(model: DistributedModelParallel) -> dict[str, torch.Tensor]:
+    """The whole tables, and the first layer."""
     weights = gather_tables(model)
     for name, parameter in model.named_parameters():
         if name.endswith("hidden.weight"):
             weights["hidden"] = parameter.detach().cpu()
-    return losses, weights
+    return weights
 
 
-def _train(
+def train_case(
     case: Case,
     model: DistributedModelParallel,
     optimizer: CombinedOptimizer,

@@ -18,6 +18,7 @@ TORCHRUN = [
     sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
 ]  # fmt: skip
 MOST_LINES, MOST_ADDED = 60, 6
+PROGRAMS = ["dlrm", "histories"]  # of bags, of sequences; each beside TorchRec alone
 
 
 def run(launcher: list[str], name: str, *given: str, **variables: str) -> list[str]:
@@ -38,22 +39,24 @@ def losses_of(lines: list[str]) -> list[float]:
     return [float(line.split()[1]) for line in lines]
 
 
-def test_a_torchrec_program_changes_a_few_lines() -> None:
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_torchrec_program_changes_a_few_lines(program: str) -> None:
     plain, ours = (
-        (EXAMPLES / name).read_text().splitlines() for name in ("dlrm_torchrec.py", "dlrm.py")
+        (EXAMPLES / f"{program}{end}.py").read_text().splitlines() for end in ("_torchrec", "")
     )
     assert max(len(plain), len(ours)) <= MOST_LINES
     changes = [line for line in difflib.ndiff(plain[1:], ours[1:]) if line.startswith("+ ")]
     assert len([line for line in changes if line[2:].strip()]) <= MOST_ADDED, changes
 
 
-def test_the_program_trains_alike_with_torchrec_alone() -> None:
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_program_trains_alike_with_torchrec_alone(program: str) -> None:
     plain, off, hot = (
         losses_of(lines)
         for lines in (
-            run(TORCHRUN, "dlrm_torchrec.py"),
-            run(TORCHRUN, "dlrm.py", HOT="off"),
-            run(TORCHRUN, "dlrm.py"),
+            run(TORCHRUN, f"{program}_torchrec.py"),
+            run(TORCHRUN, f"{program}.py", HOT="off"),
+            run(TORCHRUN, f"{program}.py"),
         )
     )
     np.testing.assert_allclose(off, hot, rtol=1e-4)

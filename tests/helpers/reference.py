@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +61,45 @@ class PlainBags(nn.Module):
                     pooled = pooled / lengths.clamp(min=1)[:, None]
                 columns.append(pooled)
         return torch.cat(columns, dim=1)
+
+
+def weights_of_places(length: int) -> list[float]:
+    """1, 1/2, 1/3 ... for the places of a sequence, so that their order matters."""
+    return [1 / (1 + place) for place in range(length)]
+
+
+class SumsByPlace(nn.Module):
+    """Sums each sequence of an unpooled collection, weighted by ``weights_of_places``."""
+
+    def __init__(self, sequences: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.sequences = sequences
+        self.sums = _Sums(names)
+
+    def forward(self, sparse: object) -> torch.Tensor:
+        return self.sums(self.sequences(sparse))
+
+
+class _Sums(nn.Module):
+    """A leaf for the tracer of TorchRec's pipelines.
+
+    By name, since TorchRec's sharded collections order their output by sharding.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def forward(self, found: Mapping[str, Any]) -> torch.Tensor:
+        sums = []
+        for sequence in (found[name] for name in self.names):
+            rows, lengths = sequence.values(), sequence.lengths().long()
+            begins = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+            weights_K = 1 / (1.0 + torch.arange(rows.shape[0]) - begins)
+            sums.append(
+                torch.segment_reduce(rows * weights_K[:, None], "sum", lengths=lengths, initial=0.0)
+            )
+        return torch.cat(sums, dim=1)
 
 
 class TinyClickModel(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,14 @@ from hotrec.bench.job import choose_hot_rows, make_benchmark, make_cases
 from hotrec.bench.machine import interface_sent_bytes
 from hotrec.bench.measure import takes_part
 from hotrec.bench.page import render_page, result_text
-from hotrec.bench.samples import ZipfTables, assigned_batches
+from hotrec.bench.samples import ZipfTables
+from hotrec.bench.stored import StoredSamples
 from hotrec.cli.store import build_config, compose_config
+from hotrec.config.data import SyntheticSpec
 from hotrec.config.roots import BenchCase, BenchRootConfig, HotRowsRule
 from hotrec.data.batch import Batch
 from hotrec.data.locality import ByOwner, ShardOwner
+from hotrec.data.synthetic import write_synthetic
 from hotrec.planner.plan import SplitTables, TorchrecTables
 from hotrec.runtime.ranks import Ranks, process_group
 from hotrec.runtime.traffic import COLLECTIVES
@@ -50,6 +54,7 @@ def zipf_tables(rows: list[int] | None = None, seed: int = 0) -> ZipfTables:
         ("block_skip=3", "expected below bench.block_steps 3, got 3"),
         ("pipeline=look_ahead", "expected sparse_dist or base.*look_ahead"),
         ("pipeline=prefetch", "expected sparse_dist or base.*prefetch"),
+        ("table_rows=[]", "expected rows of tables, or none and a prepared dataset"),
         ("table_rows=[3,0]", r"expected a value at least 1, got 0"),
         ("rounds=0", "expected a value at least 1, got 0"),
         ("rounds_of={all_hot:0}", "expected a value at least 1, got 0"),
@@ -132,13 +137,34 @@ def test_samples_by_owner_are_all_ranks_samples(world_size: int) -> None:
     for rank in range(world_size):
         ranks = Ranks(rank, world_size, rank, world_size, torch.device("cpu"))
         before += tables.batches(2, batch_size=40, rank=rank, world_size=world_size)
-        after += assigned_batches(tables, by_owner, 2, batch_size=40, ranks=ranks)
+        after += tables.assigned(by_owner, 2, batch_size=40, ranks=ranks)
     assert [len(batch.labels) for batch in after] == [40] * 2 * world_size
     assert {batch.num_global_samples for batch in after} == {40 * world_size}
     for step in range(2):
         as_read, assigned = (torch.cat([*map(values_of, b[step::2])]) for b in (before, after))
         assert sorted(as_read.tolist()) == sorted(assigned.tolist())
         assert torch.equal(as_read, assigned) == (world_size == 1)
+
+
+def test_samples_of_a_dataset_are_those_that_training_reads(tmp_path: Path) -> None:
+    spec = SyntheticSpec([50, 8], num_dense=2, num_train=90, num_valid=9, num_test=9)
+    write_synthetic(spec, tmp_path / "d")
+    stored = StoredSamples(tmp_path / "d", seed=3, shuffle=False)
+    assert stored.num_samples == 90
+    (whole,) = stored.batches(1, batch_size=90, rank=0, world_size=1)
+    counts = stored.count(90)
+    for feature in stored.schema.features:
+        rows, of_table = whole.sparse[feature.name].values().numpy(), counts[feature.table]
+        np.testing.assert_array_equal(of_table, np.bincount(rows, minlength=of_table.size))
+    assert {int(of_table.sum()) for of_table in stored.count(20).values()} == {20}
+    # More batches than there are begin the split again.
+    halves = [stored.batches(3, batch_size=20, rank=rank, world_size=2) for rank in range(2)]
+    assert [batch.num_global_samples for batch in halves[0]] == [40] * 3
+    assert torch.equal(halves[1][1].labels, whole.labels[60:80])
+    assert torch.equal(halves[0][2].labels, whole.labels[:20])
+    shuffled = StoredSamples(tmp_path / "d", seed=3, shuffle=True)
+    (mixed,) = shuffled.batches(1, batch_size=90, rank=0, world_size=1)
+    assert not torch.equal(mixed.dense, whole.dense)
 
 
 def test_counts_foretell_the_samples() -> None:
