@@ -54,14 +54,27 @@ def make_subject(
     *,
     batch_size: int,
     seed: int = 0,
+    columns: Schema | None = None,
 ) -> Subject:
     """The subject of a benchmark with a configured model on tables of this schema.
+
+    Args:
+        model: The model.
+        optimizer: The update rules.
+        schema: Its features and tables.
+        batch_size: Batch size per rank.
+        seed: Seed of the weights.
+        columns: The columns of the log with the same features, where tables are not those of the
+            log.
 
     Raises:
         ValueError: If the model names a column that is not in the schema.
     """
     embedding, dense = optimizer_specs(optimizer)
-    shape = architecture_of(model, schema)
+    shape = architecture_of(model, schema if columns is None else columns)
+    if columns is not None:
+        features = [[f.name, t.name] for t in schema.tables for f in schema.features_of(t.name)]
+        shape = replace(shape, features=features, labels=list(schema.labels))
     if model.names_columns:
         make_checked_layers(shape, seed)
     weights = label_weights_of(TrainerConfig(), schema)

@@ -112,8 +112,12 @@ class ZipfTables:
 
     def _batch(self, rng: np.random.Generator, batch_size: int, world_size: int) -> Batch:
         lengths_FB = np.ones((len(self._cumulative), batch_size), np.int32)
+        drawn: dict[bytes, Rows] = {}  # lists of the same lengths are columns of one list
         for of_feature, lengths in zip(lengths_FB, self._bag_lengths or (), strict=False):
-            of_feature[:] = rng.choice(lengths, batch_size)
+            key = lengths.tobytes()
+            if key not in drawn or len(lengths) == 1:
+                drawn[key] = rng.choice(lengths, batch_size)
+            of_feature[:] = drawn[key]
         ids = [
             rows[np.searchsorted(cumulative, rng.random(number), side="right")]
             for cumulative, rows, number in zip(

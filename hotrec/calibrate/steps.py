@@ -482,11 +482,13 @@ class StepTarget:
         # Adam has no cold rows on CPU.
         if row_spec(self.workload) != self.workload.target.spec.embedding:
             return [_Run(self.case(HOT_COLD, 1.0), 1.0)]
+        # TorchRec's exchange of sequences is not predicted.
+        theirs = () if self.workload.target.spec.architecture.reads_sequences else THEIR_STEPS
         found = [
             _Run(case, shardings=self.shardings(case))
             for case in (
                 Case(TORCHREC, Plan(TorchrecTables(plan), PipelineSpec(kind)))
-                for plan, kind in THEIR_STEPS
+                for plan, kind in theirs
             )
         ]
         found += [_Run(self.case(HOT_COLD, coverage), coverage) for coverage in COVERAGES]

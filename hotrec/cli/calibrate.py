@@ -61,6 +61,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             table_per_feature(table_rows, num_dense, columns),
             batch_size=config.trainer.batch_size,
             seed=config.trainer.seed,
+            columns=columns,
         )
         costs = measure_costs(
             ranks,

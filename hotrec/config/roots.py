@@ -24,6 +24,7 @@ from hotrec.config.groups import (
     ProfilerConfig,
     RetrievalConfig,
     RetrievalLoss,
+    SequenceConfig,
     TimeOrder,
 )
 from hotrec.types import (
@@ -674,6 +675,11 @@ class Config:
             not self.append or self.data.source is not None,
             f"append: expected no files for a synthetic log, got {self.append}. Draw more samples "
             "with data.synthetic.num_train.",
+        )
+        yield (
+            not self.trainer.compile or not isinstance(self.model, SequenceConfig),
+            "trainer.compile: expected false for models of histories, whose layers depend on the "
+            f"longest history of a batch, got true for {self.model.kind.name}. Remove it.",
         )
         is_new_only = isinstance(self.order, TimeOrder) and self.order.new_only
         yield (

@@ -16,6 +16,8 @@ from hotrec.types import Schema
 # read, its vector written, its gradient read and the row updated, 4 bytes each, in whose time
 # processors and GPUs do about 10 operations per byte.
 ID_FLOPS_PER_DIM = 160
+# Work that was counted: predictions of the same layers ask for it many times.
+_COUNTED: dict[str, DenseWork] = {}
 
 
 def attention_places(attention: Mapping[str, str], schema: Schema) -> list[tuple[str, list[str]]]:
@@ -104,10 +106,13 @@ def work_of(shape: Architecture, means: Mapping[str, float] | None = None) -> De
     """
     if shape.kind in OF_TORCHREC:
         return dense_flops(shape)
-    layers, num_samples = make_checked_layers(shape, seed=0), 2
     ids = ids_per_sample(shape, means or {})
-    rows = zero_rows(shape, {name: [number] * num_samples for name, number in ids.items()})
-    return count_work(shape, layers, num_samples, rows)
+    key = repr((shape, ids))
+    if key not in _COUNTED:
+        layers, num_samples = make_checked_layers(shape, seed=0), 2
+        rows = zero_rows(shape, {name: [number] * num_samples for name, number in ids.items()})
+        _COUNTED[key] = count_work(shape, layers, num_samples, rows)
+    return _COUNTED[key]
 
 
 def ids_per_sample(shape: Architecture, means: Mapping[str, float]) -> dict[str, int]:

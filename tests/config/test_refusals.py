@@ -78,6 +78,13 @@ OUT_OF_RANGE = [
         "model.negatives=uniform order=all_hot",
         *("model.negatives: expected in_batch with order=all_hot", "got uniform"),
     ),
+    (
+        "experiment=kuairand_hstu trainer.compile=true",
+        *("trainer.compile: expected false for models of histories", "got true for hstu"),
+    ),
+    ("experiment=kuairand_sasrec model.num_heads=3", "model.num_heads: ", "64, got 3"),
+    ("experiment=kuairand_hstu model.pooling=mean", "model.pooling: ", "got mean"),
+    ("model=hstu", "model.history: expected at least one value", ""),
     ("trainer.batch_size=0", "trainer.batch_size: expected a value at least 1, got 0", ""),
     ("optimizer=adam optimizer.beta2=1", "optimizer.beta2: expected a value", "below 1"),
     ("placement=coverage placement.coverage_frac=1.5", "placement.coverage_frac:", "at most 1"),

@@ -25,14 +25,15 @@ from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.look_ahead import MOVEMENTS
 from hotrec.cost_model.profile import write_profile
 from hotrec.data.chunks import Dataset
+from hotrec.models.shape import ids_per_sample
 from hotrec.planner.machine import Machine
 from hotrec.planner.partition import read_placement
-from hotrec.planner.plan import Plan, TorchrecTables
+from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
 from hotrec.planner.situation import LoaderWorkers
 from hotrec.planner.slots import LOAD_FRACS, SlotsError
 from hotrec.planner.trial import Trial, write_trial
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
-from hotrec.types import ColdTier, PipelineKind, PipelineSpec, Table, TorchrecPlan
+from hotrec.types import ColdTier, Exchange, PipelineKind, PipelineSpec, Table, TorchrecPlan
 from tests.unit.data.logs import ONE_HOT_SCHEMA, write_dataset
 
 # Made by a version that recorded plans by their labels.
@@ -86,6 +87,22 @@ def test_predictions_are_for_the_loader_workers_that_a_run_starts(
     assert proposal.situation.loader == LoaderWorkers(expected, cores)
     assert proposal.situation.workload.is_routed_by_loader == (expected > 0)
     assert {plan.plan.num_workers for plan in proposal.candidates.values()} == {expected}
+
+
+def test_sequences_are_neither_pooled_nor_left_to_torchrec(folder: Path) -> None:
+    words = ("model=hstu", "+model.history.bag=b")
+    decision = propose_plan(folder, *words).decision
+    assert decision is not None
+    for plan in decision.predictions:
+        assert isinstance(plan.tables, SplitTables), plan.label
+        assert {t.exchange for t in plan.tables.tables.values()} == {Exchange.ROWS}
+    assert propose_plan(folder, *words, "placement=torchrec").decision is None
+    given = propose_plan(folder, *words, "placement=coverage").decision
+    assert given is not None
+    assert all(plan.is_hotrec for plan in given.predictions)
+    # The history at its full length.
+    spec = job_of(folder, *words).spec
+    assert ids_per_sample(spec.architecture, {"t_b": 2.4}) == {"a": 1, "b": 1, "bag": 50}
 
 
 def make(folder: Path, *words: str, run: str = "run") -> SettledPlan:

@@ -26,6 +26,7 @@ from hotrec.calibrate.workload import (
 from hotrec.config.groups import (
     DinConfig,
     DlrmConfig,
+    HstuConfig,
     ModelConfig,
     RowwiseAdagradConfig,
     TwoTowerConfig,
@@ -87,6 +88,42 @@ def test_models_that_tell_columns_apart_get_those_of_the_dataset(
     # By names of its own there is no such column.
     with pytest.raises(ValueError, match=r"^model\.(item_columns|attention): .*'C1', "):
         make_subject(model, optimizer, table_per_feature(rows, 1), batch_size=16)
+
+
+def test_histories_are_timed_at_full_length_and_drawn_with_their_side_columns(
+    one_rank: Ranks,
+) -> None:
+    schema = Schema(
+        dense=(),
+        features=(
+            Feature("item", "i"),
+            Feature("seen", "i", is_multi_hot=True),
+            Feature("actions", "a", is_multi_hot=True),
+        ),
+        tables=(Table("i", 500), Table("a", 5)),
+        labels=("click", "like"),
+    )
+    model = HstuConfig(embedding_dim=8, history={"seen": "item"}, side=["actions"], max_length=6)
+    tables, lengths = table_per_feature([500, 500, 5], 0, schema), np.array([0, 3, 9, 9])
+    subject = make_subject(
+        model, RowwiseAdagradConfig(learning_rate=0.1), tables, batch_size=16, columns=schema
+    )
+    target = CalibrationTarget(subject, bag_lengths=[np.array([1]), lengths, lengths.copy()])
+    workload = CalibrationWorkload(target, one_rank, group_alone(one_rank))
+    (dense,) = [probe for probe in all_probes(workload) if probe.name == "dense"]
+    work = dense.make(*dense.sizes[0])
+    batch = work.prepare()
+    num_samples = len(batch.labels)
+    assert {name: len(rows.values()) for name, rows in batch.sparse.items()} == {
+        "item": num_samples,
+        "seen": 6 * num_samples,
+        "actions": 6 * num_samples,
+    }
+    work.run(batch)
+    assert work.num_items == pytest.approx(subject.work.flops * num_samples)
+    for features in workload.features(workload.samples, 64):
+        _, seen, actions = features.lengths().view(3, -1)
+        assert torch.equal(seen, actions)
 
 
 def subject_of(table_rows: list[int], dim: int, batch_size: int) -> Subject:

@@ -53,7 +53,7 @@ def stu(layer: Any, tokens: list[torch.Tensor], num_context: int) -> list[torch.
             for other, (_, _, v, k) in enumerate(made):
                 if other <= number or other < num_context:
                     product = (q[of_q] * k[of_q]).sum() / (num_attention / heads) ** 0.5
-                    sums = sums + silu(product) / layer.max_tokens * v[of_v]
+                    sums = sums + silu(product) / (num_context + MAX_LENGTH + 1) * v[of_v]
             attended.append(sums)
         a = torch.cat(attended)
         joined = torch.cat((u, a, norm(layer.attention_norm, a, 1e-6) * u))
