@@ -482,7 +482,7 @@ class StepTarget:
         # Adam has no cold rows on CPU.
         if row_spec(self.workload) != self.workload.target.spec.embedding:
             return [_Run(self.case(HOT_COLD, 1.0), 1.0)]
-        # TorchRec's exchange of sequences is not predicted.
+        # TorchRec's plans of sequences are predicted by the probes' prices alone.
         theirs = () if self.workload.target.spec.architecture.reads_sequences else THEIR_STEPS
         found = [
             _Run(case, shardings=self.shardings(case))
