@@ -66,14 +66,23 @@ def options_of(group: str, own: Iterable[Path] = ()) -> dict[str, Path]:
 def settings_of(root: str, group: str) -> dict[str, dict[str, Any]]:
     """The settings of a group's choices, and of the root configuration after them."""
     own = _read_yaml(conf_dir() / f"{root}.yaml").get(group) or {}
-    return {name: _read_yaml(file) | own for name, file in options_of(group).items()}
+    further = options_of(f"{root}_layers") if group == "model" else {}
+    return {
+        name: _read_yaml(file) | (_read_yaml(further[name]) if name in further else {}) | own
+        for name, file in options_of(group).items()
+    }
 
 
 def groups_of(root: str) -> dict[str, str | None]:
     """The groups of a root configuration, with the choice by default if there is one."""
     entries = _read_yaml(conf_dir() / f"{root}.yaml").get("defaults", [])
     pairs = (entry for entry in entries if isinstance(entry, dict) and "hydra" not in entry)
-    return {group: choice for pair in pairs for group, choice in pair.items()}
+    return {
+        group: choice
+        for pair in pairs
+        for group, choice in pair.items()
+        if not group.startswith("optional ")  # follows another choice
+    }
 
 
 def summary_of(file: Path) -> str:
