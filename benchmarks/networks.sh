@@ -3,13 +3,14 @@
 # machine, one rank in each or -g ranks, every link shaped to a rate both ways (see hosts.sh); and loopback.
 #
 #   benchmarks/networks.sh [-o DIR] [-n "NETWORK ..."] [-w "RANKS ..."] [-g RANKS] [-b "BATCH ..."]
-#                          [-k ROUNDS] [-c "CASE ..."] [-p] [hydra overrides of hotrec bench ...]
+#                          [-x CHOICE] [-k ROUNDS] [-c "CASE ..."] [-p] [hydra overrides of hotrec bench ...]
 #
 #   -o  directory of the JSON files, the page and the picture (default benchmarks/results/networks)
 #   -n  loopback, or rates as tc writes them (default "loopback 10gbit 1gbit 250mbit")
 #   -w  numbers of ranks (default "2 4")
 #   -g  ranks of a host (default 1)
-#   -b  samples per rank and step; conf/bench/networks_b<BATCH>.yaml (default "2048 8192")
+#   -b  samples per rank and step; conf/bench/<CHOICE>_b<BATCH>.yaml (default "2048 8192")
+#   -x  the bench choice without its batch (default networks)
 #   -k  timed blocks of each case (default: by batch and network, below 4 minutes for 2 ranks and
 #       B = 2048)
 #   -c  cases, names of the bench choice (default: all that it lists)
@@ -28,17 +29,19 @@ output=benchmarks/results/networks
 networks="loopback 10gbit 1gbit 250mbit"
 worlds="2 4"
 batches="2048 8192"
+choice=networks
 rounds=
 per_host=1
 cases=
 page_only=
-while getopts "o:n:w:g:b:k:c:p" option; do
+while getopts "o:n:w:g:b:x:k:c:p" option; do
   case $option in
     o) output=$OPTARG ;;
     n) networks=$OPTARG ;;
     w) worlds=$OPTARG ;;
     g) per_host=$OPTARG ;;
     b) batches=$OPTARG ;;
+    x) choice=$OPTARG ;;
     k) rounds=$OPTARG ;;
     c) cases=$OPTARG ;;
     p) page_only=1 ;;
@@ -65,7 +68,7 @@ measure() {
   shift 3
   run_dir="runs/networks/$(date +%Y%m%d-%H%M%S)-$hosts_id-$network-w$ranks-b$batch"
   mkdir -p "$run_dir" "$output"
-  local words=(-m hotrec bench "bench=networks_b$batch"
+  local words=(-m hotrec bench "bench=${choice}_b$batch"
     "bench.rounds=${rounds:-$(default_rounds "$network" "$batch")}")
   if [ -n "$cases" ]; then words+=("bench.cases=[${cases// /,}]"); fi
   export HOTREC_RUN_DIR=$run_dir

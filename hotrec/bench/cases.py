@@ -152,6 +152,7 @@ class Runner:
     clock: StageClock  # stage times of the timed steps
     batches: Iterator[Batch]  # of the whole run, and some for the pipeline to hold ahead
     unrouted: Sequence[Batch]  # the same with their original ids
+    table_of_feature: Mapping[str, str]
     memory_bytes: int = 0  # growth of this process by the model and its first step
     losses: list[torch.Tensor] = field(default_factory=list)  # of every step on this rank, ()
     blocks: dict[int, Block] = field(default_factory=dict)  # timed blocks by round
@@ -209,7 +210,9 @@ def build_runner(
     if ranks.device.type == "cuda":
         # As from a loader; routing has made new tensors of them.
         fed = [batch.pin_memory() for batch in fed]
-    runner = Runner(case, trainable, pipeline, StageClock(ranks.device), iter(fed), batches)
+    tables = {feature.name: feature.table for feature in subject.spec.schema.features}
+    clock = StageClock(ranks.device)
+    runner = Runner(case, trainable, pipeline, clock, iter(fed), batches, tables)
     runner.step()
     runner.drain()
     gc.collect()

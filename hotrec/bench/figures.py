@@ -61,9 +61,7 @@ def gather_measured(runners: Sequence[Runner], ranks: Ranks) -> dict[str, list[M
 
 def _measured(runner: Runner, ranks: Ranks, host_of_rank: Sequence[object]) -> Measured:
     case = runner.case
-    batches = [runner.unrouted[number].sparse.to_dict() for number in runner.counted]
-    # Ids by table; a benchmark's feature and table have one name.
-    counted = [{name: bags.values().numpy() for name, bags in ids.items()} for ids in batches]
+    counted = [ids_by_table(runner, number) for number in runner.counted]
     distinct = [[np.unique(rows) for rows in by_table.values()] for by_table in counted]
     rows_of_steps = [number_rows([*map(torch.from_numpy, rows)]) for rows in distinct]
     is_hot = [
@@ -93,6 +91,14 @@ def _measured(runner: Runner, ranks: Ranks, host_of_rank: Sequence[object]) -> M
         memory_bytes=runner.memory_bytes,
         num_dense_values=count_dense_values(runner.trainable.model),
     )
+
+
+def ids_by_table(runner: Runner, number: int) -> dict[str, np.ndarray]:
+    """The ids of a batch, of all features that read a table."""
+    features, found = runner.unrouted[number].sparse.to_dict(), dict[str, list[torch.Tensor]]()
+    for name, table in runner.table_of_feature.items():
+        found.setdefault(table, []).append(features[name].values())
+    return {table: torch.cat(ids).numpy() for table, ids in found.items()}
 
 
 def _is_hot(case: Case, table: str, rows: np.ndarray) -> np.ndarray:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.bench.benchmark import measure
 from hotrec.bench.cases import Case
-from hotrec.bench.figures import Measured, losses_apart, summarize
+from hotrec.bench.figures import Measured, ids_by_table, losses_apart, summarize
 from hotrec.bench.job import choose_hot_rows, make_benchmark, make_cases
 from hotrec.bench.machine import interface_sent_bytes
 from hotrec.bench.measure import takes_part
@@ -513,3 +515,14 @@ def test_golden_page() -> None:
     assert result_text(cases) in page
     quiet = render_page(document_of(cases), command="", configuration="")
     assert ("Operators" in quiet, "differ by more" in quiet) == (False, False)
+
+
+def test_features_that_share_a_table_are_counted_together() -> None:
+    sparse = KeyedJaggedTensor(
+        ["a", "b", "c"], torch.tensor([3, 1, 1, 2]), lengths=torch.tensor([2, 1, 1])
+    )
+    batch = Batch(torch.zeros(1, 0), sparse, torch.zeros(1), torch.ones(1), 1)
+    tables = {"a": "t", "b": "t", "c": "c"}
+    runner: Any = SimpleNamespace(unrouted=[batch], table_of_feature=tables)
+    found = {table: ids.tolist() for table, ids in ids_by_table(runner, 0).items()}
+    assert found == {"t": [3, 1, 1], "c": [2]}
