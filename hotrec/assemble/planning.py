@@ -56,6 +56,7 @@ from hotrec.types import (
     PipelineKind,
     PipelineSpec,
     Placement,
+    TorchrecPlan,
 )
 
 logger = logging.getLogger(__name__)
@@ -286,10 +287,15 @@ def make_proposal(
     workers, _ = job.loader_on(machine, costs[0])
     request = replace(request, num_workers=workers)
 
+    reads_sequences = job.spec.architecture.reads_sequences
+
     def describe(machine: Machine) -> Situation:
         return job.situation(machine, profile, histograms, costs)
 
     def shardings(tables: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:
+        is_theirs, is_by_hand = tables == job.tables, tables.plan is TorchrecPlan.hand_tuned
+        if reads_sequences and is_by_hand and machine.device == "cpu" and not is_theirs:
+            return "FBGEMM looks its data-parallel tables up in another order on a CPU"
         # An optimizer that the device cannot train is an error, tables that do not fit are not.
         unsharded = build_unsharded(job.spec, Plan(tables, pipeline), None, machine)
         try:
