@@ -112,7 +112,8 @@ def render_page(document: Document, *, command: str, configuration: str) -> str:
 def ids_of(document: Document) -> str:
     """Where the ids of a benchmark are from."""
     if document.get("dataset") is not None:
-        return f"samples of {Path(document['dataset']).name}"
+        path = Path(document["dataset"])
+        return f"samples of {path.parent.name if path.name == 'dataset' else path.name}"
     return f"Zipf {document['data']['zipf_exponent']:g}, one id per feature"
 
 
