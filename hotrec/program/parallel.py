@@ -6,9 +6,12 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
@@ -28,6 +31,7 @@ from hotrec.embedding.optimizers import (
 )
 from hotrec.embedding.sharding import HotColdSequenceSharder, HotColdSharder
 from hotrec.embedding.table_memory import leave_tables_out_of_forks
+from hotrec.embedding.tables import torchrec_collections
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import TorchrecTables
@@ -289,6 +293,7 @@ def _plain(
     sharded = DistributedModelParallel(
         model, device=device, plan=plan, init_data_parallel=has_layers
     )
+    _check_sequences(sharded, device)
     leave_tables_out_of_forks(sharded)
     if not has_layers:
         _without_ddp(sharded, device)
@@ -311,6 +316,29 @@ def _plain(
     if rest:
         optimizers.append(KeyedOptimizerWrapper(rest, dense_optimizer))
     return sharded, CombinedOptimizer(optimizers)
+
+
+def _check_sequences(sharded: DistributedModelParallel, device: torch.device) -> None:
+    """Check that TorchRec looks up the rows of the ids of sequences.
+
+    On a CPU it does not in data-parallel tables (seen with torchrec 1.8.0): rows come in another
+    order, and some are not updated.
+
+    Raises:
+        ValueError: If a plan replicates such a table.
+    """
+    if device.type != "cpu":
+        return
+    for path, module in torchrec_collections(sharded):
+        found: Any = sharded.plan.get_plan_for_module(path.removesuffix("."))
+        for table, sharding in found.items():
+            is_dense = sharding.compute_kernel == EmbeddingComputeKernel.DENSE.value
+            if is_dense and isinstance(module, ShardedEmbeddingCollection):
+                raise ValueError(
+                    f"table {table} plan: expected row-wise, table-wise or column-wise for an "
+                    f"EmbeddingCollection on CPU, where TorchRec returns wrong rows of others, got "
+                    f"{sharding.sharding_type}. Pass another plan, or hot rows."
+                )
 
 
 def _count_dense(model: nn.Module) -> int:

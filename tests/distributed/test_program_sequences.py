@@ -10,6 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -246,3 +250,21 @@ def test_a_table_of_bags_and_of_sequences_is_refused(one_rank: Any) -> None:
 
     with pytest.raises(ValueError, match=r"^tables \['item'\]: expected each name once"):
         hotrec.parallelize(Twice(), PARTITION, embedding_optimizer=EMBEDDING, dense_optimizer=DENSE)
+
+
+def test_replicated_sequences_are_refused_on_a_cpu(one_rank: Any) -> None:
+    """TorchRec returns wrong rows of them there."""
+    model = Alone()
+    sharding = ParameterConstraints(
+        sharding_types=[ShardingType.DATA_PARALLEL.value],
+        compute_kernels=[EmbeddingComputeKernel.DENSE.value],
+    )
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=1, compute_device="cpu"),
+        constraints={"seen": sharding},
+    )
+    plan = planner.plan(model, [EmbeddingCollectionSharder()])
+    with pytest.raises(ValueError, match=r"^table seen plan: .* on CPU, .* got data_parallel\."):
+        hotrec.parallelize(
+            model, "off", plan=plan, embedding_optimizer=EMBEDDING, dense_optimizer=DENSE
+        )
