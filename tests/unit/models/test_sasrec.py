@@ -8,16 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hotrec.models.flops import count_sequence_work
 from hotrec.models.sasrec import Sasrec, SasrecBlock
-from hotrec.models.sequence import SequenceColumns, attention_mask, last_output
+from hotrec.models.sequence import SequenceColumns, attention_mask
 from tests.unit.models.sequences import (
     COLUMNS,
     DIM,
-    LENGTHS,
     NUM_LABELS,
     candidate,
-    choose,
     encode,
     gradients,
     linear,
@@ -26,7 +23,6 @@ from tests.unit.models.sequences import (
     norm,
     samples_of,
     score,
-    to,
     tokens_of,
 )
 
@@ -122,25 +118,6 @@ def test_attention_is_torchs() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
-def test_the_last_block_for_one_token_is_that_for_all() -> None:
-    model = make_sasrec().double()
-    tokens, is_token = model.tokens(make_batch()[1])
-    sees = attention_mask(is_token, 2)
-    every = tokens
-    for layer in model.layers:
-        every = layer(every, sees, every.size(1))
-    last = last_output(model.layers, tokens, is_token, 2)
-    torch.testing.assert_close(last, every[:, -1], rtol=0, atol=1e-13)
-
-
-def test_a_sample_does_not_depend_on_its_batch() -> None:
-    model, batch = make_sasrec(), to(make_batch(), torch.float32)
-    logits = model(*batch)
-    for samples in ([0], [1], [3, 1], [4, 3, 2, 1, 0]):
-        found = model(*choose(batch, samples))
-        torch.testing.assert_close(found, logits[samples], rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0)])
 @pytest.mark.parametrize("columns", [COLUMNS, PAPER], ids=["all", "paper"])
 def test_batches_without_samples_or_ids(lengths: tuple[int, ...], columns: SequenceColumns) -> None:
@@ -152,47 +129,6 @@ def test_batches_without_samples_or_ids(lengths: tuple[int, ...], columns: Seque
         torch.testing.assert_close(logits, by_loops(model, batch)[0], rtol=0, atol=1e-12)
 
 
-def test_the_gradients_of_the_rows_by_differences() -> None:
-    model, batch = make_sasrec(num_layers=1).double(), make_batch((2, 0, 6))
-    names = list(batch[1])
-
-    def logits(*rows: torch.Tensor) -> torch.Tensor:
-        columns = {name: (r, batch[1][name][1]) for name, r in zip(names, rows, strict=True)}
-        return model(batch[0], columns)
-
-    assert torch.autograd.gradcheck(logits, [batch[1][name][0] for name in names], fast_mode=True)
-
-
-def test_a_repeat_is_the_same_bit_for_bit() -> None:
-    model, batch = make_sasrec(), to(make_batch(), torch.float32)
-    first, second = gradients(model, batch), gradients(model, batch)
-    assert all(map(torch.equal, first, second))
-
-
-def test_dropout_is_of_training() -> None:
-    model, batch = make_sasrec(dropout=0.5).double(), make_batch()
-    without = make_sasrec().double()
-    assert not torch.equal(model(*batch), model(*batch))
-    assert torch.equal(model.eval()(*batch), without(*batch))
-
-
-def test_nothing_waits_for_a_device() -> None:
-    """A device without values could not give the host any."""
-    meta = torch.device("meta")
-    logits = make_sasrec().double().to(meta)(*to(make_batch(), meta))
-    assert logits.shape == (len(LENGTHS), NUM_LABELS)
-
-
 def test_heads_divide_the_dimension() -> None:
     with pytest.raises(ValueError, match=f"num_heads: expected a divisor of .* {DIM}, got 4"):
         make_sasrec(num_heads=4)
-
-
-def test_work_by_length() -> None:
-    model = make_sasrec(max_length=40)
-    work = count_sequence_work(model)
-    for length in (1, 17, 40):
-        batch = to(make_batch((length,)), torch.float32)
-        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-            model(*batch).sum().backward()
-        assert work.flops(length) == counter.get_total_flops()

@@ -1,12 +1,15 @@
-"""Padding, the mask of attention, and what columns of a history must be."""
+"""Padding, the mask of attention, columns of a history, and what both models have in common."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hotrec.models.flops import count_sequence_work
 from hotrec.models.sequence import (
     SequenceColumns,
     attention_mask,
@@ -15,6 +18,18 @@ from hotrec.models.sequence import (
     pad_front,
     sum_rows,
 )
+from tests.unit.models.sequences import (
+    LENGTHS,
+    NUM_LABELS,
+    choose,
+    gradients,
+    make_batch,
+    make_hstu,
+    make_sasrec,
+    to,
+)
+
+MODELS = [make_hstu, make_sasrec]
 
 
 @pytest.mark.parametrize(
@@ -109,3 +124,74 @@ def test_samples_of_similar_lengths_are_computed_together(num_context: int) -> N
     seen = attention_mask(is_token, num_context).float()
     torch.testing.assert_close(found, (seen @ (seen @ tokens))[:, -1])
     assert sorted(set(widths)) == {0: [1, 2, 4, 5, 8], 2: [3, 4, 7, 10]}[num_context]
+
+
+# Of both models.
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_the_last_layer_for_one_token_is_that_for_all(make: Any) -> None:
+    model = make().double()
+    tokens, is_token = model.tokens(make_batch()[1])
+    sees = attention_mask(is_token, 2)
+    every = tokens
+    for layer in model.layers:
+        every = layer(every, sees, every.size(1))
+    assert every.shape == tokens.shape
+    last = last_output(model.layers, tokens, is_token, 2)
+    torch.testing.assert_close(last, every[:, -1], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_a_sample_does_not_depend_on_its_batch(make: Any) -> None:
+    model, batch = make(), to(make_batch(), torch.float32)
+    logits = model(*batch)
+    for samples in ([0], [1], [3, 1], [4, 3, 2, 1, 0]):
+        found = model(*choose(batch, samples))
+        torch.testing.assert_close(found, logits[samples], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_the_gradients_of_the_rows_by_differences(make: Any) -> None:
+    model, batch = make(num_layers=1).double(), make_batch((2, 0, 6))
+    names = list(batch[1])
+
+    def logits(*rows: torch.Tensor) -> torch.Tensor:
+        columns = {name: (r, batch[1][name][1]) for name, r in zip(names, rows, strict=True)}
+        return model(batch[0], columns)
+
+    assert torch.autograd.gradcheck(logits, [batch[1][name][0] for name in names], fast_mode=True)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_a_repeat_is_the_same_bit_for_bit(make: Any) -> None:
+    model, batch = make(), to(make_batch(), torch.float32)
+    first, second = gradients(model, batch), gradients(model, batch)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_dropout_is_of_training(make: Any) -> None:
+    model, batch = make(dropout=0.5).double(), make_batch()
+    without = make().double()
+    assert not torch.equal(model(*batch), model(*batch))
+    assert torch.equal(model.eval()(*batch), without(*batch))
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_nothing_waits_for_a_device(make: Any) -> None:
+    """A device without values could not give the host any."""
+    meta = torch.device("meta")
+    logits = make().double().to(meta)(*to(make_batch(), meta))
+    assert logits.shape == (len(LENGTHS), NUM_LABELS)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_work_by_length(make: Any) -> None:
+    model = make(max_length=40)
+    work = count_sequence_work(model)
+    for length in (1, 17, 40):
+        batch = to(make_batch((length,)), torch.float32)
+        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+            model(*batch).sum().backward()
+        assert work.flops(length) == counter.get_total_flops()
