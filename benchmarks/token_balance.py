@@ -1,9 +1,11 @@
 """Counts the work of the busiest rank with equal samples and balanced, on 2 to 64 ranks.
 
     PYTHONPATH=. python benchmarks/token_balance.py [--page benchmarks/results/token_balance.md]
+        [--dataset data/kuairand_histories/dataset --sequence history_video]
 
 Lengths of histories are drawn by the marginals of `benchmarks/yambda_like.py`, and dealt by the
-code that deals samples in training (`order.assign=by_tokens`). No rank is started and no step
+code that deals samples in training (`order.assign=by_tokens`). With a prepared dataset it also
+counts the rows that ranks exchange, by each value of `order.assign`. No rank is started and no step
 timed. The last line on stdout is one JSON object.
 """
 
@@ -20,8 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.locality import make_batch, sent_bytes
+from benchmarks.locality_samples import dataset_source
 from benchmarks.yambda_like import KIND_PCT, LOG_EVENTS, LOG_EVENTS_DEVIATION, MAX_EVENTS
-from hotrec.data.tokens import SampleWork, assign_by_work
+from hotrec.config.groups import OrderAssign
+from hotrec.data.locality import ByOwner, ShardOwner
+from hotrec.data.tokens import ByTokens, ByTokensAndOwner, SampleWork, assign_by_work
 from hotrec.report.render import markdown_table
 from hotrec.report.units import show_count
 from hotrec.types import Rows
@@ -65,6 +71,19 @@ to L + L^2 / {ratio:,}. Means over {num_batches} global batches.
 * **samples**: fewest and most samples of a rank, balanced.
 * **ms**: for dealing one global batch, on a shared machine.
 """
+
+OF_DATASET = """## Rows that ranks exchange
+
+Global batches of `{dataset}`, {num_batches} of each size, by what `order.assign` deals them by.
+**MB**: rows and gradients of 64 values that a rank sends in a step, all rows cold and row-wise,
+and each distinct row of a rank once; **of as_read**: their share of those as read. **busiest**:
+work of the busiest rank over the mean, for the lengths of `{sequence}`. Owners only decide among
+samples of the same work, such as histories of the maximum length.
+"""
+
+# Ranks, and samples of each.
+CASES = ((2, 256), (4, 256), (8, 256), (8, 64))
+ROWS_COLUMNS = ("ranks", "batch", "order.assign", "MB", "of as_read", "busiest")
 
 COLUMNS = (
     "ranks",
@@ -151,6 +170,69 @@ def measure(kind: str, num_ranks: int, batch_size: int, num_batches: int) -> dic
     return {**of_case, **means, "worst_equal": max(found["equal"]), "saved_frac": saved}
 
 
+def count_rows(path: Path, sequence: str, num_batches: int) -> list[dict[str, Any]]:
+    """Bytes of a step and the busiest rank's work, by case and assignment; means over batches."""
+    source, results = dataset_source(path), []
+    schema, hot = source.schema, source.hot(0)
+    names = schema.feature_names
+    by_tokens = ByTokens(names, SampleWork(1, {sequence: PER_TOKEN}, {sequence: PER_PAIR}))
+    for num_ranks, batch_size in CASES:
+        shards = {
+            table.name: [
+                ShardOwner(rank * -(-table.num_rows // num_ranks), rank)
+                for rank in range(num_ranks)
+                if rank * -(-table.num_rows // num_ranks) < table.num_rows
+            ]
+            for table in schema.tables
+        }
+        by_owner = ByOwner(schema, shards, {})
+        by_both = ByTokensAndOwner(by_tokens, by_owner)
+        found: dict[OrderAssign, list[tuple[float, float]]] = {kind: [] for kind in OrderAssign}
+        for ids in source.read(num_ranks, batch_size, num_batches):
+            batch = make_batch(ids, schema, hot)
+            columns = [part.to_dict() for part in ids]
+            parts = [[part[name] for part in columns] for name in names]
+            lengths = np.concatenate([p.lengths().numpy() for part in parts for p in part])
+            values = np.concatenate([p.values().numpy() for part in parts for p in part])
+            lengths, shares_W = lengths.astype(np.int32), np.full(num_ranks, batch_size)
+            work_S = by_tokens.work.of(names, lengths)
+            for kind, rank_S in (
+                (OrderAssign.as_read, batch.today()),
+                (OrderAssign.by_owner, by_owner(values, lengths, shares_W)),
+                (OrderAssign.by_tokens, by_tokens(lengths, num_ranks)),
+                (OrderAssign.by_tokens_and_owner, by_both(values, lengths, shares_W)),
+            ):
+                work_W = np.bincount(rank_S, work_S, minlength=num_ranks)
+                sent = sent_bytes(batch, rank_S)["cold"]
+                found[kind].append((sent, work_W.max() / work_W.mean()))
+        as_read, _ = np.mean(found[OrderAssign.as_read], axis=0)
+        for kind in OrderAssign:
+            sent, busiest = np.mean(found[kind], axis=0).tolist()
+            results.append(
+                {
+                    "num_ranks": num_ranks,
+                    "batch_size": batch_size,
+                    "assign": kind.name,
+                    "bytes": sent,
+                    "bytes_frac": sent / as_read,
+                    "busiest": busiest,
+                }
+            )
+    return results
+
+
+def as_rows_row(found: dict[str, Any]) -> list[str]:
+    """One row of text, as ``ROWS_COLUMNS``."""
+    return [
+        f"{found['num_ranks']}",
+        f"{found['batch_size']}",
+        found["assign"],
+        f"{found['bytes'] / 1e6:.2f}",
+        f"{found['bytes_frac']:.3f}",
+        f"{found['busiest']:.3f}",
+    ]
+
+
 def as_row(found: dict[str, Any]) -> list[str]:
     """One row of text, as ``COLUMNS``."""
     return [
@@ -166,13 +248,22 @@ def as_row(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def render(results: Sequence[dict[str, Any]], num_batches: int) -> str:
+def render(
+    results: Sequence[dict[str, Any]],
+    of_rows: Sequence[dict[str, Any]],
+    options: argparse.Namespace,
+) -> str:
     command = shlex.join(["python", *sys.argv]).replace(" --", " \\\n    --")
     facts = {"per_token": PER_TOKEN, "per_pair": PER_PAIR, "ratio": round(PER_TOKEN / PER_PAIR)}
-    parts = [PAGE.format(command=command, num_batches=num_batches, pool=MAX_OF_POOL, **facts)]
+    parts = [
+        PAGE.format(command=command, num_batches=options.num_batches, pool=MAX_OF_POOL, **facts)
+    ]
     for kind in KINDS:
         rows = [as_row(found) for found in results if found["kind"] == kind]
         parts += [f"## {kind.capitalize()}", markdown_table(COLUMNS, rows)]
+    if of_rows:
+        parts.append(OF_DATASET.format(**vars(options)))
+        parts.append(markdown_table(ROWS_COLUMNS, [as_rows_row(found) for found in of_rows]))
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
@@ -182,6 +273,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-batches", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=BATCH_SIZES)
+    parser.add_argument("--dataset", type=Path, help="a prepared dataset with sequences")
+    parser.add_argument("--sequence", default="history_video")
     options = parser.parse_args(arguments)
     results = []
     for kind in KINDS:
@@ -189,9 +282,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for num_ranks in options.ranks:
                 results.append(measure(kind, num_ranks, batch_size, options.num_batches))
                 print(kind, *as_row(results[-1]), file=sys.stderr, flush=True)
+    of_rows = []
+    if options.dataset is not None:
+        of_rows = count_rows(options.dataset, options.sequence, options.num_batches)
     if options.page is not None:
-        options.page.write_text(render(results, options.num_batches))
-    print(json.dumps(results))
+        options.page.write_text(render(results, of_rows, options))
+    print(json.dumps([*results, *of_rows]))
 
 
 if __name__ == "__main__":

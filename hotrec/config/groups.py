@@ -25,7 +25,8 @@ PlacementKind = StrEnum(
 )
 Routing = StrEnum("Routing", "loader device")
 OrderKind = StrEnum("OrderKind", "shuffled all_hot time")
-OrderAssign = StrEnum("OrderAssign", "as_read by_owner by_tokens")
+OrderAssign = StrEnum("OrderAssign", "as_read by_owner by_tokens by_tokens_and_owner")
+BY_OWNERS = (OrderAssign.by_owner, OrderAssign.by_tokens_and_owner)
 ProfilerKind = StrEnum("ProfilerKind", "none trace")
 Pooling = StrEnum("Pooling", "sum mean")
 Decay = StrEnum("Decay", "constant linear cosine polynomial")
@@ -43,7 +44,8 @@ CACHE_LOAD = "fraction of the sharded rows that fused_uvm_caching and cached kee
 ACCESSES = "minimum expected lookups of a hot row per global batch"
 ASSIGN = (
     "rank that computes each sample of a global batch: as_read (the one that reads it), by_owner "
-    "(the owner of most of its cold rows) or by_tokens (samples of different lengths in even work)"
+    "(the owner of most of its cold rows), by_tokens (samples of different lengths in even work) "
+    "or by_tokens_and_owner (the same, and by owner among samples with the same work)"
 )
 
 

@@ -497,9 +497,9 @@ class BenchVariant:
         )
         has_cold = placement in (BenchCase.hot_cold, BenchCase.all_cold)
         yield (
-            self.assign is not OrderAssign.by_tokens,
+            self.assign in (OrderAssign.as_read, OrderAssign.by_owner),
             "assign: expected as_read or by_owner in a benchmark, whose bags have one id each, got "
-            "by_tokens. Compare two runs with `hotrec compare`.",
+            f"{self.assign.name}. Compare two runs with `hotrec compare`.",
         )
         yield (
             has_cold or self.assign is OrderAssign.as_read,

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import token_balance
 from benchmarks.yambda_like import MAX_EVENTS
+from tests.unit.data.logs import write_dataset
 
 
 def test_lengths_are_those_of_the_reference() -> None:
@@ -39,3 +40,13 @@ def test_the_page_has_every_case(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert 1 <= of["balanced"] < of["equal"] <= of["worst_equal"]
         assert of["saved_frac"] == pytest.approx(1 - of["balanced"] / of["equal"])
     assert page.read_text().count("\n| ") == 3 * (2 + 2)
+
+
+def test_owners_save_bytes_at_the_same_work(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "d", {"train": 4096})
+    found = token_balance.count_rows(tmp_path / "d", "bag", 2)
+    assert len(found) == 4 * len(token_balance.CASES)
+    for as_read, by_owner, by_tokens, by_both in zip(*[iter(found)] * 4, strict=True):
+        assert as_read["bytes_frac"] == 1
+        assert by_both["busiest"] == by_tokens["busiest"] < as_read["busiest"]
+        assert by_owner["bytes_frac"] < by_both["bytes_frac"] < min(1, by_tokens["bytes_frac"])

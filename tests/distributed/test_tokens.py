@@ -1,4 +1,4 @@
-"""order.assign=by_tokens on real ranks: the training of one process, and exact continuation."""
+"""order.assign=by_tokens and with owners on real ranks: the training of one process, and resume."""
 
 from __future__ import annotations
 
@@ -74,14 +74,16 @@ PLACEMENTS = {
     ),
     "torchrec": None,
 }
+BY_BOTH = "order.assign=by_tokens_and_owner"
 # Samples of a rank's batch: 9 leave one sample for the last step of 2 and of 3 ranks, so that ranks
 # are without any; 10 leave 9 and 19.
 CASES = (
     ("row_wise", ("pipeline=look_ahead", "pipeline.depth=2", "pipeline.micro_batches=true"), 9),
+    ("row_wise", ("pipeline=look_ahead", BY_BOTH), 9),
     ("row_wise", ("pipeline=look_ahead",), 10),
-    ("mixed", ("pipeline=look_ahead",), 10),
+    ("mixed", ("pipeline=look_ahead", BY_BOTH), 10),
     ("row_wise", ("pipeline=base",), 10),
-    ("mixed", ("pipeline=sparse_dist",), 9),
+    ("mixed", ("pipeline=sparse_dist", BY_BOTH), 9),
     ("mixed", ("pipeline=base",), 9),
     ("torchrec", ("pipeline=sparse_dist", "placement.plan=hand_tuned"), 10),
     ("torchrec", ("pipeline=sparse_dist", "placement.plan=planner"), 9),
@@ -113,8 +115,8 @@ def write_log(path: Path) -> None:
 
 def config_of(folder: Path, words: Sequence[str], assign: str, batch_size: int) -> Config:
     is_torchrec = any(word.startswith("placement.plan=") for word in words)
-    given = [f"placement={'torchrec' if is_torchrec else 'coverage'}", *words]
-    given += [f"paths.dataset={folder / 'd'}", f"order.assign={assign}", "optimizer=adagrad"]
+    given = [f"placement={'torchrec' if is_torchrec else 'coverage'}", f"order.assign={assign}"]
+    given += [*words, f"paths.dataset={folder / 'd'}", "optimizer=adagrad"]
     given += ["optimizer.learning_rate=0.1", "optimizer.eps=1e-3", "model.embedding_dim=8"]
     given += ["model.dense_layer_sizes=[8]", "model.over_layer_sizes=[8,1]"]
     given += ["trainer.num_workers=0", "trainer.device=cpu", f"trainer.num_epochs={EPOCHS}"]

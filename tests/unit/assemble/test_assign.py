@@ -43,6 +43,7 @@ def test_off_by_default() -> None:
     assert choose_assign(as_read, SCHEMA, None, ShardingPlan({})) is None
 
 
+@pytest.mark.parametrize("assign", ["by_owner", "by_tokens_and_owner"])
 @pytest.mark.parametrize("kind", ["shuffled", "all_hot"])
 @pytest.mark.parametrize(
     ("placement", "found"),
@@ -54,10 +55,11 @@ def test_off_by_default() -> None:
     ids=["torchrec", "all_hot", "pooled"],
 )
 def test_placements_whose_rows_have_no_owner_are_refused(
-    kind: str, placement: Placement | None, found: str
+    kind: str, assign: str, placement: Placement | None, found: str
 ) -> None:
-    by_owner = order("order.assign=by_owner", f"order={kind}")
-    with pytest.raises(ValueError, match=rf"order\.assign: expected .* got {found}\. Choose"):
+    by_owner = order(f"order.assign={assign}", f"order={kind}")
+    match = rf"order\.assign: expected .* for {assign}, got {found}\. Choose"
+    with pytest.raises(ValueError, match=match):
         check_assign(by_owner, placement)
     check_assign(order(f"order={kind}"), placement)
 
@@ -92,5 +94,7 @@ def test_by_tokens_takes_any_plan_but_needs_lengths(
         write_dataset(tmp_path / name, {"train": 9}, schema=schema)
     check_order(by_tokens, Dataset.open(tmp_path / "bags"))
     check_order(order(), Dataset.open(tmp_path / "ids"))
-    with pytest.raises(ValueError, match=r"order\.assign: expected .* got one id .*'a', 'b'"):
-        check_order(by_tokens, Dataset.open(tmp_path / "ids"))
+    for assign in ("by_tokens", "by_tokens_and_owner"):
+        match = rf"order\.assign: expected .* for {assign}, got one id .*'a', 'b'"
+        with pytest.raises(ValueError, match=match):
+            check_order(order(f"order.assign={assign}"), Dataset.open(tmp_path / "ids"))

@@ -15,7 +15,7 @@ from hotrec.data.all_hot import write_all_hot
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import num_steps
 from hotrec.data.locality import ByOwner, ShardOwner
-from hotrec.data.tokens import ByTokens, SampleWork
+from hotrec.data.tokens import ByTokens, ByTokensAndOwner, SampleWork
 from hotrec.types import Partition
 from tests.unit.data.logs import (
     ONE_HOT_SCHEMA,
@@ -35,7 +35,9 @@ BY_OWNER = ByOwner(
     SCHEMA, {"t_a": [ShardOwner(0, 0), ShardOwner(5, 1)], "t_b": [ShardOwner(0, 1)]}, HOT
 )
 BY_TOKENS = ByTokens(SCHEMA.feature_names, SampleWork(1, {"bag": 1}))
-CUTS = ["all", "all_hot", "mixed", "by_owner", "by_tokens"]
+BY_BOTH = ByTokensAndOwner(BY_TOKENS, BY_OWNER)
+ASSIGN = {"by_owner": BY_OWNER, "by_tokens": BY_TOKENS, "by_both": BY_BOTH}
+CUTS = ["all", "all_hot", "mixed", *ASSIGN]
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def cuts(path):
     samples = write_all_hot(dataset, "train", partition, partition_hash="p", output=output)
     kinds = {"all_hot": True, "mixed": False}
     subsets = {name: {"subset": samples.subset(is_all_hot=kind)} for name, kind in kinds.items()}
-    assigned = {"by_owner": {"assign": BY_OWNER}, "by_tokens": {"assign": BY_TOKENS}}
+    assigned = {name: {"assign": assign} for name, assign in ASSIGN.items()}
     return {"all": {}, **assigned, **subsets}
 
 
