@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -115,6 +115,7 @@ class Tables:
         num_dense_values: Parameters of the dense layers.
         kinds: The pipelines that ``auto`` may choose, because they support the model.
         plan: Runs TorchRec's planner on the unsplit model under constraints.
+        packed: Names of the tables whose rows the model copies to the ids itself.
     """
 
     configs: Sequence[BaseEmbeddingConfig]
@@ -122,6 +123,7 @@ class Tables:
     num_dense_values: int
     kinds: Sequence[PipelineKind]
     plan: Callable[[Mapping[str, ParameterConstraints] | None], ShardingPlan]
+    packed: Collection[str] = ()
 
     @property
     def shapes(self) -> list[TableShape]:
@@ -131,12 +133,15 @@ class Tables:
                 dim=table.embedding_dim,
                 row_bytes=self.rule.bytes_per_row(table.embedding_dim),
                 num_columns=len(table.feature_names),
-                output=TableOutput.pooled
-                if isinstance(table, EmbeddingBagConfig)
-                else TableOutput.expanded,
+                output=self._output(table),
             )
             for table in self.configs
         ]
+
+    def _output(self, table: BaseEmbeddingConfig) -> TableOutput:
+        if isinstance(table, EmbeddingBagConfig):
+            return TableOutput.pooled
+        return TableOutput.packed if table.name in self.packed else TableOutput.expanded
 
     def request(self, tables: ByCost | GivenTables, kind: PipelineKind, name: str) -> PlanRequest:
         """The request to the planner; the caller may set any pipeline."""

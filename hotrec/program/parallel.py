@@ -29,6 +29,7 @@ from hotrec.embedding.optimizers import (
     make_replicated_tables,
     replicated_tables,
 )
+from hotrec.embedding.packed import is_packed
 from hotrec.embedding.sharding import HotColdSequenceSharder, HotColdSharder
 from hotrec.embedding.table_memory import leave_tables_out_of_forks
 from hotrec.embedding.tables import torchrec_collections
@@ -204,6 +205,7 @@ def parallelize(
             num_dense_values=_count_dense(model),
             kinds=_fitting_pipelines(model, collections),
             plan=partial(make_plan, model, sharders, found),
+            packed=[table.name for table in tables_of(list(filter(is_packed, collections)))],
         )
         budget = None if hot_budget_mib is None else hot_budget_mib * MIB
         spread = [table.name for table in tables.configs] if spread_rows else []

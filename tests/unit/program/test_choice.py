@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -27,8 +29,9 @@ from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import TorchrecTables
 from hotrec.planner.request import ByCost
+from hotrec.program import parallel
 from hotrec.program.choice import Choice, Tables, choose_by_cost, constraints_of
-from hotrec.types import OptimizerKind, PipelineKind, TableOutput, TorchrecPlan
+from hotrec.types import OptimizerKind, Partition, PipelineKind, TableOutput, TorchrecPlan
 
 CONFIG: dict[str, Any] = {"name": "item", "num_embeddings": 5000, "embedding_dim": 256}
 SEQUENCES = EmbeddingConfig(**CONFIG, feature_names=["history"])
@@ -101,5 +104,23 @@ def test_sequences_on_cpu_are_never_data_parallel() -> None:
     found = constraints_of(by_hand, [few], dataclasses.replace(ON_CPU, device="cuda"))
     assert found is not None
     assert found["item"].sharding_types == ["data_parallel"]
-    assert Tables([bags, SEQUENCES], OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1), 0, [],
-                  lambda _: ShardingPlan({})).shapes[1].output is TableOutput.expanded  # fmt: skip
+
+
+def test_the_planner_expands_the_rows_of_sequences_unless_they_are_packed(
+    one_rank: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Tables] = []
+
+    def kept(**given: Any) -> Tables:
+        seen.append(Tables(**given))
+        return seen[-1]
+
+    monkeypatch.setattr(parallel, "Tables", kept)
+    rule = functools.partial(torch.optim.SGD, lr=0.1)
+    for mark in (hotrec.use_packed_jagged_tensor, lambda collection: collection):
+        model = nn.ModuleDict({"sequences": mark(EmbeddingCollection([SEQUENCES]))})
+        hot = Partition({"item": SEQUENCES.num_embeddings})
+        hotrec.parallelize(model, hot, embedding_optimizer=rule, dense_optimizer=rule)
+    packed, expanded = ([shape.output for shape in tables.shapes] for tables in seen)
+    assert packed == [TableOutput.packed]
+    assert expanded == [TableOutput.expanded]
