@@ -1,11 +1,12 @@
 """Measures the memory of sequences' output and of the first layer on it: expanded, packed, late.
 
-    python benchmarks/packed_memory.py [--page benchmarks/results/packed_memory.md]
+    PYTHONPATH=. python benchmarks/packed_memory.py [--page benchmarks/results/packed_memory.md]
 
 The layer is the first of DLRMv4's content MLP, on the rows of item, album and artist next to each
 other, at the distinct rows that DLRMv4 reports for a step of a rank and fewer ids. Every case has a
-process of its own, without tables: it starts from the distinct rows, as after their exchange. The
-last line on stdout is one JSON object.
+process of its own, without tables: it starts from the distinct rows, as after their exchange. Then
+two ranks train on the first shape (`benchmarks/packed_training.py`). The last line on stdout is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from benchmarks import packed_training
+from benchmarks.packed_training import memory_of
 from hotrec.embedding.collection import SequenceLayout
 from hotrec.embedding.late import LateLinear
 from hotrec.embedding.packed import PackedLayout
@@ -76,12 +79,6 @@ CASES = {
     "packed, materialized": (PackedLayout, materialized),
     "packed, late": (PackedLayout, late),
 }
-
-
-def memory_of(key: str) -> int:
-    """Bytes of VmRSS or VmHWM of this process."""
-    [line] = [s for s in Path("/proc/self/status").read_text().splitlines() if s.startswith(key)]
-    return 1024 * int(line.split()[1])
 
 
 def measure(case: str, num_ids: int, dim: int, width: int) -> dict[str, Any]:
@@ -163,7 +160,11 @@ def saved_bytes(output: Output, others: set[torch.Tensor]) -> int:
 
 PAGE = """# Memory of sequences' output: expanded, packed, late
 
-Made by `python benchmarks/packed_memory.py --page benchmarks/results/packed_memory.md`.
+Made by
+
+```
+PYTHONPATH=. python benchmarks/packed_memory.py --page benchmarks/results/packed_memory.md
+```
 
 The rows (D values, fp32) of three features with as many ids each, and a linear layer of width N on
 the three rows of each id: the first layer of DLRMv4's content MLP, which has 2.69 million ids of a
@@ -185,10 +186,20 @@ the gradient of the layer's output.
 {table}
 
 {scaled}
+
+## Training on two ranks
+
+The most that a rank grows by, from before its tables are made, in {steps} steps of {ids} ids of
+each feature, D = {dim} and N = {width}, over gloo, `pipeline=sparse_dist`, all rows cold: with the
+libraries' own memory, tables, exchange and one batch read ahead. **TorchRec's own** is its
+`EmbeddingCollection` with its planner's plan, without hotrec's; **ratio** is to that. All cases
+train the same weights.
+
+{trained}
 """
 
 
-def render(found: Sequence[Mapping[str, Any]]) -> str:
+def render(found: Sequence[Mapping[str, Any]], trained: Sequence[Mapping[str, Any]]) -> str:
     columns = [
         "ids of a feature", "D", "N", "case", "peak", "ratio", "forward", "kept", "saved",
         "bytes an id", "forward, CPU s", "backward, CPU s",
@@ -223,6 +234,11 @@ def render(found: Sequence[Mapping[str, Any]]) -> str:
         repeats=NUM_REPEATS,
         table=markdown_table(columns, rows),
         scaled=f"At DLRMv4's ids, in proportion: {scaled}. Computed, not measured.",
+        steps=packed_training.NUM_STEPS,
+        ids=show_count(found[0]["num_ids"]),
+        dim=found[0]["dim"],
+        width=found[0]["width"],
+        trained=packed_training.render(trained),
     )
 
 
@@ -238,11 +254,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 size = num_ids // options.divide_by
                 found.append(pool.apply(measure, (case, size, dim, width)))
             print(f"{found[-1]}", file=sys.stderr)
-    page = render(found)
+    trained = []
+    num_ids, dim, width = SHAPES[0]
+    shape = num_ids // options.divide_by, dim, width
+    for case in packed_training.CASES:
+        trained.append(packed_training.measure(case, shape, DISTINCT_FRAC))
+        print(f"{trained[-1]}", file=sys.stderr)
+    page = render(found, trained)
     if options.page is not None:
         options.page.write_text(page)
     print(page)
-    print(json.dumps(found))
+    print(json.dumps([*found, *trained]))
 
 
 if __name__ == "__main__":
