@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import glob
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -314,7 +315,7 @@ def check_replaceable(target: Path, kind: str) -> None:
 
     Raises:
         ArtifactError: If the target is neither absent, an empty directory, nor an artifact of this
-            kind without any other file in it.
+            kind without any other file in it but Python's caches of its modules.
         LockedError: If another process has opened the artifact.
     """
     if target.is_symlink() and not target.exists():
@@ -337,7 +338,11 @@ def check_replaceable(target: Path, kind: str) -> None:
     if document["kind"] != kind:
         raise ArtifactError(f"{expected}, got a {document['kind']}. {advice}")
     own = {manifest, *(target / name for name in document["files"])}
-    foreign = [path.relative_to(target).as_posix() for path in found if path not in own]
+    foreign = [
+        path.relative_to(target).as_posix()
+        for path in found
+        if path not in own and _cached_module(path) not in own
+    ]
     if foreign:
         raise ArtifactError(
             f"{expected}, got a {kind} with {len(foreign)} files of others, such as {foreign[0]}. "
@@ -345,6 +350,16 @@ def check_replaceable(target: Path, kind: str) -> None:
         )
     with _locked_for_replacement(manifest):
         pass
+
+
+def _cached_module(path: Path) -> Path | None:
+    """The module whose byte code Python keeps in a file; None for other files."""
+    if path.suffix != ".pyc" or path.is_symlink():
+        return None
+    try:
+        return Path(importlib.util.source_from_cache(path))
+    except ValueError:
+        return None
 
 
 @contextmanager

@@ -12,10 +12,12 @@ from hotrec.assemble.model import ModelSpec
 from hotrec.assemble.order import TrainingOrder
 from hotrec.assemble.policies import ColdRows, Policy, PolicyInputs
 from hotrec.assemble.replay import SlotReplay
+from hotrec.config.groups import OrderKind
 from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.profile import Profile
+from hotrec.cost_model.reuse import TableReuse
 from hotrec.data.chunks import Dataset
 from hotrec.models.plain import Architecture
 from hotrec.models.shape import work_of
@@ -228,6 +230,16 @@ class PlanJob:
             workers = choose_workers(machine.device, cores, machine.local_world_size)
         return workers, cores
 
+    def reuse_of(self, profile: Profile) -> Mapping[str, TableReuse]:
+        """What batches share with those before in the order of this job; empty if not measured."""
+        match self.order.kind:
+            case OrderKind.time:
+                return profile.reuse
+            case OrderKind.shuffled:
+                return profile.shuffled_reuse
+            case OrderKind.all_hot:  # neither: batches of hot and of other rows alternate
+                return {}
+
     def situation(
         self,
         machine: Machine,
@@ -271,6 +283,7 @@ class PlanJob:
             machine,
             costs,
             profile.locality,
+            self.reuse_of(profile),
         )
         return replace(
             situation,

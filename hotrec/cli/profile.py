@@ -12,6 +12,7 @@ from hotrec.config.roots import Config, ProfileConfig, ProfileMode
 from hotrec.cost_model.blocks import Block
 from hotrec.cost_model.histogram import merge_histograms
 from hotrec.cost_model.profile import Profile, Sampling, landmarks, write_profile
+from hotrec.cost_model.reuse import LogReuse
 from hotrec.data.chunks import Dataset, Jagged
 from hotrec.report.pictures import plot_coverage
 from hotrec.runtime.progress import Progress
@@ -45,6 +46,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
             heldout_blocks=blocks_of(dataset, "valid", bar) if holds_out_validation else None,
             num_heldout_samples=num_heldout,
             sampling=sampling_of(config.profile),
+            reuse=LogReuse(dataset.schema, dataset.num_samples("train"), seed=config.profile.seed),
         )
     elapsed_s = time.perf_counter() - start_s
     picture = run_dir / COVERAGE_PICTURE

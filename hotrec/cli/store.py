@@ -66,10 +66,20 @@ def options_of(group: str, own: Iterable[Path] = ()) -> dict[str, Path]:
 def settings_of(root: str, group: str) -> dict[str, dict[str, Any]]:
     """The settings of a group's choices, and of the root configuration after them."""
     own = _read_yaml(conf_dir() / f"{root}.yaml").get(group) or {}
-    further = options_of(f"{root}_layers") if group == "model" else {}
+    further = bench_layers() if (root, group) == ("bench", "model") else {}
     return {
-        name: _read_yaml(file) | (_read_yaml(further[name]) if name in further else {}) | own
+        name: _read_yaml(file) | further.get(name, {}) | own
         for name, file in options_of(group).items()
+    }
+
+
+def bench_layers() -> dict[str, dict[str, Any]]:
+    """What bench_layers.yaml sets, for each model that has all of its keys."""
+    layers = _read_yaml(conf_dir() / "bench_layers.yaml")
+    return {
+        name: layers
+        for name, variant in VARIANTS["model"].items()
+        if layers.keys() <= {item.name for item in dataclasses.fields(variant)}
     }
 
 
@@ -103,13 +113,15 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 
 @functools.cache
 def register_schemas() -> None:
-    """Register the dataclasses with Hydra, under the names that the YAML files use."""
+    """Register the dataclasses with Hydra, under the names that the YAML files use, and layers."""
     store = ConfigStore.instance()
     for name, root in ROOTS.items():
         store.store(name=f"{name}_schema", node=root)
     for group, variants in VARIANTS.items():
         for name, variant in variants.items():
             store.store(name=f"{group}_{name}_schema", node=variant)
+    for name, layers in bench_layers().items():
+        store.store(group="bench_layers", name=name, node=layers)
 
 
 def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:

@@ -6,14 +6,14 @@ sample and the same held-out part for any division into blocks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hotrec.types import Schema
+from hotrec.types import Rows, Schema
 
 IntArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -49,6 +49,51 @@ class Block:
         """The first ``num_first`` samples and the others."""
         is_first = np.arange(self.num_samples) < num_first
         return self.take(is_first), self.take(~is_first)
+
+    def at(self, samples: Rows) -> Block:
+        """The block of these samples, int64 (s,), in their order."""
+        taken = {name: take_bags(self, name, samples) for name in self.rows}
+        lengths = {name: np.diff(taken[name][1]) for name in self.lengths}
+        return Block(samples.size, {name: rows for name, (rows, _) in taken.items()}, lengths)
+
+    def pieces(self, num_samples: int) -> Iterator[Block]:
+        """Its samples in blocks of ``num_samples``; the last may have fewer."""
+        starts = {name: _starts(lengths) for name, lengths in self.lengths.items()}
+        for first in range(0, self.num_samples, num_samples):
+            last = min(first + num_samples, self.num_samples)
+            ends = {name: of[[first, last]] for name, of in starts.items()}
+            rows = {
+                name: values[slice(*ends.get(name, (first, last)))]
+                for name, values in self.rows.items()
+            }
+            lengths = {name: of[first:last] for name, of in self.lengths.items()}
+            yield Block(last - first, rows, lengths)
+
+
+def join(first: Block, second: Block) -> Block:
+    """The samples of two blocks with the same features."""
+    rows: dict[str, IntArray] = {
+        name: np.concatenate([values, second.rows[name]]) for name, values in first.rows.items()
+    }
+    lengths = {
+        name: np.concatenate([of, second.lengths[name]]) for name, of in first.lengths.items()
+    }
+    return Block(first.num_samples + second.num_samples, rows, lengths)
+
+
+def take_bags(block: Block, feature: str, samples: Rows) -> tuple[IntArray, Rows]:
+    """The concatenated bags of some samples, and the start of each, int64 (s + 1,)."""
+    rows, lengths = block.rows[feature], block.lengths.get(feature)
+    if lengths is None:
+        return rows[samples], np.arange(samples.size + 1)
+    offsets = _starts(lengths[samples])
+    shift = _starts(lengths)[samples] - offsets[:-1]
+    return rows[np.arange(offsets[-1]) + np.repeat(shift, np.diff(offsets))], offsets
+
+
+def _starts(lengths: npt.NDArray[np.integer[Any]]) -> Rows:
+    """The start of each bag, and the end of the last, int64 (s + 1,)."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def check_block(block: Block, schema: Schema, *, position: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from hotrec.cost_model.blocks import Block, IntArray
+from hotrec.cost_model.blocks import Block, IntArray, take_bags
 from hotrec.cost_model.demand import prob_drawn
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.types import Rows, Schema
@@ -79,7 +79,7 @@ class LocalityMeter:
         if self._draw_size == 0:
             self._plan(num_counted, num_lookups / block.num_samples)
         self._samples_due += self._drawn_frac * num_counted
-        size = min(self._draw_size, _power_of_two(block.num_samples))
+        size = min(self._draw_size, power_of_two(block.num_samples))
         while (
             size >= MIN_BATCH_SIZE
             and self._samples_due >= size
@@ -95,12 +95,12 @@ class LocalityMeter:
             ENOUGH_BATCHES * MAX_BATCH_SIZE,
         )
         self._drawn_frac = num_drawn / expected
-        size = _power_of_two(num_drawn / MIN_DRAWS)
+        size = power_of_two(num_drawn / MIN_DRAWS)
         self._draw_size = min(max(size, MIN_BATCH_SIZE), MAX_BATCH_SIZE)
 
     def _draw(self, block: Block, num_drawn: int) -> None:
         chosen = self._rng.choice(block.num_samples, num_drawn, replace=False)
-        drawn = {name: _take(block, name, chosen) for name in block.rows}
+        drawn = {name: take_bags(block, name, chosen) for name in block.rows}
         size = MIN_BATCH_SIZE
         while size <= num_drawn:
             found = self._found.setdefault(size, [])
@@ -141,19 +141,7 @@ class LocalityMeter:
         }
 
 
-def _take(block: Block, feature: str, samples: Rows) -> tuple[IntArray, Rows]:
-    """The concatenated bags of some samples, and the start of each, int64 (S + 1,)."""
-    rows, lengths = block.rows[feature], block.lengths.get(feature)
-    if lengths is None:
-        return rows[samples], np.arange(samples.size + 1)
-    ends = np.cumsum(lengths, dtype=np.int64)
-    taken = lengths[samples].astype(np.int64)
-    offsets = np.concatenate([[0], np.cumsum(taken)])
-    shift = (ends[samples] - taken) - offsets[:-1]
-    return rows[np.arange(offsets[-1]) + np.repeat(shift, taken)], offsets
-
-
-def _power_of_two(number: float) -> int:
+def power_of_two(number: float) -> int:
     """The largest power of two that is not above a number; 0 for numbers below 1."""
     return 1 << int(math.log2(number)) if number >= 1 else 0
 

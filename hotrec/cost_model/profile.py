@@ -25,7 +25,7 @@ from hotrec.cost_model.locality import (
     localities_from_json,
     localities_to_json,
 )
-from hotrec.cost_model.reuse import TableReuse, reuses_from_json, reuses_to_json
+from hotrec.cost_model.reuse import LogReuse, TableReuse, reuses_from_json, reuses_to_json
 from hotrec.types import Rows, Schema
 
 KIND = "profile"
@@ -89,8 +89,9 @@ class Profile:
         locality: Locality of train batches by table; empty if not measured.
         heldout_locality: The same for held-out batches.
         batch_size: Samples of a batch, if a loader's batches were counted.
-        reuse: Rows that batches share with those before, by table; empty unless a loader's batches
-            were counted.
+        reuse: Rows that batches share with those before, by table; empty unless the batches of a
+            loader or the chunks of a log were counted.
+        shuffled_reuse: The same of batches of shuffled chunks; empty unless chunks were counted.
     """
 
     num_samples: int
@@ -103,6 +104,7 @@ class Profile:
     heldout_locality: Mapping[str, TableLocality] = field(default_factory=dict)
     batch_size: int | None = None
     reuse: Mapping[str, TableReuse] = field(default_factory=dict)
+    shuffled_reuse: Mapping[str, TableReuse] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> dict[str, int]:
@@ -141,6 +143,7 @@ class CountOptions(TypedDict, total=False):
         num_heldout_samples: Number of samples in that stream, if known: the batches drawn for the
             locality are then spread over all of it.
         sampling: Which samples are counted; by default all.
+        reuse: Counts the rows that batches share, if the blocks are the chunks of a log.
     """
 
     num_samples: int | None
@@ -148,6 +151,7 @@ class CountOptions(TypedDict, total=False):
     heldout_blocks: Iterable[Block] | None
     num_heldout_samples: int | None
     sampling: Sampling
+    reuse: LogReuse | None
 
 
 def count_rows(
@@ -171,7 +175,7 @@ def count_rows(
     sampling = options.get("sampling", Sampling())
     num_samples, heldout_blocks = options.get("num_samples"), options.get("heldout_blocks")
     num_heldout_samples = options.get("num_heldout_samples")
-    heldout_frac = options.get("heldout_frac", 0.0)
+    heldout_frac, reuse = options.get("heldout_frac", 0.0), options.get("reuse")
     if heldout_frac and not 0.0 < heldout_frac < (1.0 if heldout_blocks is None else 0.0):
         raise ValueError(
             "heldout_frac: expected at least 0 and below 1, and 0 with a separate held-out "
@@ -221,9 +225,12 @@ def count_rows(
             np.add.at(counts[feature.table], drawn.rows[feature.name], 1)
         # Batches are drawn from all samples: batches of sampled samples would look less clustered.
         meter.observe(block, num_counted=drawn.num_samples)
+        if reuse is not None and not is_heldout:
+            reuse.observe(block)
         position += block.num_samples
         num_counted[is_heldout] += drawn.num_samples
     (train, meter), (heldout, heldout_meter) = parts
+    in_order, shuffled = ({}, {}) if reuse is None else reuse.reuses()
     return Profile(
         num_samples=num_counted[False],
         num_heldout_samples=num_counted[True],
@@ -233,6 +240,8 @@ def count_rows(
         heldout=heldout,
         locality=meter.localities(),
         heldout_locality=heldout_meter.localities(),
+        reuse=in_order,
+        shuffled_reuse=shuffled,
     )
 
 
@@ -313,10 +322,14 @@ def summarize_profile(profile: Profile) -> dict[str, Any]:
     histograms = profile.build_histograms()
     together = merge_histograms(histograms.values())
     sampling = profile.sampling
-    of_loader: dict[str, Any] = {}
+    of_batches: dict[str, Any] = {
+        key: reuses_to_json(of_order)
+        for key, of_order in (("reuse", profile.reuse), ("shuffled_reuse", profile.shuffled_reuse))
+        if of_order
+    }
     if profile.batch_size is not None:
-        of_loader = {"batch_size": profile.batch_size, "reuse": reuses_to_json(profile.reuse)}
-    return of_loader | {
+        of_batches["batch_size"] = profile.batch_size
+    return of_batches | {
         "num_samples": profile.num_samples,
         "num_heldout_samples": profile.num_heldout_samples,
         "num_total_samples": profile.num_total_samples,
@@ -476,5 +489,6 @@ def read_profile(path: Path) -> tuple[Profile, Artifact]:
             heldout_locality=localities_from_json(locality.get("heldout")),
             batch_size=content.get("batch_size"),
             reuse=reuses_from_json(content.get("reuse", {})),
+            shuffled_reuse=reuses_from_json(content.get("shuffled_reuse", {})),
         )
     return profile, artifact

@@ -234,7 +234,8 @@ def build_situation(
         demand = dataclasses.replace(demand, output=shape.output)
         if reuse and (measured := reuse.get(shape.name)) is not None:
             num_draws = effective_draws(histogram, of_table, measured.batch_size, per_sample)
-            excess = excess_reuse(histogram, num_draws, measured, machine.batch_size)
+            num_before = measured.num_between(machine.batch_size, machine.world_size)
+            excess = excess_reuse(histogram, num_draws, measured, num_before)
             demand = _with_reuse(demand, excess)
         demands.append(demand)
     return Situation(machine, tuple(demands), workload, *costs)
@@ -264,10 +265,11 @@ def urgent_by_depth(
             lookups_per_sample=per_sample,
         )
         num_draws = effective_draws(histogram, locality.get(name), measured.batch_size, per_sample)
+        num_before = measured.num_between(machine.batch_size, machine.world_size)
         num_rows = distinct_rows(histogram, draws[0])
         total += num_rows
         for depth in DEPTHS:
-            excess = excess_reuse(histogram, num_draws, measured, depth * machine.batch_size)
+            excess = excess_reuse(histogram, num_draws, measured, depth * num_before)
             urgent[depth] += num_rows * urgent_frac(histogram, draws, depth, excess)
     return {depth: num / total for depth, num in urgent.items()} if total > 0 else {}
 

@@ -197,6 +197,8 @@ def choose_by_cost(
     if note is not None:
         logger.info("prediction: %s", note)
     histograms = counted.build_histograms()
+    # The batches of this program need not be in the order of a log that `hotrec profile` counted.
+    reuse = counted.reuse if counted.batch_size is not None else {}
     situation = build_situation(
         tables.shapes,
         Workload(
@@ -210,13 +212,11 @@ def choose_by_cost(
         machine,
         (measured, note),
         counted.locality,
-        counted.reuse,
+        reuse,
     )
 
-    if counted.reuse and machine.world_size > 1:
-        shares = urgent_by_depth(
-            histograms, counted.num_samples, machine, counted.locality, counted.reuse
-        )
+    if reuse and machine.world_size > 1:
+        shares = urgent_by_depth(histograms, counted.num_samples, machine, counted.locality, reuse)
         logger.info(
             "rows that one of the batches before updates, which look-ahead cannot fetch early: %s",
             ", ".join(f"{share:.0%} at depth {depth}" for depth, share in shares.items()),

@@ -51,7 +51,7 @@ def profile(
         num_batches: Batches to count on this rank; None for all.
 
     Returns:
-        The profile, with 8 bytes per row (12 while a loader is counted); ``save`` writes it.
+        The profile, with 8 bytes per row; ``save`` writes it.
 
     Raises:
         ValueError: If there is no batch, a feature is missing, or an id is outside its table.

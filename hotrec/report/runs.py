@@ -345,7 +345,15 @@ def _tiles(runs: Sequence[Run], baseline: Run | None, comparison: Comparison | N
 
 
 def _auc_text(run: Run) -> str:
-    return f"AUC on {run.summary.get('eval_split') or 'held-out samples'}"
+    """The AUC's samples; of several labels, also that it is their mean."""
+    text = f"AUC on {run.summary.get('eval_split') or 'held-out samples'}"
+    weights = run.by_name("label_weights")
+    # Earlier versions did not record the weights.
+    labels = [name for name in run.by_name("auc_by_label") if weights.get(name, 1.0) > 0]
+    if len(labels) < 2:
+        return f"{text}, label {labels[0]}" if labels else text
+    are_equal = len({weights.get(name, 1.0) for name in labels}) == 1
+    return f"{text}, {'mean' if are_equal else 'weighted mean'} of {len(labels)} labels"
 
 
 def _tile(name: str, text: str, run: Run, baseline: Run | None) -> Tile | None:

@@ -177,6 +177,68 @@ def test_nothing_foreign_is_replaced(
     assert left_over(tmp_path) == ["a"]
 
 
+def write_code(target: Path, text: str) -> None:
+    with scratch_directory(target, kind="model export") as scratch:
+        put(scratch / "read_me.py", f"TEXT = {text!r}\n")
+        put(scratch / "parts" / "layers.py", "")
+        commit_artifact(scratch, target, kind="model export", content={})
+
+
+def test_what_python_caches_of_its_modules_is_not_foreign(tmp_path: Path) -> None:
+    # They are written even if the environment says otherwise, and beside the modules.
+    script = (
+        "import sys; sys.dont_write_bytecode = False\n"
+        "import read_me, parts.layers; print(read_me.TEXT)"
+    )
+    variables = {name: of for name, of in os.environ.items() if not name.startswith("PYTHON")}
+
+    def imported() -> str:
+        command = [sys.executable, "-c", script]
+        return subprocess.check_output(command, cwd=tmp_path / "a", text=True, env=variables)
+
+    write_code(tmp_path / "a", "old")
+    assert imported() == "old\n"
+    assert len(list((tmp_path / "a").rglob("__pycache__/*.pyc"))) == 2
+    write_code(tmp_path / "a", "new")
+    assert not list((tmp_path / "a").rglob("__pycache__"))
+    assert imported() == "new\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "__pycache__/mine.cpython-311.pyc",
+        "__pycache__/read_me.py",
+        "__pycache__/read_me.pyc",
+        "__pycache__/notes.txt",
+        "__pycache__/deeper/read_me.cpython-311.pyc",
+        "parts/__pycache__/read_me.cpython-311.pyc",
+        "read_me.cpython-311.pyc",
+        "read_me.pyc",
+    ],
+)
+def test_other_files_beside_these_caches_are(tmp_path: Path, name: str) -> None:
+    write_code(tmp_path / "a", "old")
+    put(tmp_path / "a" / "__pycache__" / "read_me.cpython-311.pyc")
+    kept = put(tmp_path / "a" / name)
+    with pytest.raises(ArtifactError, match=re.escape(f"1 files of others, such as {name}")):
+        write_code(tmp_path / "a", "new")
+    assert kept.read_text() == "years"
+
+
+def test_a_link_among_these_caches_is_foreign(tmp_path: Path) -> None:
+    write_code(tmp_path / "a", "old")
+    kept = put(tmp_path / "mine" / "read_me.cpython-311.pyc")
+    for name, target in (("__pycache__", kept.parent), ("parts/__pycache__/layers.x.pyc", kept)):
+        link = tmp_path / "a" / name
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(target)
+        with pytest.raises(ArtifactError, match=re.escape(f"such as {name}")):
+            write_code(tmp_path / "a", "new")
+        link.unlink()
+    assert kept.exists()
+
+
 def test_an_empty_directory_or_a_link_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")

@@ -22,8 +22,10 @@ from hotrec.cli.profile import blocks_of
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
 from hotrec.cost_model.builtin import BUILTIN
+from hotrec.cost_model.demand import expected_urgent
 from hotrec.cost_model.look_ahead import MOVEMENTS
-from hotrec.cost_model.profile import write_profile
+from hotrec.cost_model.profile import read_profile, write_profile
+from hotrec.cost_model.reuse import TableReuse
 from hotrec.data.chunks import Dataset
 from hotrec.models.shape import ids_per_sample
 from hotrec.planner.machine import Machine
@@ -282,6 +284,25 @@ def test_a_run_by_cost_without_a_recorded_plan_is_refused(folder: Path) -> None:
     read = read_settled_plan(job_of(folder, *words), folder / "nothing", ON)
     assert read.plan == Plan(TorchrecTables(HAND_TUNED), PipelineSpec(BASE))
     assert read.prediction is None
+
+
+def test_predictions_have_the_reuse_of_the_order(folder: Path) -> None:
+    """Of the log for its order, of shuffled chunks for theirs, of neither for all-hot batches."""
+    profile, _ = read_profile(folder / "profile")
+    in_order = {"t_b": TableReuse(32, (0.9, 0.95), is_of_log=True)}
+    shuffled = {"t_b": TableReuse(32, (0.5, 0.6), is_of_log=True)}
+    profile = replace(profile, reuse=in_order, shuffled_reuse=shuffled)
+    urgent = {}
+    for words in (("order=time",), (), ("order=all_hot", "placement=fraction")):
+        job = job_of(folder, *words)
+        costs = BUILTIN["cpu_1gbit"], None
+        situation = job.situation(ON, profile, profile.build_histograms(), costs)
+        demand = next(demand for demand in situation.demands if demand.name == "t_b")
+        urgent[job.order.kind.name] = expected_urgent(demand)
+    assert urgent["time"] > 1.2 * urgent["shuffled"]
+    older = replace(profile, reuse={}, shuffled_reuse={})
+    [*_, of_older] = job_of(folder).situation(ON, older, older.build_histograms(), costs).demands
+    assert urgent["all_hot"] == expected_urgent(of_older) != urgent["shuffled"]
 
 
 def test_a_recorded_trial_is_of_these_candidates(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from hotrec.cost_model import locality
-from hotrec.cost_model.blocks import Block
+from hotrec.cost_model.blocks import Block, take_bags
 from hotrec.cost_model.demand import expected_distinct, prob_drawn
 from hotrec.cost_model.histogram import build_histogram
 from hotrec.cost_model.locality import (
@@ -108,7 +108,7 @@ def test_bags_of_some_samples():
     chosen = np.array([7, 0, 49, 31])
     bags = as_lists(block)
     for name in block.rows:
-        rows, offsets = locality._take(block, name, chosen)
+        rows, offsets = take_bags(block, name, chosen)
         found = [rows[first:last].tolist() for first, last in itertools.pairwise(offsets)]
         assert found == [bags[i][name] for i in chosen]
 

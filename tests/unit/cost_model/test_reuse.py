@@ -17,6 +17,7 @@ from hotrec.cost_model.profile import count_rows
 from hotrec.cost_model.reuse import (
     DEPTHS,
     ENOUGH_BATCHES,
+    LogReuse,
     ReuseMeter,
     TableReuse,
     excess_reuse,
@@ -75,6 +76,105 @@ def test_independent_batches_have_no_excess() -> None:
             share, abs=0.01
         )
     assert excess_reuse(histogram, 400.0, None, 400) == 0
+
+
+TWO = Schema(
+    dense=(),
+    features=(
+        Feature("seen", "items", is_multi_hot=True),
+        Feature("item", "items"),
+        Feature("user", "users"),
+    ),
+    tables=(Table("items", 60), Table("users", 40)),
+)
+
+
+def drifting_log(num_samples: int, seed: int = 0) -> Block:
+    """Samples whose items drift with time, from users who each come for a while."""
+    rng = np.random.default_rng(seed)
+    now = np.arange(num_samples)
+    lengths = rng.integers(0, 4, num_samples).astype(np.int32)
+    seen = (np.repeat(now, lengths) // 20 + rng.integers(0, 9, lengths.sum())) % 60
+    rows = {"seen": seen, "item": (now // 20 + rng.integers(0, 5, num_samples)) % 60}
+    return Block(num_samples, {**rows, "user": (now // 7 % 40).astype(np.int32)}, {"seen": lengths})
+
+
+def shares_by_hand(batches: list[Block], table: str) -> tuple[float, ...]:
+    """The share by depth, from sets of rows."""
+    of_table = [feature.name for feature in TWO.features_of(table)]
+    sets = [{int(row) for name in of_table for row in b.rows[name]} for b in batches]
+    shares = []
+    for depth in DEPTHS:
+        later = range(depth, len(sets))
+        again = [len(sets[at] & set().union(*sets[at - depth : at])) for at in later]
+        shares.append(sum(again) / sum(len(sets[at]) for at in later))
+    return tuple(shares)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 50, 1000])
+@pytest.mark.parametrize("batch_size", [5, 16])
+def test_a_log_has_the_reuse_of_its_batches(chunk_size: int, batch_size: int) -> None:
+    """Whatever its chunks; the last batch may be smaller, and batches after enough do not count."""
+    log = drifting_log(432)
+    batches = list(log.pieces(batch_size))
+    assert len(batches) in (27, 87)
+    options: Any = {"num_samples": 432, "reuse": LogReuse(TWO, 432, batch_size=batch_size)}
+    profile = count_rows(log.pieces(chunk_size), TWO, **options)
+    assert {name: of.read_frac for name, of in profile.reuse.items()} == {
+        name: shares_by_hand(batches[:ENOUGH_BATCHES], name) for name in ("items", "users")
+    }
+    of_loader = reuse_of(batches, TWO)
+    assert profile.reuse == {
+        name: TableReuse(of.batch_size, of.read_frac, is_of_log=True)
+        for name, of in of_loader.items()
+    }
+
+
+def test_shuffled_chunks_have_the_reuse_of_their_samples() -> None:
+    log, batch_size = drifting_log(4000), 10
+    chunks = list(log.pieces(500))
+    meter = LogReuse(TWO, 4000, seed=3, batch_size=batch_size)
+    for chunk in chunks:
+        meter.observe(chunk)
+    in_order, shuffled = meter.reuses()
+    rng = np.random.default_rng(8)  # another order than the meter's
+    batches = [batch for of in chunks for batch in of.at(rng.permutation(500)).pieces(batch_size)]
+    for name in ("items", "users"):
+        expected = shares_by_hand(batches, name)
+        assert shuffled[name].read_frac == pytest.approx(expected, abs=0.04)
+        assert in_order[name].read_frac[0] > expected[0] + 0.1
+    again = LogReuse(TWO, 4000, seed=3, batch_size=batch_size)
+    for chunk in chunks:
+        again.observe(chunk)
+    assert again.reuses() == (in_order, shuffled)
+
+
+def test_the_held_out_part_and_an_empty_log_have_none() -> None:
+    log = drifting_log(300)
+    options: Any = {"num_samples": 300, "heldout_frac": 0.5}
+    profile = count_rows([log], TWO, reuse=LogReuse(TWO, 150, batch_size=5), **options)
+    assert profile.reuse["users"].read_frac == shares_by_hand(
+        list(log.split(150)[0].pieces(5)), "users"
+    )
+    assert LogReuse(TWO, 0).reuses() == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "lookups", "size"), [(50, 4, 1), (4000, 3, 32), (1 << 30, 40, 2048)]
+)
+def test_batches_of_a_log_are_few(num_samples: int, lookups: int, size: int) -> None:
+    meter = LogReuse(SCHEMA, num_samples)
+    rows = {"history": np.zeros(300 * (lookups - 1), np.int64), "target": np.zeros(300, np.int64)}
+    for _ in range(2 * ENOUGH_BATCHES * size // 300 + 1):
+        meter.observe(Block(300, rows, {"history": np.full(300, lookups - 1)}))
+    in_order, shuffled = meter.reuses()
+    assert in_order["items"].batch_size == shuffled["items"].batch_size == size
+
+
+def test_batches_of_all_ranks_are_between_those_of_a_log() -> None:
+    read_frac = (0.1, 0.2, 0.3, 0.4, 0.5)
+    assert TableReuse(16, read_frac).num_between(32, 4) == 32
+    assert TableReuse(16, read_frac, is_of_log=True).num_between(32, 4) == 128
 
 
 LOG = Log(Catalogue(frac=0.02), num_users=20_000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,17 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import hotrec
+from hotrec.cli.profile import blocks_of
+from hotrec.cost_model.profile import read_profile, write_profile
+from hotrec.cost_model.reuse import LogReuse
+from hotrec.data.chunks import Dataset
+from hotrec.data.loader import make_loader
 from hotrec.embedding.fused import optimizer_of, rule_of
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.batches import features_of_each
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import OptimizerKind, Partition, PipelineKind, TorchrecPlan
+from tests.unit.data.logs import SCHEMA, write_dataset
 from tests.unit.planner.situations import torchrec_plan
 
 ROWS = {"a": 20, "b": 12}
@@ -312,6 +319,47 @@ def test_a_profile_of_arrays_is_that_of_batches(tmp_path: Path) -> None:
     assert again.batch_size == 3
     for table, counts in of_batches.counts.items():
         assert np.array_equal(again.counts[table], counts)
+
+
+def test_a_log_has_the_reuse_that_its_loader_has(tmp_path: Path) -> None:
+    """Of `hotrec profile` and of ``hotrec.profile``, on the same batches."""
+    write_dataset(tmp_path / "dataset", {"train": 90})
+    dataset = Dataset.open(tmp_path / "dataset")
+    of_table = {
+        table.name: [feature.name for feature in SCHEMA.features_of(table.name)]
+        for table in SCHEMA.tables
+    }
+    model = Model(
+        EmbeddingBagCollection(
+            [
+                EmbeddingBagConfig(
+                    name=one.name,
+                    num_embeddings=one.num_rows,
+                    embedding_dim=4,
+                    feature_names=of_table[one.name],
+                )
+                for one in SCHEMA.tables
+            ]
+        )
+    )
+    options: Any = {"batch_size": 8, "rank": 0, "world_size": 1, "epochs": 1, "shuffle": False}
+    loader = make_loader(tmp_path / "dataset", "train", **options)
+    of_loader = hotrec.profile((batch.sparse for batch in loader), model)
+    of_log, _ = write_profile(
+        blocks_of(dataset, "train"),
+        SCHEMA,
+        tmp_path / "profile",
+        dataset_hash="d",
+        reuse=LogReuse(SCHEMA, 90, batch_size=8),
+    )
+    assert len(of_loader.reuse["t_b"].read_frac) == 4  # 12 batches, none with 16 before it
+    assert {name: replace(of, is_of_log=False) for name, of in of_log.reuse.items()} == dict(
+        of_loader.reuse
+    )
+    assert of_log.shuffled_reuse.keys() == of_log.reuse.keys()
+    assert of_log.shuffled_reuse != of_log.reuse
+    read, _ = read_profile(tmp_path / "profile")
+    assert (read.reuse, read.shuffled_reuse) == (of_log.reuse, of_log.shuffled_reuse)
 
 
 @pytest.mark.parametrize(

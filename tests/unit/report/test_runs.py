@@ -325,6 +325,28 @@ def test_an_older_run_has_its_dataset_in_a_checkpoint(tmp_path: Path) -> None:
     assert document["runs"][0]["differs_from_baseline"] == []
 
 
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        (None, "AUC on test, mean of 3 labels"),  # not recorded by earlier versions
+        ((1.0, 1.0, 1.0), "AUC on test, mean of 3 labels"),
+        ((1.0, 0.5, 1.0), "AUC on test, weighted mean of 3 labels"),
+        ((0.5, 0.0, 0.5), "AUC on test, mean of 2 labels"),
+        ((0.0, 1.0, 0.0), "AUC on test, label like"),
+    ],
+)
+def test_the_card_of_several_labels_says_what_the_auc_is(
+    tmp_path: Path, weights: tuple[float, ...] | None, text: str
+) -> None:
+    labels = ("click", "like", "follow")
+    summary = {**SUMMARY, "auc_by_label": dict.fromkeys(labels, 0.7)}
+    if weights is not None:
+        summary["label_weights"] = dict(zip(labels, weights, strict=True))
+    runs = read_runs([write_whole_run(tmp_path / "a", summary)])
+    page = report_page(runs, None, None, None, title="T", made_at=MADE_AT)
+    assert page.tiles[0].text == text
+
+
 @pytest.mark.parametrize("quality", [{"valid": []}, {"valid": {"auc": "high"}}])
 def test_a_quality_that_is_none_is_refused(tmp_path: Path, quality: dict[str, Any]) -> None:
     path = write_run(tmp_path / "a", {**SUMMARY, "quality": quality})
