@@ -291,7 +291,10 @@ def item_to_rank(config: Config, dataset: Dataset) -> GroupBy | None:
 def _settings_of(model: ModelConfig) -> dict[str, Any]:
     """The settings of a model's layers, without those of its loss."""
     of_loss = vars(RetrievalConfig()).keys() - vars(ModelConfig()).keys()
-    return {name: value for name, value in vars(model).items() if name not in of_loss}
+    settings = {name: value for name, value in vars(model).items() if name not in of_loss}
+    if isinstance(model, SequenceConfig) and model.multiplies_vectors:
+        settings["over_layer_sizes"] = []
+    return settings
 
 
 def architecture_of(model: ModelConfig, schema: Schema) -> Architecture:

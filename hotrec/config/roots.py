@@ -717,6 +717,11 @@ def _retrieval_rules(config: Config) -> Rules:
         f"trainer.eval_ranking: expected none without model.item_id, got {ks}. Choose a model that "
         "has it, such as two_tower, and set it.",
     )
+    yield (
+        not ks or not isinstance(model, RetrievalConfig) or model.multiplies_vectors,
+        f"trainer.eval_ranking: expected none for {model.kind.name} with model.loss=cross_entropy, "
+        f"whose scores are no products of vectors, got {ks}. Set model.loss=sampled_softmax.",
+    )
     if not isinstance(model, RetrievalConfig) or model.loss is RetrievalLoss.cross_entropy:
         return
     yield (

@@ -340,7 +340,7 @@ def _rank_items(
     if "vectors" not in catalogue:
         raise ValueError(
             "trainer.eval_ranking: expected a model of user and item vectors, got one without. "
-            "Choose model=two_tower, or remove it."
+            "Choose model=two_tower, or hstu or sasrec with model.loss=sampled_softmax."
         )
     vectors, device = catalogue["vectors"], pipeline.device
     is_item = catalogue["items"].to(device) != NO_GROUP
