@@ -55,6 +55,10 @@ OUT_OF_RANGE = [
     ),
     ("trainer.best_by=gauc", "trainer.best_by: expected log_loss or auc without", "got gauc"),
     ("trainer.best_by=ndcg_at", "trainer.best_by: expected log_loss, auc or gauc", "got ndcg_at"),
+    (
+        "trainer.eval_ranking_without=seen",
+        *("trainer.eval_ranking_without: expected none without trainer.eval_ranking", "'seen'"),
+    ),
     ("trainer.eval_ranking=[5]", "trainer.eval_ranking: expected none without", "got [5]"),
     (
         "model=two_tower model.item_columns=[a] model.loss=sampled_softmax",

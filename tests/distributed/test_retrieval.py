@@ -135,7 +135,12 @@ class Given(nn.Module):
 
 
 def given_batches(
-    vectors: np.ndarray, ids: np.ndarray, labels: np.ndarray, weights: np.ndarray, size: int
+    vectors: np.ndarray,
+    ids: np.ndarray,
+    labels: np.ndarray,
+    weights: np.ndarray,
+    size: int,
+    seen: list[list[int]] | None = None,
 ) -> Iterator[Batch]:
     """A rank's slices of the samples, padded to whole batches."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
@@ -146,6 +151,7 @@ def given_batches(
         mine = slice(mine.start, mine.start + num)
         missing = max(1 - num, 0)
         of_items = np.r_[ids[mine], [NO_GROUP] * missing].astype(np.int64)
+        lists = None if seen is None else [*seen[mine], *[[]] * missing]
         yield Batch(
             torch.from_numpy(np.r_[vectors[mine], np.zeros((missing, 2 * DIM), np.float32)]),
             KeyedJaggedTensor([], torch.empty(0, dtype=torch.int64), lengths=torch.empty(0)),
@@ -156,8 +162,14 @@ def given_batches(
                 torch.from_numpy(of_items),
                 torch.zeros(len(of_items)),
                 torch.ones(len(of_items), dtype=torch.bool),
+                None if lists is None else padded(lists),
             ),
         )
+
+
+def padded(lists: list[list[int]]) -> torch.Tensor:
+    width = max(map(len, lists))
+    return torch.tensor([[*ids, *[NO_GROUP] * (width - len(ids))] for ids in lists]).long()
 
 
 def rank_given_vectors(is_weighted: bool) -> dict[str, Any]:
@@ -191,7 +203,22 @@ def rank_given_vectors(is_weighted: bool) -> dict[str, Any]:
     of = weights[is_ranked].astype(np.float32) if is_weighted else None
     assert quality.further == measure_ranking(places.numpy(), ranking.ks, of)
     assert quality == evaluate(pipeline, batches, ranking=ranking)
-    return dict(quality.further)
+    seen = [rng.integers(0, 50, rng.integers(0, 30)).tolist() for _ in ids]
+    batches = list(given_batches(vectors, ids, labels, weights, 9, seen))
+    without = evaluate(pipeline, batches, ranking=ranking)
+    places = [
+        find_places(
+            torch.from_numpy(vectors[[sample], :DIM]),
+            torch.from_numpy(ids[[sample]]),
+            torch.from_numpy(of_items[is_left, DIM:]),
+            torch.from_numpy(catalogue[is_left]),
+        )
+        for sample in np.flatnonzero(is_ranked)
+        for is_left in [~np.isin(catalogue, seen[sample]) | (catalogue == ids[sample])]
+    ]
+    assert without.further == measure_ranking(torch.cat(places).numpy(), ranking.ks, of)
+    assert without.further["recall_at"]["5"] > quality.further["recall_at"]["5"]
+    return {**quality.further, "without": without.further}
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])
