@@ -180,7 +180,7 @@ def test_code_is_imported_only_where_it_is_allowed(folder: Path) -> None:
         package.load_model(folder / "exported/code")
 
 
-@pytest.mark.parametrize("kind", ["dlrm", "hstu", "sasrec"])
+@pytest.mark.parametrize("kind", ["dlrm", "hstu", "sasrec", "retrieval"])
 def test_records_are_encoded_and_scored_as_predict_does(folder: Path, kind: str) -> None:
     """By the code in the export, where there is no hotrec, pyarrow or torchrec."""
     # Of each kind a directory: Python leaves its cache of the code there, which no export removes.
@@ -312,7 +312,7 @@ def test_aot_inductor(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(compiled(*fewer), model(*fewer), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["dlrm", "own", "sequences"])
+@pytest.mark.parametrize("kind", ["dlrm", "own", "sequences", "retrieval"])
 def test_predict_scores_as_evaluate(
     folder: Path, evaluated: dict[str, dict[str, Any]], kind: str
 ) -> None:
