@@ -50,7 +50,7 @@ from hotrec.config.roots import Config, Device, TrainerConfig
 from hotrec.data.chunks import Dataset
 from hotrec.data.encode import tables_of_row_numbers
 from hotrec.data.groups import GroupBy, group_by_of
-from hotrec.data.items import ITEM_ID, Negatives
+from hotrec.data.items import ItemColumn, Negatives, items_to_rank
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.plain import Architecture
 from hotrec.models.shape import attention_places, check_roles
@@ -98,7 +98,7 @@ class Job:
         eval_splits: Splits to evaluate.
         eval_batch_size: Samples of a rank's batch in evaluations, of days ahead too.
         group_by: The groups of the samples in evaluations; None for none.
-        item: The column of the item to rank in evaluations; None for no ranking.
+        item: The items to rank in evaluations; None for no ranking.
         ranked_ks: Lengths of the lists in evaluations.
         max_steps: Upper bound on steps; None for none.
         new_only: Whether to skip samples that the run of a warm start has already read.
@@ -123,7 +123,7 @@ class Job:
     eval_splits: tuple[str, ...]
     eval_batch_size: int
     group_by: GroupBy | None
-    item: GroupBy | None
+    item: ItemColumn | None
     ranked_ks: tuple[int, ...]
     max_steps: int | None
     new_only: bool
@@ -276,22 +276,27 @@ def negatives_of(config: Config) -> Negatives | None:
     return Negatives(model.item_id, num_uniform, config.trainer.seed)
 
 
-def item_to_rank(config: Config, dataset: Dataset) -> GroupBy | None:
-    """The column of the item that evaluations rank; None for none.
+def item_to_rank(config: Config, dataset: Dataset) -> ItemColumn | None:
+    """The items that evaluations rank; None for none.
 
     Raises:
         ValueError: If the dataset has no such column.
     """
-    if not config.trainer.eval_ranking:
+    trainer, model = config.trainer, config.model
+    if not trainer.eval_ranking:
         return None
-    assert isinstance(config.model, RetrievalConfig), config.model
-    return group_by_of(dataset, config.model.item_id, ITEM_ID)
+    assert isinstance(model, RetrievalConfig), model
+    assert model.item_id is not None
+    return items_to_rank(dataset, model.item_id, trainer.eval_ranking_without)
 
 
 def _settings_of(model: ModelConfig) -> dict[str, Any]:
     """The settings of a model's layers, without those of its loss."""
     of_loss = vars(RetrievalConfig()).keys() - vars(ModelConfig()).keys()
-    return {name: value for name, value in vars(model).items() if name not in of_loss}
+    settings = {name: value for name, value in vars(model).items() if name not in of_loss}
+    if isinstance(model, SequenceConfig) and model.multiplies_vectors:
+        settings["over_layer_sizes"] = []
+    return settings
 
 
 def architecture_of(model: ModelConfig, schema: Schema) -> Architecture:

@@ -36,9 +36,9 @@ from hotrec.embedding.fused import check_optimizer, fused_params
 from hotrec.embedding.sharding import HotColdSequenceSharder, HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.dense import set_up_dense_layers
-from hotrec.models.plain import Architecture, TwoTower
+from hotrec.models.plain import Architecture
 from hotrec.models.task import ClickTask, RetrievalTask
-from hotrec.models.zoo import ClickModel, PooledModel, build_architecture
+from hotrec.models.zoo import ClickModel, build_architecture
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.runtime.codecs import wire_codecs
@@ -176,8 +176,9 @@ def build_unsharded(
 
 
 def _make_task(spec: ModelSpec, built: ClickModel, world_size: int) -> nn.Module:
-    if isinstance(built, PooledModel) and isinstance(built.layers, TwoTower):
-        built.layers.gives_vectors = True
+    layers: Any = getattr(built, "layers", None)
+    if getattr(layers, "gives_vectors", None) is not None:
+        layers.gives_vectors = True
         return RetrievalTask(built, world_size, spec.softmax_temperature)
     return ClickTask(built, world_size, spec.label_weights)
 

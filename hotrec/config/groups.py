@@ -430,7 +430,7 @@ class MmoeConfig(LayeredConfig):
 
 @dataclass
 class RetrievalConfig(ModelConfig):
-    """Settings of models whose logit is the product of a vector of the user and one of the item."""
+    """Settings of models with a vector of the user and one of the item."""
 
     item_id: str | None = key(
         "categorical column that identifies the item, for sampled_softmax and "
@@ -450,12 +450,34 @@ class RetrievalConfig(ModelConfig):
     num_negatives: int = key("number of uniform negatives of a step, over all ranks", 1024, ge=1)
     temperature: float = key("divisor of the scores in sampled_softmax", 1.0, gt=0)
 
+    @property
+    def read_of_item(self) -> list[str]:
+        """The columns that the item's vector reads."""
+        raise NotImplementedError(type(self).__name__)
+
+    @property
+    def multiplies_vectors(self) -> bool:
+        """Whether its logit is the product of the two vectors alone."""
+        return True
+
     def rules(self) -> Rules:
         yield from super().rules()
         yield (
             self.loss is RetrievalLoss.cross_entropy or self.item_id is not None,
             f"item_id: expected the column of the item with loss={self.loss.name}, got none. Set "
             "model.item_id.",
+        )
+        read = self.read_of_item
+        yield (
+            self.item_id is None or self.item_id in read,
+            f"item_id: expected one of the item's columns {read}, got {self.item_id!r}. Name one "
+            "of them.",
+        )
+        yield (
+            self.negatives is NegativesKind.in_batch or read == [self.item_id],
+            "negatives: expected in_batch for a model that reads more of the item than item_id, "
+            f"since drawn items have no other columns, got {self.negatives.name} and columns "
+            f"{read}. Set model.negatives=in_batch, or let the model read item_id alone.",
         )
 
 
@@ -470,23 +492,13 @@ class TwoTowerConfig(RetrievalConfig):
         "sizes of the layers of each tower", [128, 64], ge=1, le=MAX_LAYER_SIZE, size=1
     )
 
-    def rules(self) -> Rules:
-        yield from super().rules()
-        yield (
-            self.item_id is None or self.item_id in self.item_columns,
-            f"item_id: expected one of model.item_columns {self.item_columns}, got "
-            f"{self.item_id!r}. Add it to them.",
-        )
-        yield (
-            self.negatives is NegativesKind.in_batch or self.item_columns == [self.item_id],
-            "negatives: expected in_batch for an item tower that reads more than item_id, since "
-            f"drawn items have no other columns, got {self.negatives.name} and item_columns "
-            f"{self.item_columns}. Set model.negatives=in_batch, or model.item_columns=[item_id].",
-        )
+    @property
+    def read_of_item(self) -> list[str]:
+        return self.item_columns
 
 
 @dataclass
-class SequenceConfig(ModelConfig):
+class SequenceConfig(RetrievalConfig):
     """Settings of models that read the rows of a history one by one."""
 
     history: dict[str, str] = key(
@@ -508,12 +520,21 @@ class SequenceConfig(ModelConfig):
         "fraction of values to drop in training; each rank drops others", 0.0, ge=0, lt=1
     )
     over_layer_sizes: list[int] = key(
-        "sizes of the layers over the output; the last must be 1, a logit for each label",
+        "sizes of the layers over the output; the last must be 1, a logit for each label; "
+        "sampled_softmax has none",
         [64, 1],
         ge=1,
         le=MAX_LAYER_SIZE,
         size=1,
     )
+
+    @property
+    def read_of_item(self) -> list[str]:
+        return list(self.history.values())
+
+    @property
+    def multiplies_vectors(self) -> bool:
+        return self.loss is RetrievalLoss.sampled_softmax
 
     def rules(self) -> Rules:
         yield from super().rules()

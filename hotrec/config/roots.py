@@ -149,6 +149,11 @@ class TrainerConfig:
         [],
         ge=1,
     )
+    eval_ranking_without: str | None = key(
+        "column of kind categorical_list with the items that the user has seen, which eval_ranking "
+        "leaves out, but not the sample's own item; null: ranks all",
+        None,
+    )
     save_every_steps: int = key("steps between checkpoints; 0: not by steps", 0, ge=0)
     save_every_s: float = key(
         "seconds between checkpoints by rank 0's clock, which is read at each check-up "
@@ -268,6 +273,11 @@ class TrainerConfig:
             not is_by_rank or bool(self.eval_ranking),
             f"best_by: expected log_loss, auc or gauc without trainer.eval_ranking, got "
             f"{self.best_by.name}. Set trainer.eval_ranking.",
+        )
+        yield (
+            self.eval_ranking_without is None or bool(self.eval_ranking),
+            f"eval_ranking_without: expected none without trainer.eval_ranking, got "
+            f"{self.eval_ranking_without!r}. Set trainer.eval_ranking.",
         )
         unknown = sorted(set(self.eval_splits) - {"train", "valid", "test"})
         yield not unknown, f"eval_splits: expected some of train, valid and test, got {unknown}."
@@ -716,6 +726,11 @@ def _retrieval_rules(config: Config) -> Rules:
         not ks or has_items,
         f"trainer.eval_ranking: expected none without model.item_id, got {ks}. Choose a model that "
         "has it, such as two_tower, and set it.",
+    )
+    yield (
+        not ks or not isinstance(model, RetrievalConfig) or model.multiplies_vectors,
+        f"trainer.eval_ranking: expected none for {model.kind.name} with model.loss=cross_entropy, "
+        f"whose scores are no products of vectors, got {ks}. Set model.loss=sampled_softmax.",
     )
     if not isinstance(model, RetrievalConfig) or model.loss is RetrievalLoss.cross_entropy:
         return

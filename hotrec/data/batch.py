@@ -20,15 +20,18 @@ class BatchItems:
             without one.
         log_q: Float32 (B,), the log of the probability with which the item is a candidate.
         is_candidate: Bool (B,), whether other samples are compared with the item.
+        seen: Int64 (B, S), the items that each sample's ranking leaves out, padded with
+            ``NO_GROUP``; None for none. They stay on the host.
     """
 
     ids: torch.Tensor
     log_q: torch.Tensor
     is_candidate: torch.Tensor
+    seen: torch.Tensor | None = None
 
     def map(self, move: Callable[[torch.Tensor], torch.Tensor]) -> BatchItems:
-        """The same with a function applied to each tensor."""
-        return BatchItems(move(self.ids), move(self.log_q), move(self.is_candidate))
+        """The same with a function applied to each tensor but ``seen``."""
+        return BatchItems(move(self.ids), move(self.log_q), move(self.is_candidate), self.seen)
 
 
 @dataclass
@@ -73,8 +76,9 @@ class Batch(Pipelineable):
         self.labels.record_stream(stream)
         self.weights.record_stream(stream)
         if self.items is not None:
-            for values in vars(self.items).values():
-                values.record_stream(stream)
+            self.items.ids.record_stream(stream)
+            self.items.log_q.record_stream(stream)
+            self.items.is_candidate.record_stream(stream)
 
     def pin_memory(self) -> Batch:
         return self._map(lambda values: values.pin_memory())

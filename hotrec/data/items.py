@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed import ReduceOp
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from hotrec.data.batch import BatchItems
 from hotrec.data.chunks import Dataset, Floats, Integers, Jagged
@@ -109,11 +109,13 @@ class ItemColumn:
         log_q_N: Float32 (N,), the log of the probability of each row; None for an evaluation, which
             needs none.
         drawn: The uniform negatives; None if the items of the samples are candidates.
+        seen: The column of the items that a sample's ranking leaves out; None for none.
     """
 
     by: GroupBy
     log_q_N: Floats | None = None
     drawn: DrawnItems | None = None
+    seen: str | None = None
 
     def items_of(self, sparse: KeyedJaggedTensor, num_drawn: int) -> BatchItems:
         """The items of a batch, of which the last samples are drawn ones."""
@@ -125,7 +127,17 @@ class ItemColumn:
             is_item_B = torch.arange(ids_B.numel()) >= ids_B.numel() - num_drawn
         elif self.log_q_N is not None:
             log_q_B[is_item_B] = torch.from_numpy(self.log_q_N[ids_B[is_item_B].numpy()])
-        return BatchItems(ids_B, log_q_B, is_item_B)
+        seen_BS = None if self.seen is None else _padded(sparse[self.seen])
+        return BatchItems(ids_B, log_q_B, is_item_B, seen_BS)
+
+
+def _padded(ids: JaggedTensor) -> torch.Tensor:
+    """The ids of each sample, int64 (B, S), behind them ``NO_GROUP``."""
+    lengths_B = ids.lengths()
+    is_id_BS = torch.arange(int(lengths_B.max())) < lengths_B.unsqueeze(1)
+    ids_BS = torch.full(is_id_BS.shape, NO_GROUP, dtype=torch.int64)
+    ids_BS[is_id_BS] = ids.values().long()
+    return ids_BS
 
 
 def training_items(dataset: Dataset, split: str, negatives: Negatives) -> ItemColumn:
@@ -147,6 +159,29 @@ def training_items(dataset: Dataset, split: str, negatives: Negatives) -> ItemCo
     rows = range(by.skips_first_row, schema.table(schema.features[number].table).num_rows)
     drawn = DrawnItems(number, rows, negatives.num_uniform, negatives.seed)
     return replace(column, drawn=drawn)
+
+
+def items_to_rank(dataset: Dataset, feature: str, seen: str | None) -> ItemColumn:
+    """The items of samples to evaluate.
+
+    Args:
+        dataset: The dataset.
+        feature: The column of the item.
+        seen: The column of the items that the ranking leaves out; None for none.
+
+    Raises:
+        ValueError: If the dataset has no such column, or its items are of another table.
+    """
+    by, features = item_column(dataset, feature), dataset.schema.features
+    (table,) = (of.table for of in features if of.name == feature)
+    lists = [of.name for of in features if of.is_multi_hot and of.table == table]
+    if seen is not None and seen not in lists:
+        raise ValueError(
+            f"trainer.eval_ranking_without: expected a column of kind categorical_list of table "
+            f"{table}, as {feature} is, one of {lists}, got {seen!r}. Correct the name, or remove "
+            "it."
+        )
+    return ItemColumn(by, seen=seen)
 
 
 def item_column(dataset: Dataset, feature: str) -> GroupBy:

@@ -129,8 +129,9 @@ def _sequence_flops(layers: Hstu | Sasrec, length: int) -> float:
         for name, number in numbers.items()
     }
     layers = deepcopy(layers).eval()  # neither gradients nor random numbers of the caller's
+    num_dense = 0 if layers.score is None else layers.score.num_dense
     with FlopCounterMode(display=False) as counter:
-        layers(torch.zeros(1, layers.score.num_dense), rows).sum().backward()
+        layers(torch.zeros(1, num_dense), rows).sum().backward()
     return counter.get_total_flops()
 
 

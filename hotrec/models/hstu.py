@@ -15,9 +15,9 @@ from torch import nn
 
 from hotrec.models.sequence import (
     JaggedRows,
-    ScoreLayers,
     SequenceColumns,
     TokenEncoder,
+    VectorLayers,
     encoder_layers,
     last_output,
     split_heads,
@@ -109,7 +109,7 @@ def _stu_layers(
     return nn.ModuleList(StuLayer(dim, max_tokens, dropout, **sizes) for _ in range(num_layers))
 
 
-class Hstu(nn.Module):
+class Hstu(VectorLayers):
     """Attention over context, history and candidate, and layers over its output for the candidate.
 
     The tokens are those of ``TokenEncoder`` and the candidate, the last one: the item by the same
@@ -119,6 +119,9 @@ class Hstu(nn.Module):
     for the candidate, which alone is computed; the item's vector has layers of its own over the
     candidate's columns. Both are multiplied, and read by layers with the other features and dense
     columns (``ScoreLayers``).
+
+    Without ``over_layer_sizes`` it retrieves items: the candidate is no token, the newest token's
+    output is the user's vector, and the logit is the product.
 
     Weights are torch's initial ones of linear and normalizing layers, as in hotrec's other models,
     for learned vectors see ``TokenEncoder``.
@@ -135,7 +138,7 @@ class Hstu(nn.Module):
         max_length: Maximum number of positions of a history; older ones are left out.
         dropout: Probability that a value is dropped in training, of tokens and in each layer.
         over_layer_sizes: Outputs of the layers over user, item and the rest; the last is 1 for
-            each label.
+            each label. Empty for the product alone, of one label.
         sizes: Sizes of the layers of attention.
     """
 
@@ -156,12 +159,14 @@ class Hstu(nn.Module):
         self.tokens = TokenEncoder(
             columns, dim, max_length, dropout, item=encoder_layers(num_items, dim)
         )
-        self.candidate = nn.Parameter(torch.empty(dim).normal_(std=0.02))
+        self.candidate: nn.Parameter | None = None
+        if over_layer_sizes:
+            self.candidate = nn.Parameter(torch.empty(dim).normal_(std=0.02))
         max_tokens = len(columns.context) + max_length + 1
         self.layers = _stu_layers(dim, max_tokens, dropout, **sizes)
         self.user_norm = nn.LayerNorm(dim)
         self.item_tower = encoder_layers(num_items, dim)
-        self.score = ScoreLayers(columns.others, dim, num_dense, num_labels, over_layer_sizes)
+        self.add_score(columns, dim, num_dense, num_labels, over_layer_sizes)
 
     def _vectors(self, tokens_BTD: torch.Tensor, is_token_BT: torch.Tensor) -> torch.Tensor:
         num_context = len(self.tokens.context)
@@ -174,8 +179,9 @@ class Hstu(nn.Module):
     ) -> torch.Tensor:
         """Vectors (B, D) of users without candidates, from the newest token of their histories.
 
-        They are for retrieval, by their products with ``item_vectors``; ``forward`` does not use
-        them. An empty history's token is the vector of its position. Dense columns are not read.
+        They are for retrieval, by their products with ``item_vectors``; with ``score``, ``forward``
+        does not use them. An empty history's token is the vector of its position. Dense columns are
+        not read.
         """
         return self._vectors(*self.tokens(columns))
 
@@ -185,7 +191,7 @@ class Hstu(nn.Module):
         return vectors_BD
 
     def forward(self, dense_BN: torch.Tensor, columns: Mapping[str, JaggedRows]) -> torch.Tensor:
-        """Dense columns (B, N) and the rows of each feature -> logits (B, L).
+        """Dense columns (B, N) and the rows of each feature -> logits (B, L), or see ``multiply``.
 
         Args:
             dense_BN: Dense columns.
@@ -195,6 +201,8 @@ class Hstu(nn.Module):
         Raises:
             ValueError: If columns of the history differ in length.
         """
+        if self.score is None or self.candidate is None:
+            return self.multiply(dense_BN, columns)
         tokens_BTD, is_token_BT = self.tokens(columns)
         candidate_BD = self.tokens.item(self.tokens.candidate_columns(columns)) + self.candidate
         candidate_BD = self.tokens.dropout(candidate_BD)

@@ -54,6 +54,7 @@ class Architecture:
         pooling: "sum" or "mean", how the rows of a bag become one vector.
         dense_layer_sizes: Outputs of the layers over the dense columns; the last is D.
         over_layer_sizes: Outputs of the layers over the interactions; the last is 1 for each label.
+            Empty for models without them.
         cross_num_layers: Number of DCNv2's cross layers.
         cross_low_rank_dim: Rank of their matrices.
         dense: Names of the N dense columns in their order.
@@ -365,8 +366,9 @@ class TwoTower(nn.Module):
         tower_layer_sizes: Sequence[int],
     ) -> None:
         super().__init__()
-        self.gives_vectors = False
-        """Whether ``forward`` returns the vectors of user and item, (B, 2, H), for training."""
+        self.gives_vectors: bool | None = False
+        """Whether ``forward`` returns the vectors of user and item, (B, 2, H), for training; None
+        for layers whose logit is not their product, as in ``hotrec.models.sequence``."""
         known = {*dense, *features}
         if not set(item_columns) < known or not item_columns:
             raise ValueError(

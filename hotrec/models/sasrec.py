@@ -14,9 +14,9 @@ from torch import nn
 
 from hotrec.models.sequence import (
     JaggedRows,
-    ScoreLayers,
     SequenceColumns,
     TokenEncoder,
+    VectorLayers,
     encoder_layers,
     last_output,
     split_heads,
@@ -90,7 +90,7 @@ def _blocks(dim: int, dropout: float, *, num_layers: int, num_heads: int) -> nn.
     return nn.ModuleList(SasrecBlock(dim, dropout, num_heads=num_heads) for _ in range(num_layers))
 
 
-class Sasrec(nn.Module):
+class Sasrec(VectorLayers):
     """Blocks of attention over context and history, and the product with the candidate.
 
     As in the paper: items with learned vectors of positions, dropout, blocks in which a token sees
@@ -101,9 +101,10 @@ class Sasrec(nn.Module):
 
     Beyond the paper: several features of an item, by layers; side columns and context tokens
     (``TokenEncoder``); positions are counted from the newest; several heads; and ``ScoreLayers``
-    over vectors, other features and dense columns, whose output is added to the product. The
-    paper's loss over all positions is not here: as in ``hotrec.models.hstu.Hstu`` only the last
-    one's output is computed. Dropout and initial weights are as there.
+    over vectors, other features and dense columns, whose output is added to the product, unless
+    there are no ``over_layer_sizes``. The paper's loss over all positions is not here: as in
+    ``hotrec.models.hstu.Hstu`` only the last one's output is computed. Dropout and initial weights
+    are as there.
 
     Args:
         columns: The features.
@@ -113,7 +114,7 @@ class Sasrec(nn.Module):
         max_length: Maximum number of positions of a history; older ones are left out.
         dropout: Probability that a value is dropped in training, of tokens and in each block.
         over_layer_sizes: Outputs of the layers over user, item and the rest; the last is 1 for
-            each label.
+            each label. Empty for the product alone, of one label.
         sizes: Sizes of the blocks.
     """
 
@@ -135,7 +136,7 @@ class Sasrec(nn.Module):
         self.tokens = TokenEncoder(columns, dim, max_length, dropout, item=item)
         self.layers = _blocks(dim, dropout, **sizes)
         self.user_norm = nn.LayerNorm(dim)
-        self.score = ScoreLayers(columns.others, dim, num_dense, num_labels, over_layer_sizes)
+        self.add_score(columns, dim, num_dense, num_labels, over_layer_sizes)
 
     def user_vectors(
         self, dense_BN: torch.Tensor, columns: Mapping[str, JaggedRows]
@@ -156,11 +157,13 @@ class Sasrec(nn.Module):
         return vectors_BD
 
     def forward(self, dense_BN: torch.Tensor, columns: Mapping[str, JaggedRows]) -> torch.Tensor:
-        """Dense columns (B, N) and the rows of each feature, as of ``Hstu`` -> logits (B, L).
+        """Dense columns (B, N) and the rows of each feature, as of ``Hstu`` -> as there.
 
         Raises:
             ValueError: If columns of the history differ in length.
         """
+        if self.score is None:
+            return self.multiply(dense_BN, columns)
         user_BD, item_BD = self.user_vectors(dense_BN, columns), self.item_vectors(columns)
         products_B1 = (user_BD * item_BD).sum(1, keepdim=True)
         logits_BL: torch.Tensor = self.score(user_BD, item_BD, dense_BN, columns)

@@ -12,6 +12,7 @@ wanted is the last one of every sample.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -309,3 +310,55 @@ class ScoreLayers(nn.Module):
             values = layer(values).relu()
         logits_BL: torch.Tensor = self.last(values)
         return logits_BL
+
+
+class VectorLayers(nn.Module, ABC):
+    """Layers with a vector of the user, from the history, and one of the item.
+
+    Either ``score`` has layers over both, or the logit is their product alone: a model that
+    retrieves items, whose user's vector may not depend on the candidate.
+    """
+
+    score: ScoreLayers | None
+    gives_vectors: bool | None
+    """Whether ``forward`` returns the vectors, (B, 2, D), for training; None with ``score``."""
+
+    def add_score(
+        self,
+        columns: SequenceColumns,
+        dim: int,
+        num_dense: int,
+        num_labels: int,
+        over_layer_sizes: Sequence[int],
+    ) -> None:
+        """Make ``score``, with arguments as of ``ScoreLayers``; no sizes make none.
+
+        Raises:
+            ValueError: If there are no sizes, but several labels.
+        """
+        self.score, self.gives_vectors = None, False
+        if over_layer_sizes:
+            sizes = dim, num_dense, num_labels, over_layer_sizes
+            self.score, self.gives_vectors = ScoreLayers(columns.others, *sizes), None
+        elif num_labels > 1:
+            raise ValueError(
+                f"model.loss: expected cross_entropy for {num_labels} labels, got sampled_softmax, "
+                "which is of one. Leave one column of kind label, and prepare the dataset again."
+            )
+
+    @abstractmethod
+    def user_vectors(
+        self, dense_BN: torch.Tensor, columns: Mapping[str, JaggedRows]
+    ) -> torch.Tensor:
+        """Vectors (B, D) of users without candidates."""
+
+    @abstractmethod
+    def item_vectors(self, columns: Mapping[str, JaggedRows]) -> torch.Tensor:
+        """Vectors (B, D) of items, from the candidate's features alone."""
+
+    def multiply(self, dense_BN: torch.Tensor, columns: Mapping[str, JaggedRows]) -> torch.Tensor:
+        """The products of the vectors, (B, 1), or with ``gives_vectors`` both, (B, 2, D)."""
+        users_BD, items_BD = self.user_vectors(dense_BN, columns), self.item_vectors(columns)
+        if self.gives_vectors:
+            return torch.stack((users_BD, items_BD), dim=1)
+        return (users_BD * items_BD).sum(1, keepdim=True)

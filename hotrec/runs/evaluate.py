@@ -12,7 +12,6 @@ from hotrec.assemble.job import make_job
 from hotrec.assemble.planning import read_settled_plan
 from hotrec.assemble.trainable import assemble
 from hotrec.config.roots import Config, EvaluateConfig
-from hotrec.data.items import ItemColumn
 from hotrec.data.kept import open_generation
 from hotrec.data.loader import make_loader
 from hotrec.data.unknown import UnknownIds, unknown_ids_of
@@ -100,7 +99,7 @@ def evaluate_run(
         )
     )
     batches.add_groups(job.group_by)
-    batches.add_items(None if job.item is None else ItemColumn(job.item))
+    batches.add_items(job.item)
     ranking = make_ranking(job, trainable, ranks, batch_size, workers)
     with trainable.pipeline() as pipeline:
         quality = evaluate(pipeline, batches, ranking=ranking)

@@ -579,7 +579,7 @@ def _make_eval_loader(
         pin_memory=ranks.device.type == "cuda",
     )
     loader.add_groups(job.group_by)
-    loader.add_items(None if job.item is None else ItemColumn(job.item))
+    loader.add_items(job.item)
     if by_day_from is not None:
         loader.load_state_dict({**loader.state_dict(), "num_samples": by_day_from})
     return loader
@@ -605,10 +605,9 @@ def make_ranking(
     Raises:
         ValueError: If the training split has no items.
     """
-    by = job.item
-    if by is None:
+    if job.item is None:
         return None
-    samples = last_samples(job.dataset, SPLIT, by)
+    samples = last_samples(job.dataset, SPLIT, job.item.by)
     loader = same_verdict(
         lambda: make_loader(
             job.dataset.artifact.path,
@@ -625,7 +624,7 @@ def make_ranking(
             subset=samples,
         )
     )
-    loader.add_items(ItemColumn(by))
+    loader.add_items(ItemColumn(job.item.by))
     return Ranking(job.ranked_ks, loader)
 
 

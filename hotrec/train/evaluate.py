@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from hotrec.data.auc import measure_auc
 from hotrec.data.batch import Batch
@@ -294,8 +295,8 @@ def _predict(
 ) -> dict[str, torch.Tensor]:
     """The predictions of this rank, without padding: those of ``_GATHERED`` but for the places.
 
-    Also, if batches have items, these, int64 (S,), and of a model that has them the vectors of user
-    and item, (S, 2, D), on the device.
+    Also, if batches have items, these, int64 (S,), those that are left out, int64 (S, N), and of a
+    model that has them the vectors of user and item, (S, 2, D), on the device.
     """
     # What batches have besides the model's output, of those in the pipeline.
     held: deque[dict[str, torch.Tensor]] = deque()
@@ -303,7 +304,13 @@ def _predict(
     def remember() -> Iterator[Batch]:
         for batch in iterator:
             ids = None if batch.items is None else batch.items.ids
-            parts = {"weights": batch.weights, "groups": batch.groups, "items": ids}
+            seen = None if batch.items is None else batch.items.seen
+            parts = {
+                "weights": batch.weights,
+                "groups": batch.groups,
+                "items": ids,
+                "seen": seen,
+            }
             held.append({name: of.clone() for name, of in parts.items() if of is not None})
             yield batch
 
@@ -324,6 +331,11 @@ def _predict(
             part["vectors"] = vectors_B2D[0]
         parts.append(part)
         bar.update()
+    width = max(part["seen"].size(1) for part in parts) if "seen" in parts[0] else 0
+    for part in parts:
+        if "seen" in part:
+            missing = width - part["seen"].size(1)
+            part["seen"] = F.pad(part["seen"], (0, missing), value=NO_GROUP)
     found = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     is_sample = found["weights"] > 0
     return {name: part[is_sample.to(part.device)] for name, part in found.items()}
@@ -340,7 +352,7 @@ def _rank_items(
     if "vectors" not in catalogue:
         raise ValueError(
             "trainer.eval_ranking: expected a model of user and item vectors, got one without. "
-            "Choose model=two_tower, or remove it."
+            "Choose model=two_tower, or hstu or sasrec with model.loss=sampled_softmax."
         )
     vectors, device = catalogue["vectors"], pipeline.device
     is_item = catalogue["items"].to(device) != NO_GROUP
@@ -355,8 +367,9 @@ def _rank_items(
         is_ranked = (found["labels"].to(device) == 1) & (targets_S != NO_GROUP)
         users_PD, targets_P = found["vectors"][is_ranked, 0], targets_S[is_ranked]
         items_MD = items_MD[order]
+        seen_PN = found["seen"].to(device)[is_ranked] if "seen" in found else None
         places_S[is_ranked] = same_verdict(
-            lambda: find_places(users_PD, targets_P, items_MD, ids_M)
+            lambda: find_places(users_PD, targets_P, items_MD, ids_M, seen_PN)
         )
     return places_S
 

@@ -46,7 +46,11 @@ class Ranking:
 
 
 def find_places(
-    users_SD: torch.Tensor, targets_S: torch.Tensor, items_MD: torch.Tensor, ids_M: torch.Tensor
+    users_SD: torch.Tensor,
+    targets_S: torch.Tensor,
+    items_MD: torch.Tensor,
+    ids_M: torch.Tensor,
+    seen_SN: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The place of each user's item among all items, int64 (S,), the first is 1.
 
@@ -57,6 +61,8 @@ def find_places(
         targets_S: Int64, the item of each user.
         items_MD: Vectors of the items, finite.
         ids_M: Int64, the items, increasing.
+        seen_SN: Int64, for each user the items that are left out, in any order and number; its own
+            one is not, and numbers that are no item are ignored. None for none.
 
     Returns:
         Places; 0 for an item that is not among ``ids_M``.
@@ -84,12 +90,38 @@ def find_places(
         for begin in range(0, at_P.numel(), _USERS_AT_ONCE):
             block = slice(begin, begin + _USERS_AT_ONCE)
             scores_UC = users_PD[block] @ items_CD.t()
-            own_U1 = scores_P[block].unsqueeze(1)
-            is_first_UC = numbers_C < at_P[block].unsqueeze(1)
-            is_before_UC = (scores_UC > own_U1) | ((scores_UC == own_U1) & is_first_UC)
+            is_before_UC = _is_before(scores_UC, numbers_C, scores_P[block], at_P[block])
             places_P[block] += is_before_UC.sum(1)
+    if seen_SN is not None:
+        seen_PN = seen_SN[is_known_S].sort(1).values
+        num_users = max(1, _ITEMS_AT_ONCE // max(1, seen_PN.size(1)))
+        for begin in range(0, at_P.numel(), num_users):
+            block = slice(begin, begin + num_users)
+            seen_UN = seen_PN[block]
+            at_UN = torch.searchsorted(ids_M, seen_UN).clamp(max=ids_M.numel() - 1)
+            is_item_UN = ids_M[at_UN] == seen_UN
+            is_item_UN[:, 1:] &= seen_UN[:, 1:] != seen_UN[:, :-1]  # each once
+            seen_UND = _rounded(items_MD[at_UN.flatten()]).unflatten(0, at_UN.shape)
+            scores_UN = (users_PD[block].unsqueeze(1) * seen_UND).sum(2)
+            is_before_UN = _is_before(scores_UN, at_UN, scores_P[block], at_P[block])
+            places_P[block] -= (is_item_UN & is_before_UN).sum(1)
     places_S[is_known_S] = places_P
     return places_S
+
+
+def _is_before(
+    scores_UC: torch.Tensor, numbers: torch.Tensor, own_U: torch.Tensor, at_U: torch.Tensor
+) -> torch.Tensor:
+    """Whether items come before the users' own ones, bool (U, C); those themselves do not.
+
+    Args:
+        scores_UC: Scores of the items.
+        numbers: Their numbers, (C,) or (U, C).
+        own_U: Scores of the own items.
+        at_U: Their numbers.
+    """
+    own_U1, at_U1 = own_U.unsqueeze(1), at_U.unsqueeze(1)
+    return (scores_UC > own_U1) | ((scores_UC == own_U1) & (numbers < at_U1))
 
 
 def _rounded(vectors_ND: torch.Tensor) -> torch.Tensor:

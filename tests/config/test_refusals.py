@@ -55,6 +55,10 @@ OUT_OF_RANGE = [
     ),
     ("trainer.best_by=gauc", "trainer.best_by: expected log_loss or auc without", "got gauc"),
     ("trainer.best_by=ndcg_at", "trainer.best_by: expected log_loss, auc or gauc", "got ndcg_at"),
+    (
+        "trainer.eval_ranking_without=seen",
+        *("trainer.eval_ranking_without: expected none without trainer.eval_ranking", "'seen'"),
+    ),
     ("trainer.eval_ranking=[5]", "trainer.eval_ranking: expected none without", "got [5]"),
     (
         "model=two_tower model.item_columns=[a] model.loss=sampled_softmax",
@@ -62,11 +66,23 @@ OUT_OF_RANGE = [
     ),
     (
         "model=two_tower model.item_columns=[a] model.item_id=b",
-        *("model.item_id: expected one of model.item_columns ['a']", "got 'b'"),
+        *("model.item_id: expected one of the item's columns ['a']", "got 'b'"),
     ),
     (
         "model=two_tower model.item_columns=[a,b] model.item_id=a model.negatives=uniform",
-        *("model.negatives: expected in_batch for an item tower that reads more", "['a', 'b']"),
+        *("model.negatives: expected in_batch for a model that reads more", "['a', 'b']"),
+    ),
+    (
+        "model=sasrec +model.history.seen=a model.item_id=seen",
+        *("model.item_id: expected one of the item's columns ['a']", "got 'seen'"),
+    ),
+    (
+        "model=hstu +model.history={seen: a, of: b} model.item_id=a model.negatives=uniform",
+        *("model.negatives: expected in_batch for a model that reads more", "['a', 'b']"),
+    ),
+    (
+        "model=hstu +model.history.seen=a model.item_id=a trainer.eval_ranking=[5]",
+        *("trainer.eval_ranking: expected none for hstu with model.loss=cross_entropy", "got [5]"),
     ),
     (
         "model=two_tower model.item_columns=[a] model.item_id=a model.loss=sampled_softmax "

@@ -38,6 +38,11 @@ MODELS = {
     "own": ("model._target_=my_model.MyModel", "+model.args.hidden=8"),
     "hstu": ("+model.history.seen=item", "model.context=[user]", "model.max_length=3"),
     "sasrec": ("+model.history.seen=item", "model.num_layers=1"),
+    "retrieval": (
+        *("model=hstu", "+model.history.seen=item", "model.item_id=item"),
+        *("model.loss=sampled_softmax", "model.negatives=uniform", "model.num_negatives=30"),
+        "trainer.eval_ranking=[5]",
+    ),
     "sequences": ("model=own", "model._target_=my_sequences.MySequences", "+model.args.hidden=8"),
 }
 OF_OWN = ("own", "sequences")
@@ -112,7 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hotrec_here("prepare", *DATA, cwd=folder)
     hotrec_here("profile", *DATA, cwd=folder)
     for kind, keys in MODELS.items():
-        choice = () if kind == "sequences" else (f"model={kind}",)
+        choice = () if keys[0].startswith("model=") else (f"model={kind}",)
         words = (*DATA, *choice, *MODEL, *keys)
         assert hotrec_here("train", *words, cwd=folder, HOTREC_RUN_DIR=f"runs/{kind}").figures
     return folder
@@ -175,7 +180,7 @@ def test_code_is_imported_only_where_it_is_allowed(folder: Path) -> None:
         package.load_model(folder / "exported/code")
 
 
-@pytest.mark.parametrize("kind", ["dlrm", "hstu", "sasrec"])
+@pytest.mark.parametrize("kind", ["dlrm", "hstu", "sasrec", "retrieval"])
 def test_records_are_encoded_and_scored_as_predict_does(folder: Path, kind: str) -> None:
     """By the code in the export, where there is no hotrec, pyarrow or torchrec."""
     # Of each kind a directory: Python leaves its cache of the code there, which no export removes.
@@ -307,7 +312,7 @@ def test_aot_inductor(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(compiled(*fewer), model(*fewer), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["dlrm", "own", "sequences"])
+@pytest.mark.parametrize("kind", ["dlrm", "own", "sequences", "retrieval"])
 def test_predict_scores_as_evaluate(
     folder: Path, evaluated: dict[str, dict[str, Any]], kind: str
 ) -> None:

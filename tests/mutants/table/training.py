@@ -205,8 +205,16 @@ MUTANTS = [
         "eval.ranking_ties",
         "Of items with equal scores the one with the lower row comes first.",
         "hotrec/train/ranking.py",
-        "numbers_C < at_P[block]",
-        "numbers_C > at_P[block]",
+        "(numbers < at_U1)",
+        "(numbers > at_U1)",
+        "unit/train/test_ranking.py",
+    ),
+    mutant(
+        "eval.ranking_seen",
+        "A seen item is left out of a ranking once, however often it is in the history.",
+        "hotrec/train/ranking.py",
+        "is_item_UN[:, 1:] &= seen_UN[:, 1:] != seen_UN[:, :-1]",
+        "is_item_UN[:, 1:] &= seen_UN[:, 1:] >= seen_UN[:, :-1]",
         "unit/train/test_ranking.py",
     ),
     mutant(

@@ -9,18 +9,21 @@ import numpy as np
 import pytest
 import torch
 
-from hotrec.config.data import Encoding, SyntheticSpec
+from hotrec.config.data import ColumnKind, ColumnSpec, Encoding, SyntheticSpec, TableSpec
 from hotrec.data.chunks import Dataset
 from hotrec.data.items import (
     ItemColumn,
     Negatives,
     count_items,
     item_column,
+    items_to_rank,
     last_samples,
     training_items,
 )
 from hotrec.data.loader import make_loader
+from hotrec.data.prepare import prepare
 from hotrec.data.synthetic import write_synthetic
+from tests.unit.data.logs import delimited_spec
 from tests.unit.data.test_groups import prepared
 
 
@@ -55,6 +58,48 @@ def test_probabilities_are_those_of_the_training_split(dataset: Dataset) -> None
     torch.testing.assert_close(batch.items.ids, ids_B)
     torch.testing.assert_close(batch.items.log_q, torch.from_numpy(column.log_q_N)[ids_B])
     assert batch.items.is_candidate.all()
+
+
+SEEN = [[3, 3, 5], [], [1], [0, 2]]
+
+
+def with_lists(folder: Path) -> Dataset:
+    """Items with what was seen before, and tags of another table."""
+    lines = ["label,item,seen,tags"]
+    lines += [f"1,{item},{' '.join(map(str, seen))},1" for item, seen in enumerate(SEEN)]
+    (folder / "log.csv").write_text("\n".join([*lines, ""]))
+    columns = {
+        "label": ColumnSpec(ColumnKind.label),
+        "item": ColumnSpec(ColumnKind.categorical),
+        "seen": ColumnSpec(ColumnKind.categorical_list, table="item"),
+        "tags": ColumnSpec(ColumnKind.categorical_list),
+    }
+    tables = {name: TableSpec(Encoding.rows, num_rows=6) for name in ("item", "tags")}
+    prepare(delimited_spec([folder / "log.csv"], columns=columns, tables=tables), folder / "made")
+    return Dataset.open(folder / "made")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_have_the_items_that_are_left_out(tmp_path: Path, num_workers: int) -> None:
+    made = with_lists(tmp_path)
+    loader = make_loader(
+        made.artifact.path,
+        "train",
+        batch_size=4,
+        rank=0,
+        world_size=1,
+        shuffle=False,
+        epochs=1,
+        num_workers=num_workers,
+    )
+    loader.add_items(items_to_rank(made, "item", "seen"))
+    (batch,) = loader
+    assert batch.items is not None
+    assert batch.items.seen is not None
+    assert batch.items.seen.tolist() == [[3, 3, 5], [-1] * 3, [1, -1, -1], [0, 2, -1]]
+    for name in ("tags", "item", "sene"):
+        with pytest.raises(ValueError, match=r"eval_ranking_without: .* \['seen'\], got '" + name):
+            items_to_rank(made, "item", name)
 
 
 def test_the_catalogue_is_the_last_sample_of_each_item(dataset: Dataset) -> None:

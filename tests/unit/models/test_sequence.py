@@ -19,8 +19,10 @@ from hotrec.models.sequence import (
     sum_rows,
 )
 from tests.unit.models.sequences import (
+    COLUMNS,
     LENGTHS,
     NUM_LABELS,
+    Batch,
     choose,
     gradients,
     make_batch,
@@ -30,6 +32,7 @@ from tests.unit.models.sequences import (
 )
 
 MODELS = [make_hstu, make_sasrec]
+RETRIEVAL: dict[str, Any] = {"over_layer_sizes": [], "num_labels": 1}
 
 
 @pytest.mark.parametrize(
@@ -195,3 +198,49 @@ def test_work_by_length(make: Any) -> None:
         with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
             model(*batch).sum().backward()
         assert work.flops(length) == counter.get_total_flops()
+
+
+def weight_gradients(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(model(*batch).square().mul(1.3).cumsum(0).sum(), model.parameters())
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_without_layers_over_them_the_vectors_are_multiplied(make: Any) -> None:
+    model, batch = make(**RETRIEVAL).double(), make_batch()
+    users, items = model.user_vectors(*batch), model.item_vectors(batch[1])
+    products = model(*batch)
+    torch.testing.assert_close(products, (users * items).sum(1, keepdim=True), rtol=0, atol=0)
+    model.gives_vectors = True
+    vectors = model(*batch)
+    assert torch.equal(vectors, torch.stack((users, items), dim=1))
+    # Every weight is trained, and the vectors are those of a model with such layers.
+    assert all(values.abs().max() > 0 for values in weight_gradients(model, batch))
+    other = make().double()
+    assert other.gives_vectors is None
+    other.load_state_dict(model.state_dict(), strict=False)
+    torch.testing.assert_close(other.user_vectors(*batch), users, rtol=0, atol=0)
+    torch.testing.assert_close(other.item_vectors(batch[1]), items, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_a_users_vector_does_not_know_the_candidate(make: Any) -> None:
+    model, batch = make(**RETRIEVAL).double(), make_batch()
+    model.gives_vectors = True
+    users = model(*batch)[:, 0]
+    read = [*COLUMNS.history, *COLUMNS.side, *COLUMNS.context]
+    inputs = [rows for rows, _ in batch[1].values()]
+    grads = torch.autograd.grad(users.square().sum(), inputs, allow_unused=True)
+    found = [name for name, of in zip(batch[1], grads, strict=True) if of is not None and of.any()]
+    assert sorted(found) == sorted(read)
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_a_model_that_multiplies_vectors_has_one_label(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"^model\.loss: expected cross_entropy for 3 labels, got"):
+        make(over_layer_sizes=[])
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_work_of_vectors_by_length(make: Any) -> None:
+    work = count_sequence_work(make(max_length=40, **RETRIEVAL))
+    assert 0 < work.flops(17) < count_sequence_work(make(max_length=40)).flops(17)

@@ -48,6 +48,24 @@ def test_places_are_those_of_the_sorted_list_with_ties(
     )
 
 
+@given(st.integers(0, 2**32), st.integers(1, 9), st.integers(1, 12), st.integers(0, 9))
+def test_seen_items_are_left_out_but_not_the_own_one(
+    seed: int, num_users: int, num_items: int, num_seen: int
+) -> None:
+    """As if the catalogue of each user did not have them; some occur twice, or are no items."""
+    rng = np.random.default_rng(seed)
+    users = rng.integers(-1, 2, (num_users, 2)).astype(np.float32)
+    items = rng.integers(-1, 2, (num_items, 2)).astype(np.float32)
+    ids = np.sort(rng.choice(15, num_items, replace=False)).astype(np.int64)
+    targets, seen = rng.integers(0, 15, num_users), rng.integers(-1, 15, (num_users, num_seen))
+    expected = []
+    for user, target, left_out in zip(users, targets, seen, strict=True):
+        is_left = ~np.isin(ids, left_out) | (ids == target)
+        expected += by_sorting(user[None], target[None], items[is_left], ids[is_left]).tolist()
+    found = places_of(users, targets, items, ids, seen)
+    assert found.tolist() == expected
+
+
 def random_vectors(dim: int = 48) -> tuple[np.ndarray, ...]:
     rng = np.random.default_rng(0)
     users = rng.normal(size=(300, dim)).astype(np.float32)
@@ -65,9 +83,13 @@ def test_neither_blocks_nor_the_order_of_sums_change_a_place(
     # Of two equal items the one with the lower id comes first, in spite of rounding.
     pairs = [places_of(users, targets // 2 * 2 + twin, items, ids) for twin in (0, 1)]
     np.testing.assert_array_equal(pairs[0] + 1, pairs[1])
+    seen = np.random.default_rng(2).integers(-1, 1000, (300, 40))
+    without = places_of(users, targets, items, ids, seen)
+    assert (without < expected).sum() > 200
     monkeypatch.setattr(ranking, "_USERS_AT_ONCE", 7)
     monkeypatch.setattr(ranking, "_ITEMS_AT_ONCE", 13)
     np.testing.assert_array_equal(places_of(users, targets, items, ids), expected)
+    np.testing.assert_array_equal(places_of(users, targets, items, ids, seen), without)
     order = np.random.default_rng(1).permutation(users.shape[1])
     shuffled = np.ascontiguousarray(users[:, order]), np.ascontiguousarray(items[:, order])
     found = places_of(shuffled[0], targets, shuffled[1], ids)
