@@ -40,10 +40,10 @@ OTHER_TESTS := $(LONG_TESTS) $(filter-out $(FAST_TESTS) $(LONG_TESTS) $(MORE_TES
 JOBS ?= 2
 # What make test runs, e.g. make test TESTS=tests/unit/planner.
 TESTS ?= $(FAST_TESTS) $(OTHER_TESTS)
-# What a difference between torchrec's releases breaks first: parity, look-ahead, training, checkpoints
-# and use as a library.
+# What a difference between torchrec's releases breaks first: parity, look-ahead, training, checkpoints,
+# use as a library, and sequences.
 CORE_TESTS := tests/unit/embedding tests/unit/train $(addprefix tests/distributed/test_,$(addsuffix .py,\
-    parity look_ahead pipelines train library_use hot_exchange))
+    parity look_ahead pipelines train library_use hot_exchange sequence_models sequence_cases))
 
 # test-2.11 and so on, one for each lock of a torch that is not the pinned one.
 PAIR_TESTS := $(sort $(patsubst requirements/torch-%.lock,test-%,$(wildcard requirements/torch-*.lock)))

@@ -25,7 +25,7 @@ from hotrec.embedding.fused import set_update_count, update_count
 from hotrec.embedding.torchrec import Kernel, kernels
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.sorting import sort_keys
-from hotrec.runtime.comm_thread import HostInts, ints_on
+from hotrec.runtime.comm_thread import HostInts, ints_on, record_use
 from hotrec.runtime.hosts import Hosts
 from hotrec.runtime.stages import backward_point, mark_backward
 from hotrec.types import RowOrder
@@ -210,6 +210,8 @@ class FbgemmRows:
         begins_K = torch.repeat_interleave(self._begins_T, lengths_T, output_size=num_ids)
         lengths = cut_lengths(lengths_T, num_ids).view(-1)
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        # FBGEMM replaces its cache's counters at each call; those before may be another stream's.
+        record_use(self.module.get_uvm_cache_stats())
         return self.module(sorted_K - begins_K, offsets), order_K
 
     def look_up(self, rows_K: torch.Tensor) -> torch.Tensor:

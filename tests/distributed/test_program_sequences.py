@@ -40,6 +40,7 @@ from tests.distributed.test_program_forms import (
 from tests.helpers.ranks import run_ranks
 from tests.unit.planner.situations import torchrec_plan
 
+CPU = torch.device("cpu")
 ALL_ROWS = {**ROWS, "seen": 40, "shop": 90}
 PARTITION = Partition(ALL_ROWS, {name: np.arange(7) for name in ("user", "item", "seen")})
 
@@ -56,7 +57,8 @@ class Decayed(nn.Module):
     def forward(self, sequences: Any) -> torch.Tensor:
         rows, lengths = sequences.values(), sequences.lengths()
         begins = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-        weighted = rows / (1.0 + (torch.arange(rows.shape[0]) - begins)[:, None])
+        places = torch.arange(rows.shape[0], device=rows.device) - begins
+        weighted = rows / (1.0 + places[:, None])
         return torch.segment_reduce(weighted, "sum", lengths=lengths, initial=0.0)
 
 
@@ -118,6 +120,7 @@ def trained(
     directory: Path | None = None,
     first: int = 0,
     adapt_every: int = 0,
+    device: torch.device = CPU,
 ) -> tuple[list[float], Any]:
     """Train from step ``first`` on, and save a checkpoint if there is none."""
     model, optimizer = hotrec.parallelize(
@@ -127,6 +130,7 @@ def trained(
         dense_optimizer=DENSE,
         pipeline=pipeline,
         batch_size=64,
+        device=device,
     )
     hot_set = hotrec.AdaptiveHotSet(model, optimizer) if adapt_every else None
     if directory is not None and first:
@@ -135,7 +139,7 @@ def trained(
     last = NUM_STEPS if directory is None or first else 2
     losses = []
     given: Any = {"hot_set": hot_set, "adapt_every": adapt_every} if hot_set else {}
-    with hotrec.Pipeline(model, optimizer, torch.device("cpu"), **given) as steps:
+    with hotrec.Pipeline(model, optimizer, device, **given) as steps:
         data = iter([make_batch(step, rank, size) for step in range(first, last)])
         for _ in range(first, last):
             losses.append(mean_over_ranks(steps.progress(data)[0]))

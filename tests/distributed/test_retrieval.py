@@ -390,7 +390,9 @@ def test_ranks_train_as_one_and_find_more_than_chance(folder: Path, of: Case) ->
     for other in others:
         assert len(one.losses) == len(other.losses) == 52
         np.testing.assert_allclose(one.losses[:26], other.losses[:26], rtol=2e-5)
-        np.testing.assert_allclose(one.losses, other.losses, rtol=2e-4)
+        # Adagrad amplifies rounding where gradients are small; with SGD all are within 3e-5.
+        limit = 2e-5 if of.model == "two_tower" else 2e-4
+        np.testing.assert_allclose(one.losses, other.losses, rtol=limit)
         for name, weights in one.weights.items():
             np.testing.assert_allclose(weights, other.weights[name], atol=5e-4, err_msg=name)
         # Rounding of the vectors may move a place.

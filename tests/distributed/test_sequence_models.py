@@ -26,6 +26,7 @@ from hotrec.config.groups import HstuConfig, ModelConfig, OwnModelConfig, Sasrec
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
 from hotrec.data.prepare import prepare
+from hotrec.data.tokens import ByTokens, SampleWork
 from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
@@ -36,6 +37,7 @@ from hotrec.planner.request import GivenTables, PlanRequest
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
 from hotrec.train.dense_sync import dense_parameters
 from hotrec.types import (
+    ColdTier,
     OptimizerKind,
     Partition,
     PipelineKind,
@@ -55,6 +57,8 @@ CPU = torch.device("cpu")
 GLOBAL_BATCH, NUM_STEPS, SEGMENT, LR = 12, 4, 2, 0.1
 NUM_SAMPLES = GLOBAL_BATCH * NUM_STEPS
 NUM_ROWS = {"videos": 20, "actions": 4, "users": 7, "tags": 5}
+WORK = SampleWork(1, {"seen": 3}, {"seen": 1})
+CACHE_LOAD = 0.5
 LABEL_WEIGHTS = {"label": 1.0, "like": 0.5}
 HOT = Placement.alike(Partition(NUM_ROWS, {"videos": np.array([2, 0, 5]), "users": np.arange(7)}))
 # The samples read low rows most.
@@ -82,6 +86,10 @@ class Way:
     model: str
     pipeline: PipelineSpec
     placed: Placement | TorchrecPlan
+    device: torch.device = CPU
+    tier: ColdTier = ColdTier.auto  # of TorchRec's plans
+    is_routed_by_loader: bool = False
+    by_tokens: bool = False
 
     @property
     def is_adaptive(self) -> bool:
@@ -126,7 +134,8 @@ class Decayed(nn.Module):
 
     def summed(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         begins = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-        weighted = rows / (1.0 + (torch.arange(rows.shape[0]) - begins)[:, None])
+        places = torch.arange(rows.shape[0], device=rows.device) - begins
+        weighted = rows / (1.0 + places[:, None])
         return torch.segment_reduce(weighted, "sum", lengths=lengths.long(), initial=0.0)
 
 
@@ -256,14 +265,18 @@ def train(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch_size = GLOBAL_BATCH // world_size
     machine = make_machine(
-        world_size=world_size, ranks_per_host=world_size, device="cpu", batch_size=batch_size
+        world_size=world_size,
+        ranks_per_host=world_size,
+        device=of.device.type,
+        batch_size=batch_size,
     )
-    placed = of.placed if isinstance(of.placed, Placement) else None
-    tables = (
-        GivenTables(of.placed) if isinstance(of.placed, Placement) else TorchrecTables(of.placed)
-    )
-    plan = unpredicted(PlanRequest(tables, of.pipeline), machine)
-    made = assemble(spec_of(of.model, dataset.schema), plan, placed, machine, CPU)
+    if isinstance(of.placed, Placement):
+        placed, tables = of.placed, GivenTables(of.placed)
+    else:
+        placed, tables = None, TorchrecTables(of.placed, of.tier, CACHE_LOAD)
+    request = PlanRequest(tables, of.pipeline, is_routed_by_loader=of.is_routed_by_loader)
+    plan = unpredicted(request, machine)
+    made = assemble(spec_of(of.model, dataset.schema), plan, placed, machine, of.device)
     hot_set = AdaptiveHotSet(made.model, made.optimizer) if of.is_adaptive else None
     found = Found([], {}, gather_tables(made.model))
     loader = make_loader(
@@ -274,6 +287,9 @@ def train(
         world_size=world_size,
         shuffle=False,
         epochs=1,
+        transform=made.route,
+        pin_memory=of.device.type == "cuda",
+        assign=ByTokens(dataset.schema.feature_names, WORK) if of.by_tokens else None,
     )
     first, last = 0, NUM_STEPS if saved is None else SEGMENT
     if resumed is not None:
@@ -294,7 +310,7 @@ def train(
         checkpoints = Checkpoints(saved, facts={})
         save_checkpoint(checkpoints, position, made.model, made.optimizer, loader, hot_set)
     layers = {
-        name[name.index("layers.") :]: parameter.detach().clone()
+        name[name.index("layers.") :]: parameter.detach().cpu().clone()
         for name, parameter in dense_parameters(made.model).items()
     }
     found.weights = gather_tables(made.model) | layers

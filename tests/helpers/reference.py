@@ -95,7 +95,8 @@ class _Sums(nn.Module):
         for sequence in (found[name] for name in self.names):
             rows, lengths = sequence.values(), sequence.lengths().long()
             begins = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-            weights_K = 1 / (1.0 + torch.arange(rows.shape[0]) - begins)
+            places_K = torch.arange(rows.shape[0], device=rows.device) - begins
+            weights_K = 1 / (1.0 + places_K)
             sums.append(
                 torch.segment_reduce(rows * weights_K[:, None], "sum", lengths=lengths, initial=0.0)
             )

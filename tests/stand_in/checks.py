@@ -49,10 +49,10 @@ def device() -> torch.device:
 
 def run_all(names: list[str]) -> dict[str, str | None]:
     """The checks of these names, one after the other on the same ranks."""
-    return run_checks([_aloud(globals()[name]) for name in names])
+    return run_checks([aloud(globals()[name]) for name in names])
 
 
-def _aloud(check: Callable[[], None]) -> Callable[[], None]:
+def aloud(check: Callable[[], None]) -> Callable[[], None]:
     """A check that fails on one rank leaves the others waiting for it: say at once what it was."""
 
     @functools.wraps(check)
@@ -435,16 +435,20 @@ def assert_same_tables(first: Training, second: Training) -> None:
 
 def evaluation_between_steps_changes_nothing() -> None:
     for run in RUNS:
-        plain, evaluated = Training(run, device()), Training(run, device())
-        expected = _losses(plain, 0, 2) + _losses(plain, 2, 4)
-        losses = _losses(evaluated, 0, 2)
-        first = evaluate(evaluated.pipeline, _Split(evaluated))
-        assert evaluate(evaluated.pipeline, _Split(evaluated)) == first
-        losses += _losses(evaluated, 2, 4)
-        assert losses == pytest.approx(expected, abs=1e-6), run
-        assert_same_tables(evaluated, plain)
-        plain.close()
-        evaluated.close()
+        evaluated_between_steps(run)
+
+
+def evaluated_between_steps(run: Run) -> None:
+    plain, evaluated = Training(run, device()), Training(run, device())
+    expected = _losses(plain, 0, 2) + _losses(plain, 2, 4)
+    losses = _losses(evaluated, 0, 2)
+    first = evaluate(evaluated.pipeline, _Split(evaluated))
+    assert evaluate(evaluated.pipeline, _Split(evaluated)) == first
+    losses += _losses(evaluated, 2, 4)
+    assert losses == pytest.approx(expected, abs=1e-6), run
+    assert_same_tables(evaluated, plain)
+    plain.close()
+    evaluated.close()
 
 
 def checkpoint_goes_on() -> None:

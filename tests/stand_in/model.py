@@ -1,26 +1,35 @@
-"""A small hot/cold DLRM, its batches, and its training on the device at hand."""
+"""A small hot/cold DLRM or model of sequences, its batches, its training on the device at hand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torch import nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.assemble.constraints import placement_constraints
 from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.data.batch import Batch
-from hotrec.embedding.collection import HotColdEmbeddingBagCollection
+from hotrec.embedding.collection import (
+    HotColdEmbeddingBagCollection,
+    HotColdEmbeddingCollection,
+    SequenceLayout,
+)
 from hotrec.embedding.convert import shard
 from hotrec.embedding.initialize import initialize_embeddings
+from hotrec.embedding.late import LateLinear
 from hotrec.embedding.optimizers import make_optimizer
-from hotrec.embedding.sharding import HotColdSharder
+from hotrec.embedding.packed import PackedLayout
+from hotrec.embedding.sharding import HotColdSequenceSharder, HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.models.sequence import sum_rows
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture
 from hotrec.planner.machine import Machine
@@ -42,6 +51,9 @@ from tests.helpers.reference import TinyClickModel
 
 NUM_DENSE = 3
 DIM = 8
+# Of models of sequences; the candidate and the history, with a column beside it, read one table.
+FEATURES = {"a": ["of_a", "seen"], "b": ["seen_b"], "c": ["of_c"], "d": ["of_d"]}
+HISTORY = ["seen", "seen_b"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,7 @@ class Run:
         skews: of tables that have another.
         exchange: of hot gradients.
         micro_batches: of look_ahead.
+        kind: dlrm, hstu, sasrec, or packed for ``LateLinear`` over a packed collection.
     """
 
     pipeline: str = "sparse_dist"
@@ -81,9 +94,21 @@ class Run:
     skews: dict[str, float] = field(default_factory=dict)
     exchange: str = "auto"
     micro_batches: bool = False
+    kind: str = "dlrm"
+
+    @property
+    def reads_sequences(self) -> bool:
+        return self.kind != "dlrm"
 
 
-def configs(run: Run) -> list[EmbeddingBagConfig]:
+def configs(run: Run) -> list[Any]:
+    if run.reads_sequences:
+        return [
+            EmbeddingConfig(
+                name=table, num_embeddings=num, embedding_dim=DIM, feature_names=FEATURES[table]
+            )
+            for table, num in run.num_rows.items()
+        ]
     return [
         EmbeddingBagConfig(
             name=table,
@@ -94,6 +119,50 @@ def configs(run: Run) -> list[EmbeddingBagConfig]:
         )
         for table, num_rows in run.num_rows.items()
     ]
+
+
+class PackedLayers(nn.Module):
+    """A logit from ``LateLinear`` over the history, and from the candidate and its context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = LateLinear([DIM, DIM], DIM)
+        self.out = nn.Linear(NUM_DENSE + 3 * DIM, 1)
+
+    def forward(self, dense_BN: torch.Tensor, found: Mapping[str, Any]) -> torch.Tensor:
+        history = [found[name] for name in HISTORY]
+        sums = [sum_rows((self.late(history).relu(), history[0].lengths()))]
+        for name in ("of_a", "of_c"):
+            expanded = found[name].materialize()
+            sums.append(sum_rows((expanded.values(), expanded.lengths())))
+        logits: torch.Tensor = self.out(torch.cat((dense_BN, *sums), dim=1))
+        return logits
+
+
+class PackedModel(nn.Module):
+    """Packed sequences, and their layers."""
+
+    def __init__(self, sequences: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.sequences = sequences
+        torch.manual_seed(1)
+        self.layers = PackedLayers().to(device)
+
+    def forward(self, dense_BN: torch.Tensor, sparse: Any) -> torch.Tensor:
+        logits: torch.Tensor = self.layers(dense_BN, self.sequences(sparse))
+        return logits
+
+
+def _sequence_model(run: Run, tables: Sequence[Any], sequences: Any, device: torch.device) -> Any:
+    if run.kind == "packed":
+        return PackedModel(sequences, device)
+    features = [(name, table.name) for table in tables for name in table.feature_names]
+    shape = shape_of(
+        ModelKind[run.kind], NUM_DENSE, features, DIM, dense_layer_sizes=[], over_layer_sizes=[8, 1]
+    )
+    roles = {"side": HISTORY[1:], "context": ["of_c"], "max_length": run.most_ids}
+    shape = replace(shape, args={**shape.args, **roles})
+    return build_architecture(shape, sequences, 1, device)
 
 
 class Training:
@@ -116,15 +185,22 @@ class Training:
             ),
         )
         tables = configs(run)
-        embeddings = HotColdEmbeddingBagCollection(tables, placement, device=torch.device("meta"))
+        make: Any = HotColdEmbeddingBagCollection
+        if run.reads_sequences:
+            layout = PackedLayout if run.kind == "packed" else SequenceLayout
+            make = partial(HotColdEmbeddingCollection, layout=layout)
+        embeddings = make(tables, placement, device=torch.device("meta"))
         self.router = embeddings.router
-        if run.dims == 1:
+        model: Any
+        if run.reads_sequences:
+            model = _sequence_model(run, tables, embeddings, device)
+        elif run.dims == 1:
             features = [(name, table.name) for table in tables for name in table.feature_names]
             shape = shape_of(
                 ModelKind.dlrm, NUM_DENSE, features, DIM, dense_layer_sizes=[8, DIM],
                 over_layer_sizes=[8, 1],
             )  # fmt: skip
-            model: Any = build_architecture(shape, embeddings, 1, device)
+            model = build_architecture(shape, embeddings, 1, device)
         else:
             model = TinyClickModel(embeddings, NUM_DENSE, sum(t.embedding_dim for t in tables))
             model.hidden.to(device)
@@ -133,7 +209,8 @@ class Training:
         kind = OptimizerKind(run.optimizer)
         spec = OptimizerSpec(kind, learning_rate=0.1, eps=1e-3)
         exchange = HotExchange(run.exchange)
-        sharders: list[Any] = [HotColdSharder(spec, exchange)]
+        sharder = HotColdSequenceSharder if run.reads_sequences else HotColdSharder
+        sharders: list[Any] = [sharder(spec, exchange)]
         machine = Machine(world_size, world_size, device.type, 1 << 30, 1 << 33, 8)
         constraints = placement_constraints(placement, device=device.type)
         plan = make_plan(task, sharders, machine, constraints)
@@ -163,14 +240,19 @@ class Training:
         """This rank's share, on the host; pinned where the device is a GPU."""
         run = self.run
         rng = np.random.default_rng((11, step, dist.get_rank()))
-        ids, lengths = [], []
-        for table, num_rows in run.num_rows.items():
-            counts = rng.integers(0, run.most_ids + 1, run.batch_size)
-            draws = rng.random(int(counts.sum())) ** run.skews.get(table, run.skew)
-            ids.append((draws * num_rows).astype(np.int64))
-            lengths.append(counts)
+        ids, lengths, keys = [], [], []
+        of_history = rng.integers(0, run.most_ids + 1, run.batch_size)
+        for table in configs(run):
+            for key in table.feature_names:
+                counts = of_history
+                if key not in HISTORY:
+                    counts = rng.integers(0, run.most_ids + 1, run.batch_size)
+                draws = rng.random(int(counts.sum())) ** run.skews.get(table.name, run.skew)
+                ids.append((draws * table.num_embeddings).astype(np.int64))
+                lengths.append(counts)
+                keys.append(key)
         sparse: Any = KeyedJaggedTensor(
-            keys=[f"of_{table}" for table in run.num_rows],
+            keys=keys,
             values=torch.from_numpy(np.concatenate(ids)),
             lengths=torch.from_numpy(np.concatenate(lengths).astype(np.int32)),
             stride=run.batch_size,

@@ -5,8 +5,8 @@
 prints, for the last of the steps, the host synchronisations by stream and line, the operators, and
 the longest bag or segment that a lookup, an exchange of ids or a pooling kernel was given. Options:
 --pipeline sparse_dist|base|look_ahead, --routing loader|device, --optimizer sgd|adagrad|
-rowwise_adagrad|adam, --dims 1|2, --world-size, --steps, --rank (whose figures are printed),
---operators (the operators by name and line as well).
+rowwise_adagrad|adam, --kind dlrm|hstu|sasrec|packed, --dims 1|2, --world-size, --steps, --rank
+(whose figures are printed), --operators (the operators by name and line as well).
 """
 
 from __future__ import annotations
@@ -175,6 +175,7 @@ def main() -> None:
     parser.add_argument("--optimizer", default="sgd")
     parser.add_argument("--exchange", default="auto")
     parser.add_argument("--tier", default="device")
+    parser.add_argument("--kind", default="dlrm")
     parser.add_argument("--dims", type=int, default=1)
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=16)

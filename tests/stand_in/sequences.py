@@ -1,0 +1,158 @@
+"""Models of sequences, checked by ranks with the stand-in.
+
+``tests/stand_in/test_sequences.py`` names the checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial, update_wrapper
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from hotrec.data.chunks import Dataset
+from hotrec.types import (
+    ColdTier,
+    Partition,
+    PipelineKind,
+    Placement,
+    RowFetch,
+    TablePlacement,
+    Tier,
+    TorchrecPlan,
+)
+from tests.distributed import test_program_sequences as programs
+from tests.distributed import test_sequence_models as models
+from tests.distributed.parity_cases import Case, make_sequence_cases, run_cases
+from tests.distributed.test_program_forms import make_batch, reference
+from tests.helpers.checks import run_checks
+from tests.stand_in.checks import aloud, device, evaluated_between_steps
+from tests.stand_in.model import Run
+
+
+def run_all(names: list[str], dataset: str, folder: str) -> dict[str, str | None]:
+    """The checks of these names, one after the other on the same ranks.
+
+    Args:
+        names: their names.
+        dataset: path of the dataset of ``models.prepare_log``.
+        folder: for checkpoints, shared by the ranks.
+    """
+    given: dict[str, tuple[Any, ...]] = {
+        "models_equal_one_process": (dataset,),
+        "checkpoints_go_on": (dataset, folder),
+    }
+    return run_checks([_named(name, given.get(name, ())) for name in names])
+
+
+def _named(name: str, given: tuple[Any, ...]) -> Callable[[], None]:
+    check: Any = globals()[name]
+    return aloud(update_wrapper(partial(check, *given), check))
+
+
+def _placed(tier: Tier, load: float | None = None, **keys: Any) -> Placement:
+    """The hot rows of ``models.HOT``, and all others in one tier."""
+    of_table = TablePlacement(tier=tier, cache_load_frac=load, **keys)
+    return Placement(models.HOT.partition, dict.fromkeys(models.NUM_ROWS, of_table))
+
+
+def ways() -> list[models.Way]:
+    """Every pipeline and every memory tier that a device has, with both models in turn."""
+    way = models.way
+    fbgemm_cache = _placed(Tier.HOST_CACHED, 0.2)
+    mapped_slots = _placed(Tier.CACHED, 0.95, row_fetch=RowFetch.mapped)
+    cached = {"placed": TorchrecPlan.planner, "tier": ColdTier.fused_uvm_caching}
+    found = [
+        way("hstu", "look_ahead"),
+        way("sasrec", "look_ahead", _placed(Tier.HOST)),
+        way("hstu", "look_ahead", fbgemm_cache),
+        way("sasrec", "look_ahead", _placed(Tier.CACHED, 0.95), depth=2),
+        way("hstu", "look_ahead", mapped_slots),
+        way("sasrec", "look_ahead", micro_batches=True),
+        way("hstu", "look_ahead", models.STALE),
+        way("sasrec", "sparse_dist"),
+        way("hstu", "sparse_dist", _placed(Tier.HOST)),
+        way("sasrec", "sparse_dist", fbgemm_cache),
+        way("hstu", "base"),
+        replace(way("sasrec", "prefetch"), **cached),
+        replace(way("hstu", "prefetch"), **{**cached, "placed": TorchrecPlan.table_wise}),
+        way("sasrec", "sparse_dist", TorchrecPlan.hand_tuned),
+    ]
+    return [
+        replace(
+            of,
+            device=device(),
+            # Lookups are counted where ids are routed on the device.
+            is_routed_by_loader=at % 2 == 0 and not of.is_adaptive,
+            by_tokens=at % 3 == 0,
+        )
+        for at, of in enumerate(found)
+    ]
+
+
+def _differences(of: models.Way, dataset: Dataset, found: models.Found) -> list[str]:
+    expected = models.train_plain(models.spec_of(of.model, dataset.schema), found.before)
+    said = models.differences(found, expected)
+    return [f"{of}: {said}"] if said else []
+
+
+def models_equal_one_process(path: str) -> None:
+    dataset, failures = Dataset.open(Path(path)), []
+    assert {of.pipeline.kind for of in ways()} == set(PipelineKind) - {PipelineKind.auto}
+    for of in ways():
+        found = models.train(dataset, of)
+        failures += _differences(of, dataset, found)
+        assert (found.num_moved > 0) == of.is_adaptive, of
+    assert not failures, "\n".join(failures)
+
+
+def checkpoints_go_on(path: str, folder: str) -> None:
+    """Saved by all ranks from the device; as one process without a break."""
+    dataset, failures = Dataset.open(Path(path)), []
+    for at, of in enumerate(ways()[2:13:3]):
+        saved = Path(folder) / f"{dist.get_world_size()}-{at}"
+        models.train(dataset, of, saved=saved)
+        resumed = models.train(dataset, of, resumed=saved / f"step-{models.SEGMENT:08d}")
+        failures += _differences(of, dataset, resumed)
+    assert not failures, "\n".join(failures)
+
+
+def _cases() -> list[Case]:
+    """In every tier; those with slots stay there."""
+    tiers = [tier for tier in Tier if tier is not Tier.CACHED]
+    return [
+        replace(
+            case,
+            device=str(device()),
+            tier=case.tier if case.tier is Tier.CACHED else tiers[at % len(tiers)],
+            row_fetch=(RowFetch.staged, RowFetch.mapped)[at % 2],
+        )
+        for at, case in enumerate(make_sequence_cases(16, 51))
+    ]
+
+
+def cases_equal_the_unsplit_reference() -> None:
+    cases = _cases()
+    assert {case.tier for case in cases} == set(Tier)
+    failures = run_cases(cases)
+    assert not failures, "\n".join(failures)
+
+
+def programs_equal_the_unsplit_model() -> None:
+    """Bags beside sequences, and packed sequences with ``LateLinear``."""
+    tables = {name: programs.ALL_ROWS[name] for name in ("seen", "shop")}
+    alone = Partition(tables, {"seen": np.arange(7)})
+    for make, hot in ((programs.Both, programs.PARTITION), (programs.PackedHere, alone)):
+        expected = reference(make, make_batch)
+        for pipeline in ("look_ahead", "sparse_dist"):
+            losses, model = programs.trained(make, hot, pipeline, device=device())
+            programs.check(losses, model, expected)
+
+
+def evaluation_changes_nothing() -> None:
+    for run in (Run("look_ahead", kind="hstu"), Run("sparse_dist", kind="packed")):
+        evaluated_between_steps(run)
