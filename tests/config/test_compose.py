@@ -85,7 +85,7 @@ def test_every_command_has_a_root(name: str) -> None:
 
 def test_every_file_is_a_choice() -> None:
     folders = {path.parent.name for path in conf_dir().rglob("*.yaml")}
-    of_others = {"conf", "hydra", "launcher", "sweeper", "bench", "bench_layers"}
+    of_others = {"conf", "hydra", "launcher", "sweeper", "bench"}
     assert folders - of_others == set(GROUPS)
 
 
