@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from hotrec.program.count import profile
     from hotrec.program.parallel import choice_of, parallelize
     from hotrec.program.pipeline import Pipeline
-    from hotrec.runs.delta import apply_delta
     from hotrec.types import (
         Exchange,
         OptimizerKind,
@@ -59,7 +58,6 @@ __all__ = [
     "TablePlacement",
     "Tier",
     "TorchrecPlan",
-    "apply_delta",
     "check_replicas",
     "choice_of",
     "command",
@@ -87,7 +85,6 @@ _HOME = {
     "Pipeline": "hotrec.program.pipeline",
     "Profile": "hotrec.cost_model.profile",
     "Run": "hotrec.cli.fit",
-    "apply_delta": "hotrec.runs.delta",
     "check_replicas": "hotrec.embedding.convert",
     "choice_of": "hotrec.program.parallel",
     "command": "hotrec.cli.call",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import (
     EmbeddingShardingPlanner,
     ParameterConstraints,
@@ -92,7 +93,7 @@ def make_plan(
         EmbeddingPerfEstimator(topology, given),
         TrainedStorageEstimator(topology, given),
     ]
-    enumerator = EmbeddingEnumerator(topology, batch_size, given, estimators)
+    enumerator = OrderedEnumerator(topology, batch_size, given, estimators)
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
@@ -184,6 +185,24 @@ def _describe_shortfall(options: Sequence[ShardingOption], topology: Topology) -
         f"{need[kind]} bytes on average over the ranks. Use fewer hot rows, more ranks, another "
         "tier, or row-wise sharding of the largest table."
     )
+
+
+class OrderedEnumerator(EmbeddingEnumerator):
+    """TorchRec's enumerator, whose options have the same order in every process.
+
+    It intersects sets of strings. Where options take the same time, ranks with other hash seeds
+    would plan other shards, and wait for each other forever.
+    """
+
+    _SHARDING_TYPES = [of.value for of in ShardingType]
+    _KERNELS = [of.value for of in EmbeddingComputeKernel]
+
+    def enumerate(self, *given: Any, **named: Any) -> list[ShardingOption]:
+        return sorted(super().enumerate(*given, **named), key=self._place)
+
+    def _place(self, option: ShardingOption) -> tuple[int, int]:
+        kind, kernel = option.sharding_type, option.compute_kernel
+        return self._SHARDING_TYPES.index(kind), self._KERNELS.index(kernel)
 
 
 class TrainedStorageEstimator(EmbeddingStorageEstimator):

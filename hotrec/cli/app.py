@@ -36,6 +36,7 @@ from hotrec.cli.closing import print_closing
 from hotrec.cli.commands import COMMANDS
 from hotrec.cli.help import help_text
 from hotrec.cli.launch import (
+    BRIEF,
     PARENT,
     RUN_DIR,
     TOLD,
@@ -66,6 +67,7 @@ from hotrec.cli.output import (
     LOG_FILE,
     CommandFailed,
     EndedEarly,
+    close_keys,
     is_reader_gone,
     log_trace,
     print_error,
@@ -305,7 +307,7 @@ def _split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return flags, overrides
 
 
-def _check_flags(flags: Sequence[str]) -> None:
+def _check_flags(flags: Sequence[str], root: type) -> None:
     """Refuse what Hydra's parser would refuse by printing its usage."""
     parser = get_args_parser()
     parser.exit_on_error = False
@@ -319,7 +321,7 @@ def _check_flags(flags: Sequence[str]) -> None:
         key = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
         raise ValueError(
             f"{unknown[0]}: expected a flag listed by --help, got an unknown one. Keys have no "
-            f"dashes: {key}=<value>."
+            f"dashes: {' or '.join(close_keys(key, root) or [key])}=<value>."
         )
 
 
@@ -388,7 +390,7 @@ def _run_hydra(invocation: Invocation) -> int:
         return _objective(invocation, run_dir, exit_code)
 
     flags, overrides = _split_flags(invocation.words)
-    _check_flags(flags)
+    _check_flags(flags, ROOTS[COMMANDS[invocation.name].config_name])
     check_overrides(overrides, is_multirun=invocation.is_multirun)
     try:
         for flag, value in itertools.pairwise([*invocation.words, ""]):
@@ -473,7 +475,7 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
     text = OmegaConf.to_yaml(composed, resolve=True)
     if name == "train" and config.trainer.resume == "latest":
         finished = read_finished(run_dir, as_yaml(as_document(config)))
-        if finished is not None:
+        if finished is not None and latest_step(run_dir) is not None:
             print(f"{run_dir}: already finished; nothing was changed", file=sys.stderr)
             return {"command": name, "run_dir": run_dir, **finished}
     words = _own_words(invocation)
@@ -483,6 +485,10 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
         chosen = config.launch.num_ranks  # which a file may have set
         is_default = chosen == 1 and is_under_torchrun()
         check_environment(_asked_ranks(invocation) if is_default else chosen)
+        cores = len(os.sched_getaffinity(0))
+        if chosen > cores and not is_under_torchrun() and BRIEF not in invocation.environment:
+            text = f"launch.num_ranks: {chosen} ranks share {cores} cores, so they take turns"
+            print(text, file=sys.stderr)
     host = this_host()
     num_ranks = config.launch.num_ranks if COMMANDS[name].is_parallel else 1
     if host.num_hosts > 1 and not COMMANDS[name].is_parallel:

@@ -37,6 +37,7 @@ Lines = list[tuple[str, Any]]
 _INDENT = 11
 # The share of the rows by which the profile of a dataset is described.
 HOT_FRAC = 0.01
+FEW_STEPS = 100
 # Commands whose sweeps end with a table.
 WITH_TABLE = ("plan", "train", "run")
 
@@ -96,6 +97,15 @@ def quality_lines(figures: Figures, split: str | None) -> Lines:
         of_labels = ", ".join(f"{name} {show_known(show_quality, a)}" for name, a in aucs.items())
         text = f"{of_labels}; {text} is their mean"
     lines: Lines = [("AUC", f"{text} on {split or 'the scored files'}, {log_loss}")]
+    entropy = figures.get("normalized_entropy")
+    if entropy is not None and entropy > 1:
+        lines.append(
+            (
+                "worse",
+                f"than always predicting the rate of clicks: {entropy:.3g} times its log loss. "
+                "Train in fewer epochs, with trainer.early_stop_patience, or another learning rate",
+            )
+        )
     return [*lines, *(("suspicious", sentence) for sentence in suspicion(figures))]
 
 
@@ -119,6 +129,16 @@ def best_line(figures: Figures) -> Lines:
             "trainer.keep_best=true"
         )
     return [("best", text)]
+
+
+def few_steps_line(figures: Figures) -> Lines:
+    """What to do about a training run of few steps."""
+    steps = figures.get("num_steps")
+    if steps is None or steps >= FEW_STEPS:
+        return []
+    batch = f" (now {show_count(figures['batch_size'])})" if "batch_size" in figures else ""
+    text = f"{show_count(steps)}, too few to learn much: lower trainer.batch_size{batch}"
+    return [("steps", f"{text}, or raise trainer.num_epochs")]
 
 
 def next_commands(run_dir: Path | str, split: str | None) -> Lines:
@@ -148,6 +168,7 @@ def _train(figures: Figures) -> Lines:
         ("done", f"{run_dir}: {steps} steps, {what}"),
         *quality_lines(figures, figures.get("eval_split")),
         *best_line(figures),
+        *few_steps_line(figures),
         *next_commands(run_dir, figures.get("eval_split")),
     ]
 
@@ -276,6 +297,7 @@ def _run(figures: Figures) -> Lines:
     return [
         *quality_lines(figures["quality"], split),
         *best_line(trained),
+        *few_steps_line(trained),
         ("chosen", _shortened(figures["why"])),
         *(("measured", sentence) for sentence in figures["verdict"] if figures["is_compared"]),
         ("speed", f"{speed:,.0f} samples/s" if speed else None),

@@ -119,7 +119,8 @@ def fit(
             description has the name.
         RuntimeError: If training ends without an error message.
     """
-    home, arrow = Path(workdir), to_arrow(table)
+    home = Path(workdir)
+    arrow = to_arrow(table, lambda name: columns.get(name, {}) is not None)
     if not arrow.num_rows:
         raise ValueError(
             f"table: expected rows, got none in {arrow.num_columns} columns. Add some."
@@ -202,8 +203,10 @@ def predict(
     trained = replace(trained, data=data, paths=paths)
     labels = sources_of(columns_of(source), ColumnKind.label)
     unread = {*labels.values(), *sources_of(columns_of(source), ColumnKind.weight).values()}
-    arrow = to_arrow(table)
-    arrow = arrow.select([name for name in arrow.column_names if name not in unread])
+    read = {column.source or name for name, column in columns_of(source).items()} - unread
+    read |= {join.on for join in source.joins.values()}
+    arrow = to_arrow(table, read.__contains__)
+    arrow = arrow.select([name for name in arrow.column_names if name in read])
     columns = {name: f"score_{name}" for name in labels} if len(labels) > 1 else {"": "score"}
     scores = {name: np.full(arrow.num_rows, np.nan, np.float32) for name in columns}
     if arrow.num_rows:

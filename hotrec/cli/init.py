@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shlex
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,10 @@ def run(config: InitConfig, run_dir: Path) -> dict[str, Any]:
     check_name(name)
     sample = read_sample(config.path)
     found = infer(sample, _labels(config.label), config.time)
-    settings = [f"{key}={value}" for key, value in first_settings(sample).items()]
-    words = [*_config_dir(config.directory), f"data={name}", *settings]
+    settings = first_settings(sample)
+    batch_size = settings.pop("trainer.batch_size", None)
+    words = [*_config_dir(config.directory), f"data={name}"]
+    words += [f"{key}={value}" for key, value in settings.items()]
     command = shlex.join(["hotrec", "run", *words])
     heading = [
         f"Created by `hotrec init {shlex.quote(config.path)}`. Check it, then run:",
@@ -50,6 +53,8 @@ def run(config: InitConfig, run_dir: Path) -> dict[str, Any]:
     ]
     text = to_yaml(sample, found, heading)
     check_text(text)
+    if batch_size is not None:
+        text = with_batch_size(text, batch_size)
     file.parent.mkdir(parents=True, exist_ok=True)
     with naming(file), file.open("x", encoding="utf-8") as stream:
         stream.write(text)
@@ -138,6 +143,17 @@ def check_name(name: str) -> None:
             f"name: expected another name than {', '.join(options_of('data'))}, got {name}. Add "
             "name=<another name>."
         )
+
+
+def with_batch_size(text: str, batch_size: int) -> str:
+    """The file of a log with the batch size that it needs; an override still wins."""
+    heading, _, entries = text.partition("source:\n")
+    entries = textwrap.indent(f"source:\n{entries}", "  ")
+    note = "for enough steps: the log is short"
+    return (
+        f"# @package _global_\n{heading}trainer:\n  batch_size: {batch_size}  # {note}\n"
+        f"data:\n{entries}"
+    )
 
 
 def check_text(text: str) -> None:

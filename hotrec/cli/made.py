@@ -33,6 +33,7 @@ from hotrec.runtime.run_dir import CHECKPOINTS, RECORD, find_trained
 
 logger = logging.getLogger(__name__)
 Figures = dict[str, Any]
+_SMALL_BYTES = 1 << 20
 
 
 def digest_of(*parts: Any) -> str:
@@ -50,12 +51,37 @@ def write_made(record: Path, digest: str, figures: Mapping[str, Any], **more: An
 
 
 def read_made(record: Path, digest: str) -> Figures | None:
-    """The figures of a stage with exactly these inputs; None otherwise."""
+    """The figures of a stage with exactly these inputs and all its files; None otherwise."""
     try:
         document = json.loads(record.read_text())
-        return dict(document["figures"]) if document["made_from"] == digest else None
+        found = describe_files(record.parent) if "files" in document else {}
+        is_whole = document.get("files", {}).items() <= found.items()
+        return dict(document["figures"]) if document["made_from"] == digest and is_whole else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
+
+
+def describe_files(directory: Path) -> dict[str, int | str]:
+    """The size of each file of a stage, or its digest if it is small, as a manifest is.
+
+    Checkpoints that were kept besides the last are not described.
+    """
+    checkpoints = directory / CHECKPOINTS
+    kept = {
+        pointer.read_text().strip() for pointer in checkpoints.glob("[!.]*") if pointer.is_file()
+    }
+    return {
+        str(file.relative_to(directory)): _size_or_digest(file)
+        for file in directory.rglob("[!.]*")
+        if file.is_file()
+        and file.name != RECORD
+        and (file.parent.parent != checkpoints or file.parent.name in kept)
+    }
+
+
+def _size_or_digest(file: Path) -> int | str:
+    size = file.stat().st_size
+    return size if size > _SMALL_BYTES else hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 # Artifacts that commands make from a configuration only.

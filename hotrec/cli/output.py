@@ -18,7 +18,7 @@ import traceback
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, get_type_hints
 
 import hydra
 from hydra.errors import HydraException, MissingConfigException
@@ -279,14 +279,29 @@ def describe_unknown_field(parent: str, name: str, kind: Any) -> str:
     """The message for a key that a dataclass of the configuration does not have."""
     known = [item.name for item in fields(kind)]
     prefix = f"{parent}." if parent else ""
-    close = difflib.get_close_matches(name, known, n=1)
-    advice = f"Did you mean {prefix}{close[0]}?" if close else _see_help(parent)
+    close = close_keys(name, kind)
+    meant = " or ".join(f"{prefix}{key}" for key in close)
+    advice = f"Did you mean {meant}?" if close else _see_help(parent)
     for group, variants in VARIANTS.items():
         if kind in variants.values():
             owners = [choice for choice, variant in variants.items() if _has_field(variant, name)]
             if owners:
                 advice = f"It is a key of {', '.join(f'{group}={owner}' for owner in owners)}."
     return f"{prefix}{name}: expected one of {', '.join(known)}, got {name!r}. {advice}"
+
+
+def close_keys(name: str, kind: Any) -> list[str]:
+    """The keys of a dataclass, and of its sections, that are most like a name; none if unlike."""
+    found: dict[str, list[str]] = {}
+    for item, hint in zip(fields(kind), get_type_hints(kind).values(), strict=True):
+        found.setdefault(item.name, []).append(item.name)
+        for section in VARIANTS.get(item.name, {}).values() or [hint]:
+            for of_section in fields(section) if is_dataclass(section) else ():
+                key = f"{item.name}.{of_section.name}"
+                if key not in found.setdefault(of_section.name, []):
+                    found[of_section.name].append(key)
+    close = difflib.get_close_matches(name, found, n=1)
+    return found[close[0]] if close else []
 
 
 def _has_field(kind: type, name: str) -> bool:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from hotrec.artifact import ArtifactError
+from hotrec.artifact import ArtifactError, read_artifact
 from hotrec.cli.closing import print_closing, shown
 from hotrec.cli.launch import BRIEF, PARENT, RUN_DIR, wait_for_child
 from hotrec.cli.made import (
     Figures,
     command_text,
     content_hash,
+    describe_files,
     digest_of,
     find_artifact,
     read_made,
@@ -150,7 +152,7 @@ class _Chain:
         self.folder = self.find_folder(costs)
         size = f"plan.world_size={config.launch.num_ranks}"
         self.do_recorded("plan", ["plan", *words, size], digest_of(self.inputs(), costs.digest))
-        self.do("train", ["train", *words], lambda: read_finished(self.folder / "train"))
+        self.train(TRAINED, ["train", *words])
         if config.run.compare:
             self.train_others()
         self.evaluate()
@@ -177,10 +179,36 @@ class _Chain:
 
     def do_recorded(self, name: str, words: Sequence[str], digest: str) -> None:
         """Make a stage, unless its directory has a record of exactly these inputs."""
-        record = self.folder / name / RECORD
-        self.do(name, words, lambda: read_made(record, digest))
+        folder = self.folder / name
+        self.do(name, words, lambda: read_made(folder / RECORD, digest))
+        self.record(name, digest)
+
+    def record(self, name: str, digest: str) -> None:
+        """Record a stage that was made, and all its files."""
         if name in self.made:
-            write_made(record, digest, self.figures[name])
+            folder = self.folder / name
+            files = describe_files(folder)
+            write_made(folder / RECORD, digest, self.figures[name], files=files)
+
+    def train(self, name: str, words: Sequence[str]) -> None:
+        """Train, unless the run is finished and has all its files; continue one that is not."""
+        folder = self.folder / name
+
+        def find() -> Figures | None:
+            figures, record = read_finished(folder), folder / RECORD
+            if figures is not None and not record.exists() and _has_checkpoint(folder):
+                # This program was killed when the run had ended.
+                write_made(record, name, figures, files=describe_files(folder))
+            if figures is None or read_made(record, name) is not None:
+                return figures
+            aside = folder.with_name(f"{name}.incomplete")
+            logger.warning("%s lacks files that it had: moved to %s", folder, aside)
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            return None
+
+        self.do(name, words, find)
+        self.record(name, name)
 
     def start(self, name: str, words: Sequence[str]) -> Figures:
         """Run a command in a separate process; returns its figures."""
@@ -277,12 +305,12 @@ class _Chain:
             logger.info("%s: done by train", self.number(COMPARISON))
         else:
             again = ["train", *words, "placement=torchrec"]
-            self.do(COMPARISON, again, lambda: read_finished(self.folder / COMPARISON))
+            self.train(COMPARISON, again)
         kind = PlacementKind.all_cold if trained["hot_rows"] else PlacementKind.coverage
         again = ["train", *words, f"placement={kind.name}", *self.settings_for(kind)]
         if not str(trained["placement"]).startswith(TORCHREC):
             again += [f"pipeline={trained['pipeline']}", "plan.trial=false"]
-        self.do(COUNTERPART, again, lambda: read_finished(self.folder / COUNTERPART))
+        self.train(COUNTERPART, again)
 
     def without_placement(self) -> list[str]:
         """The words of this command except for its placement."""
@@ -379,6 +407,15 @@ class _Chain:
             again = command_text("run", [*self.words, "run.compare=true"])
             return f"`{again}` also trains with TorchRec's planner and compares the plans"
         return "docs/sweeps.md compares other models, batches and machines"
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    """Whether a run has all files of its last checkpoint."""
+    checkpoints = folder / CHECKPOINTS
+    with suppress(ArtifactError, OSError):
+        read_artifact(checkpoints / (checkpoints / "latest").read_text().strip(), kind="checkpoint")
+        return True
+    return False
 
 
 def _num_files(source: SourceSpec | None) -> int:

@@ -789,9 +789,6 @@ class ExportFormConfig:
         "own)",
         RowType.fp32,
     )
-    onnx: bool = key(
-        "also write model.onnx, a graph over the same tables (needs hotrec[onnx])", False
-    )
     eval_split: str | None = key(
         "split of the run's dataset to evaluate the exported model on; null: none", "test"
     )
@@ -805,10 +802,6 @@ class ExportConfig:
     output: str = key("directory of the exported model")
     run_dir: str = key(FINISHED_RUN, "latest")
     checkpoint: str = key(CHECKPOINT, "auto")
-    since: str | None = key(
-        "directory of an earlier export: only write the rows that have changed since; null: all",
-        None,
-    )
     export: ExportFormConfig = section("the form of the exported model", ExportFormConfig)
 
     def rules(self) -> Rules:

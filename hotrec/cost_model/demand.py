@@ -32,7 +32,9 @@ def prob_drawn(counts: Floats, num_lookups: float, num_draws: float) -> Floats:
     without replacement gives an unbiased estimate of the distinct rows ("rarefaction", Hurlbert,
     Ecology 52, 1971), in which rarely seen rows also stand for unseen rows. If n exceeds K, each
     seen row counts as read. The quotient is a product of m = min(c, n) factors 1 - M / (K - j),
-    with M = max(c, n); all are evaluated at the middle j, with an error below 0.1 / K of q.
+    with M = max(c, n); all are evaluated at the middle j, with an error below 0.1 / K of q. Draws
+    in excess of K - c, all other lookups, find the row: a fraction of the first one, if n is a
+    mean, with that probability.
 
     Args:
         counts: Count c of each row, above 0; float64 of any shape.
@@ -42,11 +44,12 @@ def prob_drawn(counts: Floats, num_lookups: float, num_draws: float) -> Floats:
     Returns:
         float64 of the same shape, in 0..1.
     """
-    smaller, larger = np.minimum(counts, num_draws), np.maximum(counts, num_draws)
-    rate = np.minimum(larger / (num_lookups - (smaller - 1) / 2), 1.0)
+    missing = np.minimum(num_draws, num_lookups - counts)
+    smaller, larger = np.minimum(counts, missing), np.maximum(counts, missing)
+    rate = larger / (num_lookups - (smaller - 1) / 2)
     with np.errstate(divide="ignore"):  # log 0 if no draw can miss the row
-        log_missed = smaller * np.log1p(-np.where(counts + num_draws > num_lookups, 1.0, rate))
-    return np.asarray(-np.expm1(np.where(smaller > 0, log_missed, 0.0)))
+        log_missed = np.log1p(-np.minimum(num_draws - missing, 1.0))
+    return np.asarray(-np.expm1(log_missed + smaller * np.log1p(-rate)))
 
 
 def prob_met(probs: Floats, num_draws: float) -> Floats:

@@ -21,7 +21,8 @@ def measure_auc(
     + half of the tied pairs) / pairs, in whole numbers; with weights (S,) a pair counts as the
     product of its two.
     """
-    order = np.argsort(scores)
+    # The weights come last, so that even the rounding of sums does not depend on the order.
+    order = np.argsort(scores) if weights is None else np.lexsort((weights, is_click, scores))
     ranked = scores[order]
     starts = np.flatnonzero(np.r_[True, ranked[1:] != ranked[:-1]])
     if weights is not None:

@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from hotrec.config.data import Derive, NumberForm, TimeUnit, time_ms
 from hotrec.data.chunks import one_array
 from hotrec.data.hashing import Hashes, hash_text
+from hotrec.data.value_types import ValueTypes
 
 Codes = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
@@ -101,6 +102,7 @@ class RawBlock:
         num_skipped: The number of samples skipped because they could not be read.
         kept: Columns to pass through unchanged.
         lists: The columns read as lists of numbers.
+        value_types: What the values of columns mean, where types differ in it.
     """
 
     lines: npt.NDArray[np.int64]
@@ -109,6 +111,7 @@ class RawBlock:
     num_skipped: int = 0
     kept: Mapping[str, pa.Array] = field(default_factory=dict)
     lists: Mapping[str, NumberLists] = field(default_factory=dict)
+    value_types: ValueTypes = field(default_factory=ValueTypes)
 
     def __len__(self) -> int:
         return int(self.lines.size)
@@ -131,6 +134,7 @@ class RawBlock:
             num_skipped,
             kept,
             {n: replace(column, codes=column.codes[chosen]) for n, column in self.lists.items()},
+            self.value_types,
         )
 
 

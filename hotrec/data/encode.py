@@ -6,6 +6,8 @@ Everything works on whole blocks, and where possible on distinct texts rather th
 from __future__ import annotations
 
 import json
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow.compute as pc
 
 from hotrec.artifact import ArtifactError
 from hotrec.config.data import (
@@ -33,7 +34,6 @@ from hotrec.config.data import (
 )
 from hotrec.data.chunks import Block, Dataset, Floats, Integers, Jagged
 from hotrec.data.columns import (
-    WHOLE_AS_FLOAT,
     Float64s,
     Lists,
     RawBlock,
@@ -46,12 +46,13 @@ from hotrec.data.columns import (
     whole_ids,
 )
 from hotrec.data.gather import gather_bags
+from hotrec.data.value_types import ValueTypes
 from hotrec.data.vocabulary import RowEncoder, RowNumbers, find_rows, read_vocabulary
 
+logger = logging.getLogger(__name__)
+# Number of samples or ids above which the share of missing or unknown ones is meaningful.
+NUM_TELLING = 20
 ShowColumn = Callable[[str, Texts | Lists, Integers | Jagged], None]
-
-# Formats whose ids are the written texts.
-_UNTYPED = (SourceFormat.delimited, SourceFormat.json)
 
 
 def moments_of(dense: Float64s) -> Float64s:
@@ -156,6 +157,33 @@ def dense_values(block: RawBlock, columns: Mapping[str, ColumnSpec]) -> Float64s
         values[index : index + width] = filled.reshape(-1, width).T
         index += width
     return values.T
+
+
+def count_missing(block: RawBlock, columns: Mapping[str, ColumnSpec]) -> Counter[str]:
+    """The samples of a block without a number or an id, by column; lists may be empty."""
+    missing: Counter[str] = Counter()
+    for name, column in columns.items():
+        source = column.source or name
+        if column.is_list:
+            continue
+        if column.kind is ColumnKind.dense or column.derive is not Derive.none:
+            is_missing = np.isnan(block.numbers[source]).reshape(len(block), -1).all(axis=1)
+        elif column.kind is ColumnKind.categorical:
+            raw = block.ids[source]
+            assert isinstance(raw, Texts), name
+            is_null = np.append(raw.values.is_null().to_numpy(zero_copy_only=False), True)
+            is_missing = is_null[raw.codes]
+        else:
+            continue
+        missing[name] += int(is_missing.sum())
+    return missing
+
+
+def say_missing(file: Path, missing: Mapping[str, int], num_samples: int) -> None:
+    """Warn of the columns that no sample of a file has a value of, such as of a joined table."""
+    for name, num_missing in missing.items():
+        if num_missing == num_samples >= NUM_TELLING:
+            logger.warning("%s column %s: all %d values are missing", file, name, num_missing)
 
 
 def check_row_numbers(
@@ -269,12 +297,11 @@ def encoding_document(spec: SourceSpec, scaling: Float64s) -> dict[str, Any]:
 
     Returns:
         Columns, tables and times as in the specification; means and deviations of the dense
-        columns, in order; a mark that ids written as 1234.0 are 1234; and the rules of histories.
+        columns, in order; and the rules of histories.
     """
     document = {
         "columns": {name: asdict(column) for name, column in columns_of(spec).items()},
         "tables": {name: asdict(table) for name, table in tables_of(spec).items()},
-        "whole_ids": True,
         "times": {name: str(spec.times[name]) for name in read_times(spec)},
         "means": scaling[0].tolist(),
         "deviations": scaling[1].tolist(),
@@ -287,6 +314,15 @@ def encoding_document(spec: SourceSpec, scaling: Float64s) -> dict[str, Any]:
             for name, history in spec.histories.items()
         }
     return dict(json.loads(json.dumps(document)))
+
+
+def value_types_of(dataset: Dataset) -> ValueTypes:
+    """What the values of the columns of a dataset's log mean."""
+    artifact = dataset.artifact
+    with artifact.parsing():
+        return ValueTypes.recorded(
+            artifact.content["source"]["encoding"]["value_types"], artifact.path
+        )
 
 
 def tables_of_row_numbers(dataset: Dataset) -> list[str]:
@@ -319,15 +355,13 @@ def check_encoding(
         recorded = artifact.content["source"].get("encoding")
         if recorded is None:
             raise ArtifactError(
-                f"{artifact.path}: expected the column encoding in the manifest, got none "
-                "(prepared by an earlier version). Prepare it again, and train again."
+                f"{artifact.path}: expected the column encoding in the manifest, got none. "
+                "Prepare it from a log, and train again."
             )
         scaling = np.array([recorded["means"], recorded["deviations"]], np.float64)
         wanted = encoding_document(spec, scaling)
-        recorded = _as_of_today(recorded, dataset, spec)
         for part in ("columns", "tables", "times", "history", "histories"):
-            # No times in earlier versions; not every log has histories.
-            asked, saved = wanted.get(part, {}), recorded.get(part, {})
+            asked, saved = wanted.get(part, {}), recorded.get(part, {})  # not all have histories
             for name in sorted(asked.keys() | saved.keys()):
                 mine, own = asked.get(name), saved.get(name)
                 is_vocabulary = part == "tables" and mine and mine["encoding"] == "vocabulary"
@@ -339,32 +373,6 @@ def check_encoding(
                         f"{own} (of the dataset). {advice}"
                     )
     return scaling
-
-
-def _as_of_today(recorded: dict[str, Any], dataset: Dataset, spec: SourceSpec) -> dict[str, Any]:
-    """The record of an earlier version, with the keys that were added to columns since.
-
-    Raises:
-        ArtifactError: If it stored ids as 1234.0, which are read as 1234 now.
-    """
-    artifact = dataset.artifact
-    for name, table in recorded["tables"].items() if "whole_ids" not in recorded else ():
-        if table["encoding"] == Encoding.vocabulary:
-            values = read_vocabulary(artifact.path, name)["value"]
-            is_other = pc.any(pc.match_substring_regex(values, WHOLE_AS_FLOAT)).as_py()
-        else:  # a hash does not show it
-            is_other = table["encoding"] == Encoding.hashing and spec.format in _UNTYPED
-        if is_other:
-            raise ArtifactError(
-                f"{artifact.path}: expected table {name} without ids such as 1234.0, which are "
-                "read as 1234, got one that an earlier version prepared. Prepare the dataset "
-                "again, and train again."
-            )
-    columns = {
-        name: {**asdict(ColumnSpec(column["kind"])), **column}
-        for name, column in recorded["columns"].items()
-    }
-    return {**recorded, "columns": columns}
 
 
 def read_encoding(dataset: Dataset, spec: SourceSpec) -> tuple[dict[str, RowEncoder], Float64s]:

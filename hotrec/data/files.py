@@ -14,6 +14,19 @@ from typing import Any
 import pyarrow as pa
 
 _COMPRESSIONS = {".bz2": "bz2", ".gz": "gzip", ".lz4": "lz4", ".zst": "zstd"}
+# The first bytes of files of other formats.
+_BEGINNINGS = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"PK\x03\x04": "zip",
+    b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
 _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -119,6 +132,17 @@ def _check_regular(path: Path, key: str) -> None:
 def is_local(path: Path) -> bool:
     """Whether a file is in this host's file system."""
     return isinstance(path, PurePath)
+
+
+def beginning_of(path: Path) -> str:
+    """The first bytes of a file and what they are, for a message."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(16)
+    except OSError as error:
+        return f"no first bytes ({error.strerror})"
+    kind = next((kind for begin, kind in _BEGINNINGS.items() if data.startswith(begin)), "")
+    return f"first bytes {data!r}" + (f", as in {kind}" if kind else "") if data else "no bytes"
 
 
 def open_file(path: Path) -> pa.NativeFile:

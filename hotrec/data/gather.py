@@ -43,6 +43,21 @@ class Gathered:
     lengths: npt.NDArray[np.int32]
 
 
+def with_empty(gathered: Gathered, num_empty: int) -> Gathered:
+    """The samples of a batch, then ``num_empty`` of weight 0 without ids."""
+    num_samples, weight = len(gathered.label), gathered.weight
+    if weight is None:
+        weight = np.ones(num_samples, np.float32)
+    added = (0, num_empty)
+    return Gathered(
+        label=np.pad(gathered.label, (added, (0, 0))[: gathered.label.ndim]),
+        dense=np.pad(gathered.dense, (added, (0, 0))),
+        weight=np.pad(weight, added),
+        values=gathered.values,
+        lengths=np.pad(gathered.lengths.reshape(-1, num_samples), ((0, 0), added)).reshape(-1),
+    )
+
+
 class Gatherer:
     """Reads batches of one split of a dataset."""
 

@@ -223,12 +223,9 @@ def check_split(dataset: Dataset, spec: SourceSpec) -> None:
     """
     source, path = dataset.artifact.content["source"], dataset.artifact.path
     asked = split_document(spec)
-    found = source.get("split")
-    if found is None and "time" in source:  # of an earlier version
-        column = source["time"]["column"]
-        found = {"kind": SplitKind.time.name, "column": column, "unit": asked.get("unit")}
+    found = source["split"]
     for name in ("kind", "column", "unit"):
-        if found is not None and found.get(name) != asked.get(name):
+        if found.get(name) != asked.get(name):
             key = (
                 f"data.source.times.{asked['column']}"
                 if name == "unit"

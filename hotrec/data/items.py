@@ -19,7 +19,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from hotrec.data.batch import BatchItems
 from hotrec.data.chunks import Dataset, Floats, Integers, Jagged
-from hotrec.data.gather import Gathered
+from hotrec.data.gather import Gathered, with_empty
 from hotrec.data.groups import NO_GROUP, GroupBy, group_by_of
 from hotrec.data.order import GlobalBatch, SampleOrder
 from hotrec.runtime.ranks import rank, reduce_array, same_verdict, world_size
@@ -76,28 +76,12 @@ class DrawnItems:
         ids = rng.integers(self.rows.start, self.rows.stop, self.num_drawn)
         ends = np.cumsum(order.shares(replace(step, num_samples=self.num_drawn)))
         ids = ids[ends[order.rank - 1] if order.rank else 0 : ends[order.rank]]
-        num_samples = len(gathered.label)
-        weight = gathered.weight
-        if weight is None:
-            weight = np.ones(num_samples, np.float32)
-        lengths_FB = gathered.lengths.reshape(-1, num_samples)
-        added = np.zeros((len(lengths_FB), ids.size), np.int32)
-        added[self.feature] = 1
+        padded, num_samples = with_empty(gathered, ids.size), len(gathered.label)
+        lengths_FB = padded.lengths.reshape(-1, num_samples + ids.size)
         at = int(lengths_FB[: self.feature + 1].sum())
-        return (
-            Gathered(
-                label=_with_zeros(gathered.label, ids.size),
-                dense=_with_zeros(gathered.dense, ids.size),
-                weight=_with_zeros(weight, ids.size),
-                values=np.concatenate((gathered.values[:at], ids, gathered.values[at:])),
-                lengths=np.concatenate((lengths_FB, added), axis=1).reshape(-1),
-            ),
-            int(ids.size),
-        )
-
-
-def _with_zeros(values: Floats, num_rows: int) -> Floats:
-    return np.concatenate((values, np.zeros((num_rows, *values.shape[1:]), values.dtype)))
+        lengths_FB[self.feature, num_samples:] = 1
+        values = np.concatenate((gathered.values[:at], ids, gathered.values[at:]))
+        return replace(padded, values=values), int(ids.size)
 
 
 @dataclass(frozen=True)

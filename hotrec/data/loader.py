@@ -29,7 +29,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Dataset
 from hotrec.data.days import days_of
-from hotrec.data.gather import Gathered, Gatherer, select_bags
+from hotrec.data.gather import Gathered, Gatherer, select_bags, with_empty
 from hotrec.data.groups import GroupBy
 from hotrec.data.items import ItemColumn
 from hotrec.data.locality import Assign
@@ -39,6 +39,8 @@ from hotrec.data.tokens import ByTokens, ByTokensAndOwner, SampleWork
 from hotrec.types import Rows
 
 _RANK_CHECK_S = 1.0
+# A multiple of the tiles of products of matrices.
+PADDED_TO = 64
 # Error numbers of the system, the messages of libraries for them, and advice.
 _REFUSALS = (
     (
@@ -75,6 +77,16 @@ class Subset(Protocol):
 
     def rows(self, chunk: int) -> Rows:
         """Their positions in a chunk, int64, increasing."""
+
+
+def padded_size(batch_size: int) -> int:
+    """The samples of each batch of an evaluation, empty ones included.
+
+    Products of matrices add up all rows of such batches in the same order, so that equal samples
+    have equal logits. In others the order depends on a sample's place: the last rows, outside the
+    tiles, are added up by other instructions.
+    """
+    return -(-batch_size // PADDED_TO) * PADDED_TO
 
 
 def num_steps(
@@ -238,6 +250,10 @@ class Loader(DataLoader[Batch]):
         """Give each batch the items of its samples; before the first iteration."""
         self.dataset.items = items
 
+    def pad(self, batch_size: int) -> None:
+        """Give each batch empty samples up to ``padded_size``; before the first iteration."""
+        self.dataset.padded_size = padded_size(batch_size)
+
     def state_dict(self) -> dict[str, Any]:
         """The position before the next batch, in JSON values; the same on every rank."""
         num_samples = self.dataset.steps.samples_before(self._num_taken)
@@ -358,6 +374,7 @@ class Batches(IterableDataset[Batch]):
     group_by: GroupBy | None = None
     work: SampleWork | None = None
     items: ItemColumn | None = None
+    padded_size: int = 0
 
     def __iter__(self) -> BatchIterator:
         info = get_worker_info()
@@ -400,6 +417,8 @@ class BatchIterator(Iterator[Batch]):
                 values=np.empty(0, np.int64),
                 lengths=np.zeros(len(schema.features), np.int32),
             )
+        if (num_missing := self._batches.padded_size - len(gathered.label)) > 0:
+            gathered = with_empty(gathered, num_missing)
         if items is not None and items.drawn is not None:
             gathered, num_drawn = items.drawn.append(gathered, drawn, self._batches.order)
         sparse = KeyedJaggedTensor(

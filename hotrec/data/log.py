@@ -54,6 +54,7 @@ from hotrec.data.readers import (
     partition_of,
     read_blocks,
 )
+from hotrec.data.value_types import ValueType, ValueTypes
 from hotrec.data.yambda import HistoryRule
 from hotrec.runtime.ranks import rank
 from hotrec.types import Rows
@@ -74,6 +75,7 @@ class Log:
     wanted: Wanted
     side_tables: tuple[SideTable, ...]  # in the order of joining
     columns: dict[str, ColumnSpec]  # to prepare
+    names: tuple[str, ...]  # of all columns, of side tables too
     histories: Histories | None = None
 
     def blocks(self, file: int) -> Iterator[RawBlock]:
@@ -158,7 +160,12 @@ def open_log(
     )
     histories = Histories(spec) if spec.histories else None
     columns = columns_of(spec)
-    return Log(tuple(files[_LOG]), log_format, wanted[_LOG], side_tables, columns, histories)
+    all_names = tuple(
+        dict.fromkeys(chain(*known.values(), *(h.lists for h in spec.histories.values())))
+    )
+    return Log(
+        tuple(files[_LOG]), log_format, wanted[_LOG], side_tables, columns, all_names, histories
+    )
 
 
 def _say_what_is_not_read(
@@ -342,11 +349,23 @@ class SideTable:
     """A side table in memory, found by the hashes of its keys."""
 
     on: str  # the key column in the log, or in a side table joined before
+    key: str
+    key_type: ValueType | None
     hashes: Hashes  # of the keys, increasing
     rows: Rows  # the row of each of these keys
     ids: Mapping[str, Texts | Lists]
     numbers: Mapping[str, Float64s]
     lists: Mapping[str, NumberLists]
+    value_types: ValueTypes
+
+    def check_key(self, own_type: ValueType) -> None:
+        """Check that the key has the type of its column in the log.
+
+        Raises:
+            ValueError: If it has another.
+        """
+        if self.key_type is not None:
+            ValueTypes({self.key: own_type}).check(ValueTypes({self.key: self.key_type}))
 
 
 def read_side_table(
@@ -357,17 +376,16 @@ def read_side_table(
     Raises:
         ValueError: if a key occurs twice, or as ``read_blocks``.
     """
-    wanted = replace(wanted, ids=tuple(dict.fromkeys((key, *wanted.ids))))
+    ids_of = tuple(dict.fromkeys((key, *wanted.ids)))
+    wanted = replace(wanted, ids=ids_of, single=(*wanted.single, key))
     blocks = [block for file in files for block in read_blocks(file, log_format, wanted)]
     ids = {column: _concatenated([b.ids[column] for b in blocks]) for column in wanted.ids}
     numbers = {c: np.concatenate([b.numbers[c] for b in blocks]) for c in wanted.numbers}
     lists = {column: _concatenated([b.lists[column] for b in blocks]) for column in wanted.lists}
+    value_types = sum((block.value_types for block in blocks), start=ValueTypes())
+    key_type = value_types.pop(key, None)
     keys = ids[key]
-    if not isinstance(keys, Texts):
-        raise ValueError(
-            f"joins.{name} column {key}: expected a key, got a column of lists. "
-            "Choose another column."
-        )
+    assert isinstance(keys, Texts), f"{key}: expected one key per row, as the reader has checked"
     present = np.nonzero(keys.codes >= 0)[0]
     hashes = hash_text(whole_ids(keys).values)[keys.codes[present]]
     order = np.argsort(hashes, kind="stable")
@@ -379,7 +397,9 @@ def read_side_table(
             f"joins.{name} ({files[0]}): expected each {key} once, got {value!r} more than once. "
             "Remove the repeated rows."
         )
-    return SideTable(on, hashes, present[order], ids, numbers, lists)
+    key_type = None if key in numbers else key_type
+    rows = present[order]
+    return SideTable(on, key, key_type, hashes, rows, ids, numbers, lists, value_types)
 
 
 def _concatenated(parts: list[Any]) -> Any:
@@ -402,13 +422,19 @@ def join(block: RawBlock, table: SideTable) -> RawBlock:
     """Add the side table's columns to a block; keys without an entry get missing values.
 
     If the block has a column of the same name, it keeps its own.
+
+    Raises:
+        ValueError: if the keys of the two have different types.
     """
+    own_type = None if table.on in block.numbers else block.value_types.get(table.on)
+    if own_type is not None and own_type.name != "text":  # other blocks may have other texts
+        table.check_key(own_type)
     key = block.ids[table.on]
     assert isinstance(key, Texts), f"join on {table.on}: expected keys as text"
-    found = find_sorted(table.hashes, hash_text(whole_ids(key).values))
+    places = find_sorted(table.hashes, hash_text(whole_ids(key).values))
     # A null among the values has a hash too, which must not match.
-    found = np.where(key.values.is_null().to_numpy(zero_copy_only=False), -1, found)
-    rows = np.append(np.append(table.rows, -1)[found], -1)[key.codes]
+    places = np.where(key.values.is_null().to_numpy(zero_copy_only=False), -1, places)
+    rows = np.append(np.append(table.rows, -1)[places], -1)[key.codes]
     own = block.ids.keys() | block.numbers.keys() | block.lists.keys()
     ids, lists = (
         {name: _taken(column, rows) for name, column in of.items() if name not in own}
@@ -424,6 +450,7 @@ def join(block: RawBlock, table: SideTable) -> RawBlock:
         ids={**block.ids, **ids},
         numbers={**block.numbers, **numbers},
         lists={**block.lists, **lists},
+        value_types=ValueTypes({**table.value_types, **block.value_types}),
     )
 
 

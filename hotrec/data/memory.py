@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,12 @@ import pyarrow.parquet as pq
 from pyarrow.interchange import from_dataframe
 
 
-def to_arrow(table: Any) -> pa.Table:
+def to_arrow(table: Any, is_read: Callable[[str], bool] = lambda name: True) -> pa.Table:
     """A table in memory as an Arrow table; NaN becomes missing, a pandas index is dropped.
+
+    Args:
+        table: The table.
+        is_read: Whether a column is read; another one without a type of Arrow becomes missing.
 
     Raises:
         ValueError: If it is not a table, a name occurs twice, or Arrow has no type for a column.
@@ -25,31 +29,50 @@ def to_arrow(table: Any) -> pa.Table:
             "table: expected a DataFrame, an Arrow table or a dict of columns, got "
             f"{type(table).__name__}. Convert it to a table, for example with pyarrow.table."
         )
+    where = "table"
     try:
-        if is_pandas:
-            found = pa.Table.from_pandas(table, preserve_index=False)
+        if is_pandas or isinstance(table, Mapping):
+            names = [str(name) for name in (table.columns if is_pandas else table)]
+            values = (
+                [table.iloc[:, at] for at in range(len(names))] if is_pandas else table.values()
+            )
         else:
             found = pa.table(table) if is_arrow else from_dataframe(table)
-        names = found.column_names
+            names, values = found.column_names, found.columns
         if len(set(names)) < len(names):
             raise ValueError(f"a name occurs twice in {names}")
-        return pa.Table.from_arrays([_plain(column) for column in found.columns], names)
+        columns = {}
+        for name, of in zip(names, values, strict=True):
+            where = f"table column {name}"
+            try:
+                columns[name] = _plain(of)
+            except (pa.ArrowException, TypeError, ValueError):
+                if is_read(name):
+                    raise
+                columns[name] = pa.nulls(len(of))
+        where = "table"
+        return pa.table(columns)
     except (pa.ArrowException, TypeError, ValueError) as error:
         reason = "; ".join(map(str, error.args)).removesuffix(".")
         raise ValueError(
-            "table: expected columns of equal length, unique names and Arrow types, got an error: "
-            f"{reason}. Correct the column."
+            f"{where}: expected columns of equal length, unique names and Arrow types, got an "
+            f"error: {reason}. Correct the column."
         ) from error
 
 
-def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A column without NaN, and without polars' categories, which Parquet does not support."""
-    if pa.types.is_floating(column.type):
-        return pc.if_else(pc.is_nan(column), pa.scalar(None, column.type), column)
-    if pa.types.is_dictionary(column.type) and pa.types.is_string_view(column.type.value_type):
-        parts = [(part.indices, part.dictionary.cast(pa.string())) for part in column.chunks]
-        kind = pa.dictionary(column.type.index_type, pa.string())
-        return pa.chunked_array([pa.DictionaryArray.from_arrays(*part) for part in parts], kind)
+def _plain(values: Any) -> pa.Array | pa.ChunkedArray:
+    """A column without NaN, and of a type that Parquet has and that keeps its unit."""
+    is_arrow = isinstance(values, pa.Array | pa.ChunkedArray)
+    column = values if is_arrow else pa.array(values, from_pandas=True)
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if isinstance(kind, pa.BaseExtensionType) and kind.extension_name.startswith("pandas."):
+        raise ValueError(f"type {kind.extension_name}, such as {values[0]}; text may be meant")
+    if pa.types.is_duration(kind):
+        raise ValueError(f"type {kind}; numbers of seconds may be meant")
+    if pa.types.is_floating(kind) and kind == column.type:
+        return pc.if_else(pc.is_nan(column), pa.scalar(None, kind), column)
+    if pa.types.is_string_view(kind) and kind != column.type:  # polars' categories
+        return column.cast(pa.dictionary(column.type.index_type, pa.string()))
     return column
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -50,6 +50,7 @@ from hotrec.data.columns import Float64s, Lists, RawBlock, Texts
 from hotrec.data.days import Times, count_by_split
 from hotrec.data.encode import (
     check_row_numbers,
+    count_missing,
     dense_columns,
     dense_values,
     encode_block,
@@ -59,8 +60,10 @@ from hotrec.data.encode import (
     labels_of,
     moments_of,
     raw_feature,
+    say_missing,
     scaling_of,
     select_samples,
+    value_types_of,
 )
 from hotrec.data.generation import Earlier, evicted_rows, split_document
 from hotrec.data.hashing import Hashes
@@ -75,6 +78,7 @@ from hotrec.data.repeats import (
     write_samples,
 )
 from hotrec.data.unknown import UnknownIds, count_unknown
+from hotrec.data.value_types import ValueTypes, are_epochs
 from hotrec.data.vocabulary import (
     EMPTY,
     Counted,
@@ -109,6 +113,7 @@ class FileFacts:
     num_skipped: int  # samples that could not be read
     moments: Float64s  # of the dense columns over the training samples
     times: Times
+    value_types: ValueTypes  # of all its samples
     new: Samples
     train: Samples  # of them, those of the training split
     left_out: Samples
@@ -173,7 +178,10 @@ class _Job:
         moments = np.zeros((3, len(dense_columns(self.log.columns))))
         num_clicks = np.zeros((3, len(label_names(self.log.columns))), np.int64)
         samples = [Samples.none(len(self.log.files))] * 3
-        return FileFacts(np.zeros(3, np.int64), num_clicks, 0, moments, Times(), *samples)
+        value_types = ValueTypes()
+        return FileFacts(
+            np.zeros(3, np.int64), num_clicks, 0, moments, Times(), value_types, *samples
+        )
 
     def earlier_facts(self) -> FileFacts:
         """Facts of the training split that is extended."""
@@ -185,7 +193,12 @@ class _Job:
         of_labels = [clicks[name] for name in labels] if len(labels) > 1 else [clicks]
         facts.num_samples[TRAIN] = source["num_samples"][SPLITS[TRAIN]]
         facts.num_clicks[TRAIN] = [of[SPLITS[TRAIN]] for of in of_labels]
-        return replace(facts, num_skipped=source["num_skipped"], times=self.earlier.times)
+        return replace(
+            facts,
+            num_skipped=source["num_skipped"],
+            times=self.earlier.times,
+            value_types=value_types_of(self.earlier.dataset),
+        )
 
 
 def prepare(
@@ -240,9 +253,9 @@ def prepare(
         _share_tails(job)
         facts, largest = _count(job)
         # In the order of the files, so that rounding does not depend on the number of ranks.
-        new = sum(facts.values(), start=job.no_facts())
+        new = distributed.same_verdict(lambda: sum(facts.values(), start=job.no_facts()))
         distributed.same_verdict(lambda: _check_facts(job, list(facts.values()), new))
-        total = job.earlier_facts() + new
+        total = distributed.same_verdict(lambda: job.earlier_facts() + new)
         encoders = _build_encoders(job, largest)
         scaling = scaling_of(log.columns, new.moments) if earlier is None else earlier.scaling
         written = _write(job, encoders, scaling, facts)
@@ -351,6 +364,7 @@ def _count_file(
     # Samples that an earlier generation may have: whether it has them is checked at the end.
     old_counters = {name: ValueCounter() for name in counters}
     early: tuple[float, str] | None = None
+    missing, num_read = Counter[str](), 0
     for block in read_ahead(job.log.blocks(file)):
         split_of = job.splitter.split_of(block, file)
         is_old = (split_of == TRAIN) & job.is_old(block)
@@ -359,7 +373,9 @@ def _count_file(
             for name, column in feature_columns(job.log.columns).items()
         }
         hashes = sample_hashes(block, job.log.columns, job.own(ids), job.times)
-        facts += replace(job.no_facts(), num_skipped=block.num_skipped)
+        facts += replace(
+            job.no_facts(), num_skipped=block.num_skipped, value_types=block.value_types
+        )
         read = (job, file, block, split_of, ids, hashes)
         facts = _count_samples(facts, *read, ~is_old, counters)
         if is_old.any():
@@ -369,7 +385,10 @@ def _count_file(
             if job.tables[name] in largest:
                 row = _largest_row(job, file, block, name)
                 largest[job.tables[name]] = max(largest[job.tables[name]], row)
+        missing += count_missing(block, job.log.columns)
+        num_read += len(block)
         progress.update(len(block))
+    say_missing(job.log.files[file], missing, num_read)
     if job.earlier is None or old.new.num == 0:
         return facts
     if job.earlier.has(job.log.files[file].name, old.new):
@@ -444,6 +463,17 @@ def _largest_row(job: _Job, file: int, block: RawBlock, feature: str) -> int:
 
 
 def _check_facts(job: _Job, of_files: Sequence[FileFacts], new: FileFacts) -> None:
+    has_epochs = are_epochs(np.array(job.spec.split.bounds)).any()
+    of_split = new.value_types.get(job.times or "")
+    if of_split is not None and of_split.name == "number" and has_epochs:
+        raise ValueError(
+            f"{of_split.file} column {job.times}: expected times of 1990 to 2100, as in "
+            f"data.source.split, got numbers{of_split.seen}. Set data.source.times.{job.times}."
+        )
+    for table in job.log.side_tables:
+        own_type = new.value_types.get(table.on)
+        if own_type is not None and own_type.name == "text":
+            table.check_key(own_type)
     earlier, num_old = job.earlier, new.left_out.num
     if new.num_samples[TRAIN] == 0 and num_old:
         assert earlier is not None
@@ -464,6 +494,10 @@ def _check_facts(job: _Job, of_files: Sequence[FileFacts], new: FileFacts) -> No
     if earlier is not None:
         said += earlier.check_new(files, new.times, allow_repeats=job.allow_repeats)
         said += earlier.missing_days(new.times)
+    num_train = new.num_samples[TRAIN]
+    for name, num in zip(label_names(job.log.columns), new.num_clicks[TRAIN], strict=True):
+        if num in (0, num_train):
+            said.append(f"{name} is {int(num > 0)} in all {num_train} training samples")
     if distributed.rank() == 0:
         for text in said:
             _LOGGER.warning("%s", text)
@@ -676,7 +710,11 @@ def _commit(
         "num_skipped": total.num_skipped,
         "split": split_document(job.spec),
         "unknown_ids": {split: ids.to_json() for split, ids in written.unknown.items()},
-        "encoding": encoding_document(job.spec, scaling),
+        "encoding": {
+            **encoding_document(job.spec, scaling),
+            "names": list(job.log.names),
+            "value_types": total.value_types.to_json(),
+        },
         **total.times.to_json(job.spec.split.time_column),
         **({"generations": job.earlier.document()} if job.earlier is not None else {}),
     }

@@ -51,7 +51,15 @@ from hotrec.data.columns import (
     vectors_from_arrow,
     vectors_from_texts,
 )
-from hotrec.data.files import find_paths, is_local, is_partition, open_file
+from hotrec.data.files import beginning_of, find_paths, is_local, is_partition, open_file
+from hotrec.data.value_types import (
+    ValueType,
+    ValueTypes,
+    are_epochs,
+    times_of_another_unit,
+    type_of_ids,
+    type_of_times,
+)
 
 _SUFFIXES = {
     SourceFormat.parquet: (".parquet", ".pq"),
@@ -63,7 +71,7 @@ _NUMBER = ColumnSpec(ColumnKind.dense)
 Mask = npt.NDArray[np.bool_]
 _ARROW_MAGIC_BYTES = 8  # with padding
 _ROWS_PER_BLOCK = 131_072
-_NUM_SHOWN, _SHOWN = 8, 80
+_NUM_SHOWN, _SHOWN, _FEW = 8, 80, 100
 _LARGEST = float(np.finfo(np.float32).max)
 _MASK_BELOW = 2.0**53  # a larger float stands for several integers
 
@@ -185,7 +193,8 @@ def _naming(path: Path, expected: str) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{path}: expected {expected}, got {_one_line(error)}. Download it again."
+            f"{path}: expected {expected}, got {_one_line(error)}, and {beginning_of(path)}. "
+            "Rename it, or download it again."
         ) from error
 
 
@@ -342,6 +351,7 @@ def _block(
     numbers: dict[str, Float64s] = {}
     is_bad = np.zeros(lines.size, bool)
     lists: dict[str, NumberLists] = {}
+    value_types = ValueTypes()
     for name in dict.fromkeys((*wanted.ids, *wanted.numbers, *wanted.lists)):
         try:
             column = stored(table.column(name))
@@ -354,6 +364,12 @@ def _block(
                 f"{name}, got {_one_line(error)}. Correct the values, or the columns of the "
                 "specification."
             ) from error
+        value_type = _value_type(column.type, reading, name, wanted)
+        if value_type is not None:
+            example = next(
+                (f", such as {v}" for v in column[:_FEW].to_pylist() if v is not None), ""
+            )
+            value_types[name] = ValueType(value_type, f"{example} of type {column.type}", f"{path}")
         if name in wanted.ids and reading.raw is not None:
             ids[name] = reading.raw
         if reading.numbers is not None:
@@ -368,7 +384,7 @@ def _block(
             raise _bad_line_error(path, int(lines[at]), expected, reading.got(at), remedy)
         is_bad |= is_bad_here
     kept = {name: one_array(stored(table.column(name))) for name in wanted.kept}
-    block = RawBlock(lines, ids, numbers, len(parsed.bad), kept, lists)
+    block = RawBlock(lines, ids, numbers, len(parsed.bad), kept, lists, value_types)
     return block.keep(~is_bad) if is_bad.any() else block
 
 
@@ -379,6 +395,8 @@ class _Reading:
     raw: Texts | Lists | None
     numbers: Float64s | None
     lists: NumberLists | None = None
+    is_time: bool = False  # in a unit, not of a type of times
+    ms_per_unit: float = 1.0
 
     def is_bad(self, name: str, wanted: Wanted) -> Mask:
         """Which samples cannot be used, bool (n,)."""
@@ -394,9 +412,11 @@ class _Reading:
             return ~((values >= 0) & (values <= _LARGEST))
         if name in wanted.masks:
             return ~((values >= 0) & (values < _MASK_BELOW) & (np.floor(values) == values))
-        if name in wanted.required:
-            return ~(np.abs(values) <= _LARGEST)
         is_bad: Mask = np.any(np.abs(values) > _LARGEST, axis=tuple(range(1, values.ndim)))
+        if self.is_time and are_epochs(values).any():
+            is_bad |= times_of_another_unit(values)
+        if name in wanted.required:
+            return is_bad | np.isnan(values)
         return is_bad | _has_odd_ids(self.raw) if name in wanted.ids else is_bad
 
     def got(self, at: int) -> str:
@@ -413,8 +433,24 @@ class _Reading:
         if np.ndim(value):
             return "a vector of another length, or with inf or nan"
         # NaN means a missing value here; an original NaN is infinite.
-        got = "nothing" if np.isnan(value) else f"{value}"
+        got = "nothing" if np.isnan(value) else f"{value / self.ms_per_unit}"
         return "inf or nan" if got == "inf" else got
+
+
+def _value_type(kind: pa.DataType, reading: _Reading, name: str, wanted: Wanted) -> str | None:
+    """What the values of a column mean, if there are any and types differ in it."""
+    may_be_lists = name not in wanted.single and not is_list(kind)
+    kind, raw = _item_type(kind), reading.raw
+    values = None if raw is None else raw.values if isinstance(raw, Texts) else raw.items.values
+    if name in wanted.times and reading.numbers is not None:
+        return type_of_times(kind, values, reading.numbers, wanted.times[name])
+    return None if values is None else type_of_ids(kind, values, may_be_lists=may_be_lists)
+
+
+def _item_type(kind: pa.DataType) -> pa.DataType:
+    while is_list(kind) or pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return kind
 
 
 def _has_odd_ids(raw: Texts | Lists | None) -> Mask:
@@ -468,7 +504,10 @@ def _read(column: pa.Array, name: str, wanted: Wanted) -> _Reading:
         return _Reading(raw, times_from_texts(raw, unit))
     else:
         numbers = numbers_from_texts(raw, how.number_form)
-    return _Reading(raw, numbers if unit is None else numbers * MS_PER_UNIT[TimeUnit(unit)])
+    if unit is None:
+        return _Reading(raw, numbers)
+    scale = MS_PER_UNIT[TimeUnit(unit)]
+    return _Reading(raw, numbers * scale, is_time=True, ms_per_unit=scale)
 
 
 def _expected(name: str, wanted: Wanted) -> tuple[str, str]:
@@ -489,8 +528,8 @@ def _expected(name: str, wanted: Wanted) -> tuple[str, str]:
         return "a time such as 2024-05-01T12:30:00", f"set data.source.times.{name}, "
     if unit is not None and unit not in MS_PER_UNIT:
         return f"a time of the form {unit}", f"set data.source.times.{name}, "
-    if name in wanted.required:
-        return "a finite number", f"set data.source.times.{name}, "
+    if unit is not None:
+        return f"a time in {unit}", f"set data.source.times.{name}, "
     if how.width:
         return f"{how.width} finite numbers or a missing value", ""
     return "a finite number or a missing value", "set decimal, thousands or ignore of the column, "
@@ -530,7 +569,8 @@ def _check_type(kind: pa.DataType, name: str, wanted: Wanted, path: Path) -> Non
             f"{path} column {name}: expected numbers, got type {kind}. "
             "Cast the column to integers, or set derive to hour_of_day or day_of_week."
         )
-    if form == TimeUnit.iso and not pa.types.is_temporal(kind) and not is_text(kind):
+    is_time = pa.types.is_temporal(kind) or is_text(kind) or pa.types.is_null(kind)
+    if form == TimeUnit.iso and not is_time:
         raise ValueError(
             f"{path} column {name}: expected text, as in data.source.times, got type {kind}. Set "
             f"data.source.times.{name} to s, ms, us or ns, or a form such as %Y%m%d."

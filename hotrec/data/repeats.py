@@ -182,7 +182,7 @@ def write_samples(scratch: Path, generation: int, files: Sequence[FileSamples]) 
 
 
 def samples_files(artifact: Artifact) -> list[str]:
-    """The records of a dataset's generations; earlier versions wrote none."""
+    """The records of a dataset's generations."""
     return sorted(name for name in artifact.files if name.startswith(f"{SAMPLES_DIR}/"))
 
 

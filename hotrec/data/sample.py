@@ -16,7 +16,7 @@ import pyarrow as pa
 from hotrec.config.data import SourceFormat
 from hotrec.data import text
 from hotrec.data.columns import is_list, texts_from_arrow
-from hotrec.data.files import locate
+from hotrec.data.files import beginning_of, locate
 from hotrec.data.readers import (
     LogFormat,
     column_names,
@@ -244,9 +244,10 @@ def _find_separator(file: Path) -> str:
 
     best = max(_SEPARATORS, key=num_columns)
     if num_columns(best)[1] < 2:
+        seen = lines[:1] if lines and lines[0].isprintable() else beginning_of(file)
         raise ValueError(
             f"{file} line 1: expected the names of at least two columns, separated by one of "
-            f"{list(_SEPARATORS)}, got {lines[:1]}. Put the names into the first line."
+            f"{list(_SEPARATORS)}, got {seen}. Put the names into the first line."
         )
     return best
 

@@ -10,6 +10,7 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
-from hotrec.data.files import open_stream
+from hotrec.data.files import beginning_of, open_stream
 from hotrec.types import Rows
 
 _LONE_RETURN = re.compile(r"\r(?!\n)")
@@ -55,24 +56,21 @@ class Layout:
     wanted: dict[str, pa.DataType]  # the columns to read, each as TEXT or NUMBER
 
 
-def open_text(path: Path) -> pa.NativeFile:
-    """Open a file; .gz, .zst and .bz2 are decompressed."""
+@contextmanager
+def open_text(path: Path) -> Iterator[pa.NativeFile]:
+    """Open a file; .gz, .zst and .bz2 are decompressed.
+
+    Raises:
+        ValueError: if it, or later a part of it, cannot be read.
+    """
     try:
-        return open_stream(path, _READ_BYTES)
+        with open_stream(path, _READ_BYTES) as stream:
+            yield stream
     except OSError as error:
         raise ValueError(
-            f"{path}: expected a file to read, got {error}. Correct the path or its permissions."
+            f"{path}: expected a readable file, compressed as its name says, got {error}, and "
+            f"{beginning_of(path)}. Correct its name or permissions, or download it again."
         ) from error
-
-
-def _read(stream: pa.NativeFile, path: Path, num_bytes: int) -> bytes:
-    try:
-        data: bytes = stream.read(num_bytes)
-    except OSError as error:
-        raise ValueError(
-            f"{path}: expected a whole file of this compression, got {error}. Download it again."
-        ) from error
-    return data
 
 
 def _check_length(path: Path, number: int, num_bytes: int) -> None:
@@ -95,7 +93,7 @@ def read_lines(path: Path, block_bytes: int, *, has_header: bool) -> Iterator[Li
     rest: list[bytes] = []  # the line whose end has not been read yet
     is_first = has_header
     with open_text(path) as stream:
-        while data := _read(stream, path, block_bytes):
+        while data := stream.read(block_bytes):
             cut = data.rfind(b"\n") + 1
             if cut == 0:
                 rest.append(data)
@@ -141,7 +139,8 @@ def read_header(path: Path, separator: str) -> tuple[str, ...]:
         text = line.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} line 1: expected UTF-8 text, got {error}. Convert the file to UTF-8."
+            f"{path} line 1: expected UTF-8 text, got {error}, and {beginning_of(path)}. "
+            "Convert the file to UTF-8, or correct its name."
         ) from error
     if "\r" in text:
         raise ValueError(
@@ -176,9 +175,7 @@ def _first_line(path: Path) -> bytes:
     data = b""
     with open_text(path) as stream:
         while (
-            b"\n" not in data
-            and len(data) <= MAX_HEADER_BYTES
-            and (more := _read(stream, path, 1 << 16))
+            b"\n" not in data and len(data) <= MAX_HEADER_BYTES and (more := stream.read(1 << 16))
         ):
             data += more
     return data.partition(b"\n")[0].rstrip(b"\r")
@@ -188,7 +185,7 @@ def count_lines(path: Path) -> int:
     """Number of lines, an unfinished last one included."""
     count = unfinished_bytes = 0
     with open_text(path) as stream:
-        while data := _read(stream, path, _READ_BYTES):
+        while data := stream.read(_READ_BYTES):
             count += data.count(b"\n")
             end = data.rfind(b"\n") + 1
             unfinished_bytes = len(data) - end if end else unfinished_bytes + len(data)

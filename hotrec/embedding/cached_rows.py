@@ -280,10 +280,21 @@ class CachedRows:
         self.restart()
 
     def look_up(self, rows_K: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError(
-            "placement.cold_tier=cached: expected the pipeline look_ahead, which fills the slots, "
-            "got a lookup without it. Set pipeline=look_ahead."
-        )
+        """Copy rows, float (K, D), from slots or else from host memory, between steps.
+
+        Their backward pass raises a RuntimeError: they are updated under look-ahead alone.
+        """
+        if self._started is not None:
+            self._started.drain()
+        weights = self.host_tensors[0]
+        found_KD = weights.index_select(0, rows_K.to(weights.device)).to(self._device).float()
+        if self._first is None:  # otherwise no slot is filled yet
+            slots_K = self.slots.slots_of(rows_K)
+            here = slots_K >= 0
+            found_KD[here] = self._rows.read(slots_K[here])
+        if torch.is_grad_enabled():
+            found_KD.requires_grad_().register_hook(_refuse_gradient)
+        return found_KD
 
     @property
     def learning_rate(self) -> float:
@@ -415,6 +426,14 @@ class CachedRows:
         """Stop the mover's threads."""
         if self._started is not None:
             self._started.close()
+        self._written_bytes, self._started = self.written_bytes, None
+
+
+def _refuse_gradient(_: torch.Tensor) -> None:
+    raise RuntimeError(
+        "placement.cold_tier=cached: expected the pipeline look_ahead, which fills the slots, to "
+        "train the rows, got a backward pass without it. Set pipeline=look_ahead."
+    )
 
 
 def _parts(rows: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

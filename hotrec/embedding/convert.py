@@ -20,8 +20,9 @@ from hotrec.embedding.collection import (
 from hotrec.embedding.initialize import copy_weights
 from hotrec.embedding.optimizers import hot_replicas
 from hotrec.embedding.packed import PackedLayout, is_packed
-from hotrec.embedding.table_memory import leave_tables_out_of_forks
+from hotrec.embedding.table_memory import fill_empty_tables, leave_tables_out_of_forks
 from hotrec.embedding.torchrec import children_of, ddp_modules, rebuild_buckets
+from hotrec.embedding.unsplit_form import keep_unsplit_form
 from hotrec.types import Partition, Placement
 
 
@@ -102,7 +103,7 @@ def _convert(module: nn.Module, placement: Placement | Partition) -> nn.Module:
 
 def shard(
     model: nn.Module,
-    plan: ShardingPlan,
+    plan: ShardingPlan | None,
     sharders: list[ModuleSharder[nn.Module]],
     device: torch.device,
     *,
@@ -110,6 +111,9 @@ def shard(
     broadcast_hot: bool = True,
 ) -> DistributedModelParallel:
     """Shard a model by a plan and make the hot replicas of all ranks equal to rank 0's.
+
+    Without a plan TorchRec's wrapper makes its own. Modules keep the inputs and outputs of the
+    unsharded ones.
 
     Without ``data_parallel`` the dense layers are not wrapped in DDP, for the pipeline look_ahead,
     which reduces their gradients itself. Without ``broadcast_hot`` the caller must make the
@@ -123,6 +127,8 @@ def shard(
         sharders=sharders,
         init_data_parallel=data_parallel,
     )
+    fill_empty_tables(sharded)
+    keep_unsplit_form(sharded)
     _keep_buckets(sharded)
     leave_tables_out_of_forks(sharded)
     for replica in hot_replicas(sharded).values() if broadcast_hot else ():

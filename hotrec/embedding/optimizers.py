@@ -83,12 +83,18 @@ class ModelOptimizer(CombinedOptimizer):
     """The parts of ``make_optimizer``; a pipeline finishes its updates before the state is read."""
 
     before_reading: Callable[[], None] | None = None
+    before_loading: Callable[[], None] | None = None
     before_step: Callable[[], None] | None = None  # raises if the step would be wrong
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()  # once: each part would call it again, whose backward updates rows
         if self.before_step is not None:
             self.before_step()
-        super().step(closure)
+        super().step()
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         if self.before_reading is not None:
@@ -97,8 +103,8 @@ class ModelOptimizer(CombinedOptimizer):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if self.before_reading is not None:
-            self.before_reading()
+        if self.before_loading is not None:
+            self.before_loading()
         super().load_state_dict(state_dict)
 
 

@@ -297,7 +297,13 @@ class SlotMap:
         self._released = number
 
     def take_changed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the possibly changed rows and their slots, and mark them unchanged."""
+        """Return the possibly changed rows and their slots, and mark them unchanged.
+
+        None are if no batch was released since the last call: rows in host memory may be newer.
+        """
+        if self._unchanged == self._released:
+            slots = self._row_of_slot[:0]
+            return slots, slots
         slots = _positions(self._last_use[1:] > self._unchanged)
         self._unchanged = self._released
         return self._row_of_slot.index_select(0, slots), slots

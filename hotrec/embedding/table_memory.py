@@ -125,6 +125,16 @@ def leave_tables_out_of_forks(model: nn.Module) -> None:
         leave_out_of_forks(module)
 
 
+def fill_empty_tables(model: nn.Module) -> None:
+    """Give a value to FBGEMM's modules on CPU that have no rows on this rank.
+
+    Without a value on the CPU, FBGEMM would run the kernel for a GPU, and raise on this rank alone.
+    """
+    for module in fused_modules(model):
+        if module.use_cpu and not module.weights_host.numel():
+            module.weights_host.data = torch.zeros(1)
+
+
 def cached_rows(model: nn.Module) -> list[CachedRows]:
     """The rows behind slots of a sharded model, on this rank."""
     forwards = (kernel.replacement for kernel in kernels(model))

@@ -271,9 +271,10 @@ def rebuild_buckets(ddp: DistributedDataParallel) -> None:
 # ---- Pipelines -----------------------------------------------------------------------------------
 
 
-def is_exhausted(pipeline: Any) -> bool:
-    """Whether a pipeline ignores new iterators until its reset, as ``TrainPipelineBase`` may."""
-    return isinstance(pipeline, TrainPipelineBase) and bool(pipeline._data_iter_stopped)
+def holds_batches(pipeline: Any) -> bool:
+    """Whether one of TorchRec's pipelines has taken batches that it has not computed."""
+    is_base = isinstance(pipeline, TrainPipelineBase)
+    return pipeline._cur_batch is not None if is_base else bool(pipeline.batches)
 
 
 def wrap_rewriting(pipeline: Any, around: Callable[[Callable[[], None]], None]) -> None:
@@ -348,6 +349,11 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return parameters_of(module) | dict(nn.Module.named_buffers(module, recurse=False))
 
 
+def name_of_user(name: str) -> str:
+    """The name of a module or parameter in the model before it was wrapped."""
+    return name.replace("_dmp_wrapped_module.", "").removeprefix("module.")
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module's forward is compiled by ``torch.compile``, so that no hook runs inside."""
     return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
@@ -364,6 +370,11 @@ def call_after_backward(function: Callable[[], None]) -> None:
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(function))
+
+
+def is_in_backward(tensor: torch.Tensor) -> bool:
+    """Whether the current backward pass goes through a tensor's graph; call this from a hook."""
+    return tensor.grad_fn is not None and torch._C._will_engine_execute_node(tensor.grad_fn)
 
 
 def num_writes(tensor: torch.Tensor) -> int:

@@ -37,6 +37,7 @@ _WHOLE_BELOW = 2.0**53  # a larger float represents several integers
 _BRACKETS = re.compile(r"[ \t\r\n]*\[(.*)\][ \t\r\n]*", re.DOTALL)
 _OF_UTC = re.compile(r"[ ]?(?:UTC|GMT|[zZ])$")
 _OFFSET = re.compile(r"(:.*?)[ ]([+-][0-9]{2}(?::?[0-9]{2})?)$")
+_CLOCK, _ZONE = re.compile("[Tt ][0-9]"), re.compile(":.*(?:Z|z|UTC|GMT|[+-][0-9:]+)$")
 _ROW_NUMBER = re.compile("[0-9]{1,13}")
 _LARGEST = float(np.finfo(np.float32).max)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -106,7 +107,8 @@ class Encoder:
     ) -> None:
         self._nulls = frozenset(encoding["null_values"])
         self._times = encoding["times"]
-        self._has_whole_ids = encoding["whole_ids"]
+        self._names = frozenset(encoding["names"])
+        self._value_types = encoding["value_types"]
         self._means, self._deviations = (
             np.array([encoding[of][name] for name in dense], np.float64)
             for of in ("means", "deviations")
@@ -162,6 +164,12 @@ class Encoder:
                 raise ValueError(
                     f"record {number}: expected a dict with columns among {self.columns}, got "
                     f"{record!r:.80}. Give a list of records, by the names of the log's columns."
+                )
+            if not record.keys() <= self._names:
+                raise ValueError(
+                    f"record {number}: expected columns of the log, of which {self.columns} are "
+                    f"read, got {sorted(map(str, record.keys() - self._names))}. Correct the name, "
+                    "or remove it."
                 )
         parts = [np.empty((len(records), 0))]
         for _, column in self._dense:
@@ -246,7 +254,15 @@ class Encoder:
             if unit is not None and unit not in _MS_PER_UNIT:
                 what = f"a time such as {'2024-05-01T12:30:00' if unit == 'iso' else unit}"
             raise ValueError(f"{what} or nothing")
+        if unit is not None:
+            self._check(_type_of_time(value, number, unit), column)
         return number
+
+    def _check(self, found: str | None, column: Mapping[str, Any]) -> None:
+        """Check that a value has the type of its column's in the log."""
+        known = self._value_types.get(column["source"], "")
+        if found is not None and not (known.startswith(found) or found.startswith(known)):
+            raise ValueError(f"{known}, as in training")
 
     def _ids(
         self, column: Mapping[str, Any], records: Sequence[Record]
@@ -258,11 +274,19 @@ class Encoder:
                 yield number, _text_of(value)
             return
         for number, record in enumerate(records):
-            text = _parsed(_text, record.get(source), number, source)
-            yield number, None if text in self._nulls else self._id(text)
+            of = record.get(source)
+            yield (
+                number,
+                _parsed(lambda value: self._id(value, column, self._nulls), of, number, source),
+            )
 
-    def _id(self, text: str | None) -> str | None:
-        return text if text is None or not self._has_whole_ids else _whole(text)
+    def _id(
+        self, value: Any, column: Mapping[str, Any], nulls: frozenset[str] = frozenset()
+    ) -> str | None:
+        """The text of a value of a column of ids."""
+        text = _text(value)
+        self._check(_type_of_id(value), column)
+        return None if text is None or text in nulls else _whole(text)
 
     def _bags(
         self, column: Mapping[str, Any], records: Sequence[Record]
@@ -275,7 +299,7 @@ class Encoder:
                 items = self._items(value, column) or ()
                 numbers = [self._number(_scalar(item), None, column) for item in items]
                 return [_text_of(bucket) for bucket in _log_bucket(np.array(numbers, np.float64))]
-            return [self._id(_text(_scalar(item))) for item in self._items(value, column) or ()]
+            return [self._id(_scalar(item), column) for item in self._items(value, column) or ()]
 
         for number, record in enumerate(records):
             bag = _parsed(split, record.get(source), number, source)
@@ -320,22 +344,6 @@ class Encoder:
             texts_of_0 = (items[at][1] for at in np.flatnonzero(rows == 0))
             self.num_unknown[name] += sum(text is not None for text in texts_of_0)
         return rows
-
-
-def padded(rows: Ids) -> Rows:
-    """Rows of a feature as int64 (B, L), padded with -1: an input of the ONNX graph.
-
-    Args:
-        rows: Rows from ``Encoder.arrays``.
-    """
-    if not isinstance(rows, tuple):
-        return rows[:, None]
-    values, offsets = rows
-    lengths = np.diff(offsets)
-    is_id = np.arange(lengths.max(initial=0)) < lengths[:, None]
-    bags = np.full(is_id.shape, -1, np.int64)
-    bags[is_id] = values
-    return bags
 
 
 _Floats = npt.NDArray[np.float64]
@@ -392,6 +400,35 @@ def _text(value: Any) -> str | None:
     if isinstance(value, date):
         return value.isoformat()
     raise ValueError(f"an id that is an integer or a text, and no {type(value).__name__}")
+
+
+def _type_of_id(value: Any) -> str | None:
+    """The type of an id, as in ``hotrec.data.value_types``; None for a text."""
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, date):  # of which texts have microseconds
+        return "timestamp[us" if isinstance(value, datetime) else "date"
+    return "integer" if isinstance(value, int | float | Decimal) else None
+
+
+def _type_of_time(value: Any, time_ms: float, unit: str) -> str | None:
+    """The type of a time, as in ``hotrec.data.value_types``; None for any."""
+    if isinstance(value, bool):
+        return "boolean"
+    if unit in _MS_PER_UNIT and not isinstance(value, date):
+        if 6.3e11 < time_ms < 4.1e12:  # in 1990 to 2100
+            return "time"
+        is_older = 3.15e10 < abs(time_ms) < 6.3e11 and not 1.99e11 < time_ms < 2.1e11
+        return "number" if abs(time_ms) > 1 and not is_older else None
+    if isinstance(value, datetime):
+        has_clock, has_zone = True, value.tzinfo is not None
+    elif isinstance(value, str) and unit == "iso":
+        has_clock, has_zone = bool(_CLOCK.search(value)), bool(_ZONE.search(value))
+    elif isinstance(value, date):
+        has_clock = has_zone = False
+    else:
+        return None
+    return f"time {'with' if has_zone else 'without'} zone" if has_clock else "date"
 
 
 def _time_ms(moment: date) -> float:

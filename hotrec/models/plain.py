@@ -616,15 +616,15 @@ def load_model(
         ) from error
 
 
-def read_description(directory: Path, name: str = DESCRIPTION) -> dict[str, Any]:
+def read_description(directory: Path) -> dict[str, Any]:
     """The content of ``model.json``.
 
     Raises:
         ValueError: If it is missing, of another version, or not the description of a model.
     """
-    path = directory / name
+    path = directory / DESCRIPTION
     try:
-        description: dict[str, Any] = json.loads(file_within(directory, name).read_text())
+        description: dict[str, Any] = json.loads(file_within(directory, DESCRIPTION).read_text())
         version = description["format_version"]
         if version in VERSIONS:
             _check_description(description, version)

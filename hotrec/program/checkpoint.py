@@ -11,6 +11,8 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from hotrec.embedding.adapt import AdaptiveHotSet
+from hotrec.embedding.optimizers import ModelOptimizer
+from hotrec.program.guard import Guard
 from hotrec.runtime.ranks import same_verdict
 from hotrec.train import checkpoint
 from hotrec.train.checkpoint import Checkpoints, Position
@@ -30,6 +32,12 @@ class _Kept:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.values = state_dict
+
+
+def _check_whole(name: str, model: nn.Module) -> None:
+    guard = getattr(model, "hotrec_guard", None)  # not that of a model sharded otherwise
+    if isinstance(guard, Guard):
+        guard.check_whole(name)
 
 
 def save_checkpoint(
@@ -60,8 +68,10 @@ def save_checkpoint(
         The checkpoint's directory.
 
     Raises:
+        RuntimeError: If a step of the model has failed.
         RankError: On the ranks that did not fail themselves.
     """
+    _check_whole("hotrec.save_checkpoint", model)
     checkpoints = Checkpoints(Path(directory), {}, keep_last=keep_last)
     newest = same_verdict(lambda: checkpoint.find_latest(checkpoints.directory))
     lineage = None if newest is None else checkpoint.lineage_of(newest)
@@ -78,10 +88,11 @@ def load_checkpoint(
     *,
     hot_set: AdaptiveHotSet | None = None,
 ) -> tuple[int, dict[str, Any]]:
-    """Load the newest checkpoint of a directory, before the pipeline is made; collective.
+    """Load the newest checkpoint of a directory; collective.
 
     The ranks, the hot rows, the sharding plan and the pipeline may differ from those at saving.
-    With the same ranks, random generators are restored.
+    With the same ranks, random generators are restored. Batches that a pipeline holds stay; they
+    are computed with the loaded weights.
 
     Args:
         directory: As at saving.
@@ -93,12 +104,16 @@ def load_checkpoint(
         Updates made, and the saved ``state``; 0 and {} if there is no checkpoint.
 
     Raises:
+        RuntimeError: If a step of the model has failed: ranks and pipelines would remain apart.
         ArtifactError: If the checkpoint is damaged, or of another model or optimizer.
         RankError: On the ranks that did not fail themselves.
     """
+    _check_whole("hotrec.load_checkpoint", model)
     newest = same_verdict(lambda: checkpoint.find_latest(Path(directory)))
     if newest is None:
         return 0, {}
+    if isinstance(optimizer, ModelOptimizer) and optimizer.before_loading is not None:
+        optimizer.before_loading()  # a hot set moves rows
     kept = _Kept()
     position = checkpoint.load_checkpoint(
         newest, model=model, optimizer=optimizer, loader=kept, facts={}, hot_set=hot_set

@@ -77,6 +77,10 @@ class Choice:
     cache_stats: Mapping[str, CacheStatistics] = field(default_factory=dict)
     is_off: bool = False
 
+    def __str__(self) -> str:
+        why = " ".join(self.why.split())
+        return f"{self.name}, {self.num_hot:,} hot rows: {why}"
+
     @property
     def name(self) -> str:
         """Such as "hot_cold look_ahead", "torchrec planner base", or "off"."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ from hotrec.cost_model.profile import Profile, count_rows, read_profile
 from hotrec.cost_model.reuse import ReuseMeter
 from hotrec.program.tables import SplitCollection, configs_of, split_collections, tables_of
 from hotrec.routing.batches import features_of_each
-from hotrec.routing.checks import select_features
-from hotrec.runtime.ranks import broadcast_object, same_verdict, world_size
+from hotrec.routing.checks import check_names
+from hotrec.runtime.ranks import all_gather_object, same_verdict, world_size
 from hotrec.types import Feature, Schema, Table
 
 # Ids of a feature: one per sample, or the ids of all bags and the length of each.
@@ -80,15 +82,17 @@ def profile(
             block = _block_of(dict(zip(collections, features, strict=True)))
             sizes.append(block.num_samples)
             yield block
-            meter.observe(block)  # after the ids are checked
+            if block.num_samples:
+                meter.observe(block)  # after the ids are checked
 
     def count() -> Profile:
-        counted = count_rows(blocks(), schema)
-        if counted.num_samples == 0:
+        is_integer = hasattr(num_batches, "__index__")
+        if num_batches is not None and not (is_integer and 1 <= num_batches <= sys.maxsize):
             raise ValueError(
-                "profile: expected at least one batch to count, got none. Pass a loader that has "
-                "batches left."
+                "profile num_batches: expected an integer of at least 1, or None for all, got "
+                f"{num_batches!r}. Correct it."
             )
+        counted = count_rows(blocks(), schema)
         return replace(
             counted,
             locality=counted.locality or meter.localities(),
@@ -96,7 +100,13 @@ def profile(
             reuse=meter.reuse(),
         )
 
-    return _summed(same_verdict(count))
+    counted = _summed(same_verdict(count))
+    if counted.num_samples == 0:
+        raise ValueError(
+            "profile: expected at least one sample to count, got none. Pass a loader that has "
+            "batches left."
+        )
+    return counted
 
 
 def _schema(collections: Sequence[SplitCollection]) -> Schema:
@@ -122,11 +132,11 @@ def _block_of(features_of: Mapping[Any, Any]) -> Block:
     for collection, features in features_of.items():
         ids, stride = features.to(torch.device("cpu")), features.stride()
         for table in configs_of(collection):
+            check_names(ids, table.feature_names)
             for name in table.feature_names:
-                [of_name] = select_features(ids, [name]).to_dict().values()
                 column = _column(name, table.name)
-                rows[column] = of_name.values().numpy()
-                lengths[column] = of_name.lengths().numpy()
+                rows[column] = ids[name].values().numpy()
+                lengths[column] = ids[name].lengths().numpy()
     return Block(stride, rows, lengths)
 
 
@@ -156,7 +166,10 @@ def _block_of_arrays(arrays: Mapping[str, Ids], schema: Schema) -> Block:
 
 
 def _summed(counted: Profile) -> Profile:
-    """The counts of all ranks, and the first rank's locality and reuse; collective."""
+    """The counts of all ranks, and the locality and reuse of the one with the most samples.
+
+    Collective.
+    """
     if world_size() == 1:
         return counted
     device = torch.device("cpu")
@@ -170,9 +183,10 @@ def _summed(counted: Profile) -> Profile:
     numbers = torch.tensor([counted.num_samples, counted.num_total_samples], device=device)
     dist.all_reduce(numbers)
     num_samples, num_total_samples = numbers.tolist()
-    locality, batch_size, reuse = broadcast_object(
-        (counted.locality, counted.batch_size, counted.reuse)
+    of_ranks = all_gather_object(
+        (counted.num_samples, counted.locality, counted.batch_size, counted.reuse)
     )
+    _, locality, batch_size, reuse = max(of_ranks, key=itemgetter(0))
     return replace(
         counted,
         num_samples=num_samples,

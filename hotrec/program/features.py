@@ -1,65 +1,17 @@
-"""Inputs and outputs of a sharded model, equivalent to those of the unsplit one."""
+"""The calls and the outputs of a sharded model that every choice trains alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ShardedModule
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.embedding.pooled import ShardedPooledBags
-from hotrec.embedding.tables import torchrec_collections
-from hotrec.embedding.torchrec import is_weighted, table_configs
-from hotrec.routing.checks import check_names, check_own_bags, declared_weights
-
-
-def read_as_declared(model: nn.Module) -> None:
-    """Make TorchRec's own collections ignore undeclared weights, and raise for missing ones.
-
-    TorchRec multiplies by any weights of the features, and by one if there are none.
-    """
-    for _, collection in torchrec_collections(model):
-        is_routed = isinstance(collection, ShardedPooledBags)  # its router does so
-        if is_routed or not isinstance(collection, ShardedEmbeddingBagCollection):
-            continue
-        wanted = [name for table in table_configs(collection) for name in table.feature_names]
-        of_torchrec: Any = collection.input_dist
-        reads: Any = partial(_input_dist, of_torchrec, wanted, is_weighted(collection))
-        collection.input_dist = reads
-
-
-def _input_dist(
-    of_torchrec: Callable[[Any, Any], Any],
-    wanted: Sequence[str],
-    is_weighted: bool,
-    ctx: Any,
-    features: Any,
-) -> Any:
-    if isinstance(features, KeyedJaggedTensor):
-        check_names(features, wanted)
-        if features.device().type == "cpu":  # FBGEMM has no kernel for it there
-            check_own_bags(features)
-        if declared_weights(features, is_weighted) is not features.weights_or_none():
-            features = _without_weights(features)
-    return of_torchrec(ctx, features)
-
-
-def _without_weights(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    is_variable = features.variable_stride_per_key()
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=features.values(),
-        lengths=features.lengths(),
-        stride=None if is_variable else features.stride(),
-        stride_per_key_per_rank=features.stride_per_key_per_rank() if is_variable else None,
-        inverse_indices=features.inverse_indices_or_none(),
-    )
+from hotrec.embedding.torchrec import name_of_user
 
 
 def allow_one_call(model: nn.Module) -> None:
@@ -85,11 +37,6 @@ def allow_one_call(model: nn.Module) -> None:
             inside.update(module.modules())
             module.register_forward_pre_hook(partial(count, name_of_user(name)))
     model.register_forward_pre_hook(lambda *_: calls.clear())
-
-
-def name_of_user(name: str) -> str:
-    """The name of a module or parameter in the unsharded model."""
-    return name.replace("_dmp_wrapped_module.", "").removeprefix("module.")
 
 
 def take_losses(model: nn.Module) -> None:

@@ -6,24 +6,32 @@ that it never joins.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.program.movable import Movable, check_movable
 from hotrec.routing.batches import features_in
 from hotrec.runtime.ranks import Group, rank, same_verdict, world_size
 
-# The next item of a rank.
-_BATCH, _END, _ERROR = range(3)
+# The next item of a rank: a batch, the end, an error of the iterator, or a batch to refuse.
+_BATCH, _END, _ERROR, _REFUSED = range(4)
+
+# In place of a batch: an iterator that ended or raised has none.
+_NONE = object()
 
 
 class Agreement:
-    """Gathers a few integers of every rank on the CPU, while the model computes."""
+    """Gathers a few integers of every rank on the CPU, while the model computes.
+
+    A rank that stops alone, inside a step, leaves its error to the others, whose collectives fail.
+    """
 
     def __init__(self) -> None:
         self._group = Group("batches", backend="gloo") if world_size() > 1 else None
@@ -44,24 +52,68 @@ class Agreement:
 
         return wait
 
+    def error_of_all(self, error: BaseException) -> BaseException:
+        """The error to raise on this rank, whose step raised this one: that of the first to fail.
+
+        Not a collective.
+        """
+        return error if self._group is None else self._group.first_error(error)
+
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
+
+
+@dataclass(eq=False)
+class Source:
+    """An iterator of the program.
+
+    Args:
+        batches: The iterator.
+        num_taken: The batches taken since its beginning, but for those that wait.
+        waiting: What comes before its next item: batches, each with None, or ``_NONE`` and None or
+            the iterator's error.
+    """
+
+    batches: Iterator[Any]
+    num_taken: int = 0
+    waiting: deque[tuple[Any, BaseException | None]] = field(default_factory=deque)
+
+    def next(self) -> tuple[Any, BaseException | None]:
+        """The next batch or error, or neither at the end."""
+        batch, error = self.waiting.popleft() if self.waiting else (_NONE, None)
+        if batch is _NONE and error is None:
+            try:
+                batch = next(self.batches, _NONE)
+            except BaseException as caught:  # of any kind: all ranks must be informed
+                trace = caught.__traceback__
+                # An interrupt in this frame, not in the iterator's, may have lost a batch.
+                if not isinstance(caught, Exception) and (trace is None or trace.tb_next is None):
+                    raise
+                error = caught
+        return batch, error
 
 
 @dataclass(frozen=True)
 class _Taken:
     """The next item of an iterator: a batch, its end, or its exception."""
 
-    source: Iterator[Any]
+    source: Source
     number: int
     batch: Any
-    error: Exception | None
+    error: BaseException | None
     facts: Callable[[], list[list[int]]]
 
     def raise_error(self) -> None:
         if self.error is not None:
             raise self.error
+
+    def raise_own_error(self) -> None:
+        """Raise the iterator's error, once; one of its batch comes when that is offered again."""
+        if self.batch is _NONE:
+            if self.source.waiting:
+                self.source.waiting.popleft()
+            self.raise_error()
 
 
 @dataclass(frozen=True)
@@ -69,106 +121,193 @@ class Handed:
     """A batch that was yielded and is not computed yet.
 
     Args:
-        factor: Factor of this rank's loss, so that the mean over the ranks is that of all samples.
-        is_doubtful: Whether its features failed the check on some rank; equal on all ranks.
+        taken: The batch before it was moved, and its place.
+        factor: Factor of this rank's loss, so that the mean over the ranks is that of all samples;
+            None on all ranks if its features failed the check on some rank.
     """
 
-    factor: float
-    is_doubtful: bool
+    taken: _Taken
+    factor: float | None
 
 
 class Feed(Iterator[Any]):
-    """The batches of an iterator, the same number on every rank; a collective per batch.
+    """The batches of iterators, the same number on every rank; a collective per batch.
 
-    One batch is prefetched, whose facts the ranks exchange in the background.
+    In training one batch is prefetched, whose facts the ranks exchange in the background. In
+    evaluation none is: a pass that is left midway leaves nothing to the next one.
+
+    Where the batches of some rank end, by the iterator's end or an error, it ends on every rank, so
+    that a pipeline computes those before. ``raise_end`` then raises the reason, after which the
+    iterator is asked again: nothing is lost, and a new pass over the same object is one.
 
     Args:
-        source: The program's iterator.
         agreement: Exchanges the facts.
-        check: Raises if this rank cannot look up a batch's features.
+        waiting: Gets the sources of which batches wait, for whoever turns to them next.
+        check: Raises if this rank cannot look up a batch's features; returns those that are read.
         is_strict: Whether a batch that fails the check is refused on all ranks; otherwise it is
-            yielded as doubtful.
-        before: The feeds of earlier iterators, whose last batches come first.
+            yielded without a factor.
+        is_ahead: Whether a batch is prefetched.
     """
 
     def __init__(
         self,
-        source: Iterator[Any],
         agreement: Agreement,
-        check: Callable[[Any], None],
+        waiting: list[Source],
+        check: Callable[[Any], Sequence[Any]],
         *,
         is_strict: bool,
-        before: Sequence[Feed] = (),
+        is_ahead: bool,
     ) -> None:
+        self.source = Source(iter(()))
+        self._agreement, self._waiting, self._check = agreement, waiting, check
+        self._is_strict, self._is_ahead = is_strict, is_ahead
+        self._taken: deque[_Taken] = deque()
+        self.held: deque[Handed] = deque()
+        self.num_left = math.inf  # how many to yield until a pause, in which none is held
+        self._end: Callable[[], None] | None = None
+
+    @property
+    def is_paused(self) -> bool:
+        return self.num_left == 0 and not self.held
+
+    @property
+    def untrained(self) -> list[int]:
+        """The places of the batches that were taken and are not computed."""
+        return [taken.number for taken in self._uncomputed if taken.batch is not _NONE]
+
+    @property
+    def sources(self) -> list[Source]:
+        """Those of the next batches."""
+        return [self.source, *(taken.source for taken in self._taken)]
+
+    @property
+    def _uncomputed(self) -> list[_Taken]:
+        return [*(handed.taken for handed in self.held), *self._taken]
+
+    def turn_to(self, source: Source) -> None:
+        """Go on with an iterator, once the batches taken of the one before are computed."""
+        if source is self.source:
+            return
         self.source = source
-        self._agreement, self._check, self._is_strict = agreement, check, is_strict
-        self._num_taken: int = max((b._num_taken for b in before if b.source is source), default=0)
-        self._taken: deque[_Taken] = deque(taken for feed in before for taken in feed._taken)
-        self.held: deque[Handed] = deque(handed for feed in before for handed in feed.held)
-        self._is_over = False
-        self.error: RuntimeError | None = None  # at its end, if ranks have different numbers
+        if self._end is _stop:
+            self._end = None
+        if self._is_ahead:  # its turn comes before that of the next iterator
+            self._taken.append(self._take())
+
+    def close(self) -> None:
+        """Leave the batches that are not computed to whoever turns to their iterators next."""
+        for taken in reversed(self._uncomputed):
+            self._offer_again(taken)
+        self.held.clear()
+        self._taken.clear()
+        self.source = Source(iter(()))  # a loader has workers, and holds its dataset open
+
+    def _offer_again(self, taken: _Taken) -> None:
+        error = taken.error if taken.batch is _NONE else None
+        taken.source.waiting.appendleft((taken.batch, error))
+        taken.source.num_taken = taken.number
+        self._waiting.append(taken.source)
 
     def __next__(self) -> Any:
-        while not self._is_over:
+        while self._end is None and self.num_left:
             taken = self._taken.popleft() if self._taken else self._take()
-            facts = taken.facts()
-            states = [state for state, _, _ in facts]
+            states, least, most = zip(*taken.facts(), strict=True)
             if _ERROR in states:
-                self._is_over = True
-                same_verdict(taken.raise_error)
-            if _END in states:
-                if _BATCH in states:
-                    self.error = _uneven(taken.number, states)
-                self._is_over = self.error is not None or taken.source is self.source
-                continue
-            sizes = [size for _, size, _ in facts]
-            is_doubtful = any(doubt for *_, doubt in facts)
-            if not any(sizes):
-                raise ValueError(
-                    f"batch {taken.number}: expected a sample on some rank, got none. Skip batches "
-                    "that are empty on all ranks."
+                self._offer_again(taken)
+                self._end = partial(same_verdict, taken.raise_own_error)
+            elif _END in states:
+                taken.source.num_taken = 0
+                if _BATCH in states or _REFUSED in states:
+                    self._end = partial(_raise, _uneven(taken.number, states))
+                elif taken.source is self.source:
+                    self._end = _stop
+            elif _REFUSED in states:
+                self._end = partial(same_verdict, taken.raise_error)
+            elif not any(most):
+                self._end = partial(
+                    _raise,
+                    ValueError(
+                        f"batch {taken.number}: expected a sample on some rank, got none. Skip "
+                        "batches that are empty on all ranks."
+                    ),
                 )
-            self.held.append(Handed(factor_of(sizes), is_doubtful))
-            if not self._taken:
-                self._taken.append(self._take())
-            return taken.batch
+            else:
+                try:  # an evaluation weights nothing
+                    factor = factor_of(least, most if self._is_ahead else least)
+                except ValueError as caught:
+                    self._end = partial(_raise, _refused(taken.number, caught))
+                    continue
+                self.num_left -= 1
+                self.held.append(Handed(taken, factor))
+                if self._is_ahead and not self._taken:
+                    self._taken.append(self._take())
+                return Movable(taken.batch)
         raise StopIteration
 
+    def raise_end(self) -> NoReturn:
+        """Raise why there was no further batch, once; a collective."""
+        end, self._end = self._end, None
+        assert end is not None
+        end()
+        raise AssertionError
+
     def _take(self) -> _Taken:
-        batch, error, size, is_doubtful = None, None, -1, False
-        try:
-            batch = next(self.source, None)
-        except Exception as caught:  # of any kind: all ranks must be informed
-            error = caught
-        if batch is not None:
+        source = self.source
+        batch, error = source.next()
+        state = _ERROR if error is not None else _END if batch is _NONE else _BATCH
+        number, sizes = source.num_taken, [-1]
+        if batch is not _NONE:
+            is_refused = True
             try:
-                self._check(batch)
+                check_movable(batch)
+                is_refused = self._is_strict
+                sizes = [one.stride() for one in features_in(self._check(batch) or batch)] or sizes
             except Exception as caught:
-                error, is_doubtful = caught if self._is_strict else None, True
-            size = num_samples(batch)
-        state = _ERROR if error is not None else _END if batch is None else _BATCH
-        facts = self._agreement.start([state, size, int(is_doubtful)])
-        number, self._num_taken = self._num_taken, self._num_taken + (batch is not None)
-        return _Taken(self.source, number, batch, error, facts)
+                if is_refused:
+                    state, error = _REFUSED, _refused(number, caught)
+            source.num_taken += 1
+        facts = self._agreement.start([state, min(sizes), max(sizes)])
+        return _Taken(source, number, batch, error, facts)
 
 
-def num_samples(batch: Any) -> int:
-    """The number of bags of each feature of a batch; -1 if unknown, or not the same for all."""
-    sizes = {
-        -1 if isinstance(f, KeyedJaggedTensor) and f.variable_stride_per_key() else f.stride()
-        for f in features_in(batch)
-    }
-    return sizes.pop() if len(sizes) == 1 else -1
+def _raise(error: BaseException) -> None:
+    raise error
 
 
-def factor_of(sizes: Sequence[int]) -> float:
+def _stop() -> None:
+    raise StopIteration
+
+
+def _refused(number: int, why: Exception) -> ValueError:
+    error = ValueError(f"batch {number}, which no rank computes: {why}")
+    error.__cause__ = why
+    return error
+
+
+def factor_of(sizes: Sequence[int], *others: Sequence[int]) -> float | None:
     """The factor of this rank's mean that makes the mean over the ranks that of all samples.
 
     Args:
-        sizes: Samples of each rank's batch; -1 if unknown.
+        sizes: Bags of a feature in each rank's batch, as many for each sample; -1 if unknown.
+        others: Those of other features.
+
+    Returns:
+        None on all ranks if it is unknown.
+
+    Raises:
+        ValueError: On all ranks, if features differ in it.
     """
-    is_known = min(sizes) >= 0 and sum(sizes) > 0
-    return sizes[rank()] * len(sizes) / sum(sizes) if is_known else 1.0
+    if min(sizes) < 0:
+        return None
+    total = sum(sizes)
+    for other in others:
+        if any(a * sum(other) != b * total for a, b in zip(sizes, other, strict=True)):
+            raise ValueError(
+                "features: expected as many bags for each sample on every rank, got by rank "
+                f"{list(sizes)} bags of one feature and {list(other)} of another. Give each sample "
+                "as many, with empty bags where it has fewer."
+            )
+    return sizes[rank()] * len(sizes) / total if total else 1.0
 
 
 def check_sizes(sizes: Sequence[int]) -> None:
@@ -183,7 +322,8 @@ def check_sizes(sizes: Sequence[int]) -> None:
 
 
 def _uneven(number: int, states: Sequence[int]) -> RuntimeError:
-    fewer, more = states.index(_END), states.index(_BATCH)
+    fewer = states.index(_END)
+    more = next(at for at, state in enumerate(states) if state != _END)
     return RuntimeError(
         f"batches: expected the same number on every rank, got {number} on rank {fewer} and more "
         f"than {number} on rank {more}. Make them equal, for example with drop_last=True or by "

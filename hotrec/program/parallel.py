@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,13 +26,13 @@ from hotrec.cost_model.profile import Profile
 from hotrec.embedding.convert import shard, use_hot_cold
 from hotrec.embedding.fused import check_optimizer
 from hotrec.embedding.optimizers import (
+    ModelOptimizer,
     make_optimizer,
     make_replicated_tables,
     replicated_tables,
 )
 from hotrec.embedding.packed import is_packed
 from hotrec.embedding.sharding import HotColdSequenceSharder, HotColdSharder
-from hotrec.embedding.table_memory import leave_tables_out_of_forks
 from hotrec.embedding.tables import torchrec_collections
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.machine import Machine
@@ -46,7 +47,7 @@ from hotrec.program.choice import (
     choose_off,
     constraints_of,
 )
-from hotrec.program.features import allow_one_call, read_as_declared, take_losses
+from hotrec.program.features import allow_one_call, take_losses
 from hotrec.program.guard import guard
 from hotrec.program.tables import (
     EmbeddingOptimizer,
@@ -175,9 +176,9 @@ def parallelize(
         same_verdict(lambda: make_layers(model, ranks.device))
         if is_plain:
             plain = hot if isinstance(hot, Choice) else choose_off(kind)
+            _say(plain, ranks)
             sharded, optimizer = _plain(model, plan, ranks.device, dense_optimizer)
             initial.set(sharded, given_seed)
-            read_as_declared(sharded)
             take_losses(sharded)
             allow_one_call(sharded)
             guard(sharded, plain, optimizer)
@@ -223,19 +224,23 @@ def parallelize(
 
         choice = broadcast_object(same_verdict(choose))
         assert choice is not None
-        if ranks.is_first:
-            logger.info("%s", choice.why)
+        _say(choice, ranks)
         if choice.pipeline is PipelineKind.look_ahead:
             same_verdict(lambda: _check_ahead(model))
         sharded = _shard(model, choice, tables, found, ranks)
         initial.set(sharded, given_seed)
-        read_as_declared(sharded)
         take_losses(sharded)
         if choice.pipeline is not PipelineKind.look_ahead:  # it adds the gradients up
             allow_one_call(sharded)
         optimizer = make_optimizer(sharded, rule, dense_optimizer)
         guard(sharded, choice, optimizer)
         return sharded, optimizer
+
+
+def _say(choice: Choice, ranks: Ranks) -> None:
+    """Print the choice, since a program need not have set up logging."""
+    if ranks.is_first:
+        print(f"hotrec: {choice}", file=sys.stderr, flush=True)
 
 
 def choice_of(model: nn.Module) -> Choice:
@@ -289,14 +294,11 @@ def _plain(
     plan: ShardingPlan | None,
     device: torch.device,
     dense_optimizer: DenseOptimizer,
-) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+) -> tuple[DistributedModelParallel, ModelOptimizer]:
     """TorchRec's planner, DDP, and the fused and the dense optimizer."""
     rules, has_layers = rules_of(model), _has_layers(model)
-    sharded = DistributedModelParallel(
-        model, device=device, plan=plan, init_data_parallel=has_layers
-    )
+    sharded = shard(model, plan, default_sharders(), device, data_parallel=has_layers)
     _check_sequences(sharded, device)
-    leave_tables_out_of_forks(sharded)
     if not has_layers:
         _without_ddp(sharded, device)
     optimizers: list[KeyedOptimizer] = [sharded.fused_optimizer]
@@ -317,7 +319,7 @@ def _plain(
         )
     if rest:
         optimizers.append(KeyedOptimizerWrapper(rest, dense_optimizer))
-    return sharded, CombinedOptimizer(optimizers)
+    return sharded, ModelOptimizer(optimizers)
 
 
 def _check_sequences(sharded: DistributedModelParallel, device: torch.device) -> None:

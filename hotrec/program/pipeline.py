@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from enum import Enum
 from typing import Any, Self
 
 import torch
@@ -11,34 +14,23 @@ from torch import nn
 from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.program.choice import Choice
 from hotrec.program.features import in_pipeline
-from hotrec.program.feed import Agreement, Feed
+from hotrec.program.feed import Agreement, Feed, Source
 from hotrec.program.guard import Guard
 from hotrec.program.parallel import choice_of
-from hotrec.train.pipelines import EndOfDataError, make_pipeline
+from hotrec.runtime.ranks import RankError, rank, world_size
+from hotrec.train.pipelines import EndOfDataError, LookAheadPipeline, make_pipeline
+from hotrec.train.traced import first_line
 from hotrec.types import PipelineSpec
 
+logger = logging.getLogger(__name__)
 
-class _Part(Iterator[Any]):
-    """The batches until the next decision on hot rows.
 
-    Args:
-        source: The program's iterator.
-        most: Maximum number of batches to take.
-        before: Batches taken and computed of another iterator since the last decision.
-    """
+class _State(Enum):
+    """What a pipeline does; open is idle, or holds batches."""
 
-    def __init__(self, source: Iterator[Any], most: int, before: _Part | None = None) -> None:
-        self.source = source
-        self._most = most
-        self.num_taken: int = 0 if before is None else before.num_taken
-        self.num_computed: int = 0 if before is None else before.num_computed
-
-    def __next__(self) -> Any:
-        if self.num_taken >= self._most:
-            raise StopIteration
-        batch = next(self.source)
-        self.num_taken += 1
-        return batch
+    OPEN = "an open one"
+    INSIDE = "one inside a step. Call it once at a time, not from the model"
+    CLOSED = "a closed one. Create a new one"
 
 
 class Pipeline:
@@ -54,10 +46,14 @@ class Pipeline:
             except StopIteration:
                 break
 
-    Batches are of any type with ``to(device, non_blocking=...)`` and ``record_stream``
-    (``torchrec.streamable.Pipelineable``) and have ``KeyedJaggedTensor`` in their attributes. If
+    Batches are of any type with ``to(device, non_blocking=...)`` and ``record_stream``, as of
+    ``torchrec.streamable.Pipelineable``, and have ``KeyedJaggedTensor`` in their attributes. If
     ranks have different numbers of batches, they get an error once the common batches are computed.
     If batches differ in size, losses are weighted, so that their mean is that of all samples.
+
+    An error of the iterator is raised once the batches before it are computed. The next call goes
+    on with the next batch. After an error inside a step, other calls than ``drain`` and ``close``
+    are refused, since rows may be updated in part.
 
     In evaluation mode each batch is computed immediately, and batches prefetched for training are
     kept. With hot="off" TorchRec's pipeline runs the steps.
@@ -77,7 +73,8 @@ class Pipeline:
         adapt_every: Steps between its decisions, across which no batch is prefetched.
 
     Raises:
-        ValueError: If the model or the optimizer is not from ``parallelize``.
+        ValueError: If the model or the optimizer is not from ``parallelize``, or ``adapt_every`` is
+            below 1.
     """
 
     def __init__(
@@ -90,12 +87,18 @@ class Pipeline:
         hot_set: AdaptiveHotSet | None = None,
         adapt_every: int = 100,
     ) -> None:
+        if adapt_every < 1:
+            raise ValueError(f"adapt_every: expected at least 1, got {adapt_every}. Raise it.")
         self.choice: Choice = choice_of(model)
         self._device = torch.device(device if device is not None else model.device)  # type: ignore[arg-type]
         self._model = model
         self._hot_set, self._adapt_every = hot_set, adapt_every
-        self._part: _Part | None = None
         self._guard: Guard = model.hotrec_guard  # type: ignore[assignment]
+        if optimizer is not self._guard.optimizer:
+            raise ValueError(
+                f"optimizer {type(optimizer).__name__}: expected the one that hotrec.parallelize "
+                "returned with this model, got another. Pass that one, since it updates all rows."
+            )
         self._guard.enter_pipeline(self)
         try:
             self._pipeline = make_pipeline(
@@ -110,11 +113,19 @@ class Pipeline:
             self._guard.leave_pipeline(self)
             raise
         self._agreement = Agreement()
-        self._check, self._is_strict = self._guard.choose_check(model)
-        # Of the last iterators in training and in evaluation.
-        self._train_feed: Feed | None = None
-        self._eval_feed: Feed | None = None
-        self._is_closed = False
+        check, is_strict = self._guard.choose_check(model)
+        of_all = self._agreement, self._guard.waiting, check
+        self._train_feed = Feed(*of_all, is_strict=is_strict, is_ahead=True)
+        self._eval_feed = Feed(*of_all, is_strict=is_strict, is_ahead=False)
+        # Those that this pipeline does not turn to are dropped at its end, with their workers.
+        self._left = [*self._guard.waiting]
+        if hot_set is not None:
+            self._train_feed.num_left = adapt_every
+        self._state = _State.OPEN
+        self._was_drained = False
+        if isinstance(self._pipeline, LookAheadPipeline):
+            self._guard.were_rows_written()
+            self._pipeline.watch_rows(self._ask_for_writes)
 
     def progress(self, batches: Iterator[Any]) -> Any:
         """Compute the next batch and, in training mode, update the model.
@@ -126,60 +137,83 @@ class Pipeline:
             The model's second output; the detached loss if it only returns a loss.
 
         Raises:
-            StopIteration: If all batches are computed.
+            StopIteration: If all batches are computed. The next call asks the iterator again.
             RuntimeError: If the ranks have different numbers of batches, once the common ones are
-                computed; if the model changes the features before a collection reads them.
+                computed; if the model changes the features before a collection reads them; if an
+                earlier step failed.
             ValueError: If a batch cannot be looked up; if the model returns no loss, or one without
                 gradient in training.
             RankError: On the ranks without an error of their own.
         """
-        if self._is_closed:
-            raise RuntimeError(
-                "hotrec.Pipeline: expected an open pipeline, got a closed one. Create a new one."
-            )
+        self._check_open()
         if not hasattr(batches, "__next__"):
             raise TypeError(
                 f"batches: expected an iterator, got {type(batches).__name__}. Pass iter(...) of "
                 "it, the same one until it is exhausted."
             )
         is_training = self._model.training
-        feed = self._feed_of(batches, is_training=is_training)
-        with in_pipeline(self._model), self._guard.inside(feed):
+        self._guard.check_unchanged()
+        if is_training and not torch.is_grad_enabled():
+            raise RuntimeError(
+                "hotrec.Pipeline.progress: expected gradients in training mode, got them disabled "
+                "(torch.no_grad). Call model.eval() to evaluate, or leave the block to train."
+            )
+        feed, source = self._feed_of(batches, is_training=is_training)
+        is_ahead = is_training or bool(feed.held)
+        if is_ahead:
+            self._pipeline.check_mode()
+        with self._inside(feed, is_training=is_training):
+            feed.turn_to(source)
             try:
-                if is_training and self._hot_set is not None:
-                    output = self._progress(self._hot_set, feed)
-                elif is_training or feed.held:
-                    output = self._pipeline.progress(feed)
-                else:
-                    output = self._evaluate(feed)
-            except EndOfDataError:
-                error = feed.error or StopIteration()
-            else:
+                output = self._pipeline.progress(feed) if is_ahead else self._evaluate(feed)
                 feed.held.popleft()
+                if feed.is_paused:
+                    self._adapt(feed)
                 return output
-        raise error
+            except EndOfDataError:
+                pass
+        return feed.raise_end()
 
-    def _feed_of(self, batches: Iterator[Any], *, is_training: bool) -> Feed:
-        train_feed, eval_feed = self._train_feed, self._eval_feed
-        if train_feed is not None and train_feed.source is batches:
-            return train_feed
-        is_evaluated = eval_feed is not None and eval_feed.source is batches
-        if is_evaluated and not is_training:
-            return eval_feed  # type: ignore[return-value]
-        before = [train_feed] if is_training else []
-        before += [eval_feed] if is_evaluated else []
-        feed = Feed(
-            batches,
-            self._agreement,
-            self._check,
-            is_strict=self._is_strict,
-            before=[one for one in before if one is not None],
-        )
-        if is_training:
-            self._train_feed = feed
-        else:
-            self._eval_feed = feed
-        return feed
+    def _check_open(self) -> None:
+        self._guard.check_whole("hotrec.Pipeline", "an open pipeline")
+        if self._state is not _State.OPEN:
+            raise RuntimeError(
+                f"hotrec.Pipeline: expected an open pipeline, got {self._state.value}."
+            )
+
+    @contextmanager
+    def _inside(self, feed: Feed, *, is_training: bool) -> Iterator[None]:
+        """A step. Unless it ends, ranks or rows may be apart, so that no other one starts."""
+        self._state = _State.INSIDE
+        try:
+            with in_pipeline(self._model), self._guard.inside(feed):
+                yield
+        except BaseException as caught:
+            error = self._agreement.error_of_all(caught)
+            said = error if isinstance(error, RankError) else RankError(rank(), first_line(error))
+            untrained = self._train_feed.untrained
+            done, way_out = "Nothing was updated", "create a new one"
+            is_final = is_training or world_size() > 1
+            if is_final:
+                done = "Rows may be updated in part" if is_training else "Ranks may be apart"
+                way_out = "go on from a checkpoint, with a new model, parallelize and Pipeline"
+            self._guard.fail(
+                f"failed: {str(said).partition(chr(10))[0].rstrip('.')}. {done}, and batches "
+                f"{untrained} were taken, but not trained. Close the pipeline and {way_out}.",
+                is_final=is_final,
+            )
+            if error is caught:
+                raise
+            raise error from caught
+        self._state = _State.OPEN
+
+    def _feed_of(self, batches: Iterator[Any], *, is_training: bool) -> tuple[Feed, Source]:
+        of_train, of_eval, waiting = self._train_feed, self._eval_feed, self._guard.waiting
+        known = [*of_train.sources, of_eval.source, *waiting]
+        source = next((one for one in known if one.batches is batches), None) or Source(batches)
+        waiting[:] = [one for one in waiting if one.waiting]
+        is_ahead = is_training or source is of_train.source
+        return of_train if is_ahead else of_eval, source
 
     def _evaluate(self, feed: Feed) -> Any:
         """Compute a batch in line, keeping the batches prefetched for training."""
@@ -189,34 +223,58 @@ class Pipeline:
         _, output = self._model(batch.to(self._device, non_blocking=True))
         return output
 
-    def _progress(self, hot_set: AdaptiveHotSet, feed: Feed) -> Any:
-        if self._part is None or self._part.source is not feed:
-            self._part = _Part(feed, self._adapt_every, self._part)
-        output = self._pipeline.progress(self._part)
-        self._part.num_computed += 1
-        if self._part.num_computed == self._adapt_every:
-            self._pipeline.drain()
-            hot_set.adapt()
-            self._part = _Part(feed, self._adapt_every)
-        return output
+    def _adapt(self, feed: Feed) -> None:
+        """Decide on hot rows, with no batch in flight."""
+        assert self._hot_set is not None
+        self._pipeline.flush()
+        self._hot_set.adapt()
+        self._guard.were_rows_written()
+        feed.num_left = self._adapt_every
+
+    def _ask_for_writes(self) -> Callable[[], bool]:
+        """Start to ask all ranks whether their programs wrote rows, which were read ahead."""
+        may_differ = self._guard.were_rows_written() or self._was_drained
+        self._was_drained = False
+        found = self._agreement.start([int(may_differ)])
+        return lambda: any(is_written for [is_written] in found())
 
     def drain(self) -> None:
-        """Wait until all updates are applied on this rank; prefetched batches are kept."""
-        self._pipeline.drain()
+        """Wait until all updates are applied on this rank, before you read or write weights.
+
+        Prefetched batches are kept. With look-ahead their rows are read again, since writes to
+        ``parameter.data`` leave no trace.
+        """
+        self._pipeline.flush()
+        self._was_drained = True
 
     def close(self) -> None:
         """Apply all updates, and stop the pipeline's threads and process groups.
 
         A ``with`` block does this at its end, and after an error it does not wait for other ranks.
         """
-        if not self._is_closed:
-            self.drain()
+        if self._state is not _State.CLOSED:
+            # After a failure, as far as they go.
+            has_failed = bool(self._guard.failure)
+            untrained = self._train_feed.untrained
+            if untrained and not has_failed:
+                logger.warning(
+                    "hotrec.Pipeline: closed with batches %s taken, but not trained. Only a new "
+                    "one of the model computes them, if it gets the same iterator next.",
+                    untrained,
+                )
+            with suppress(Exception) if has_failed else nullcontext():
+                self.drain()
             self._close()
 
     def _close(self) -> None:
-        self._is_closed = True
+        self._state = _State.CLOSED
         self._pipeline.close()
         self._agreement.close()
+        waiting = self._guard.waiting
+        waiting[:] = [source for source in waiting if source not in self._left]
+        self._left.clear()
+        self._train_feed.close()
+        self._eval_feed.close()
         self._guard.leave_pipeline(self)
 
     def __enter__(self) -> Self:

@@ -23,8 +23,10 @@ def features_in(value: Any, levels: int = MOST_LEVELS) -> Iterator[Any]:
         inside = value.values()
     elif isinstance(value, list | tuple):
         inside = value
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        inside = vars(value).values()
+    elif not isinstance(value, type):
+        slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        inside = [getattr(value, name, None) for name in slots]
+        inside += getattr(value, "__dict__", {}).values()
     if levels:
         for item in inside:
             yield from features_in(item, levels - 1)

@@ -23,9 +23,10 @@ def check_lengths(features: KeyedJaggedTensor) -> list[KeyLengths]:
     """Return the lengths of each key, with one read from the device.
 
     Raises:
-        ValueError: if there is not one per key and sample, one is negative, their sum is wrong, or
-            samples share bags.
+        ValueError: if there is not one per key and sample, one is negative, their sum is wrong,
+            samples share bags, or a type is not an integer's.
     """
+    check_types(features)
     check_own_bags(features)
     num_keys, stride, lengths = len(features.keys()), features.stride(), features.lengths()
     fits = lengths.numel() == num_keys * stride
@@ -66,6 +67,17 @@ def check_names(features: KeyedJaggedTensor, wanted: Sequence[str]) -> None:
             f"features: expected {missing[0]!r} among the batch's features, got {list(keys)}. "
             "Pass the features the collection was built for."
         )
+
+
+def check_types(features: KeyedJaggedTensor) -> None:
+    """Raise ValueError if ids or lengths are of another type than int32 and int64."""
+    for what, found in (("ids", features.values()), ("lengths", features.lengths())):
+        if found.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"features {list(features.keys())[:8]} {what}: expected int64 or int32, got "
+                f"{str(found.dtype).removeprefix('torch.')}. Convert them with .long() where the "
+                "batch is built, if they are whole numbers."
+            )
 
 
 def check_own_bags(features: KeyedJaggedTensor) -> None:

@@ -98,6 +98,7 @@ def evaluate_run(
             pin_memory=ranks.device.type == "cuda",
         )
     )
+    batches.pad(batch_size)
     batches.add_groups(job.group_by)
     batches.add_items(job.item)
     ranking = make_ranking(job, trainable, ranks, batch_size, workers)

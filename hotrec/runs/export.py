@@ -5,10 +5,8 @@
     tables/<table>.safetensors   weight (R, D) in the dataset's row order; for int8 also scale (R,)
     vocab/<table>.parquet        value and row of each raw id, if the table has a vocabulary
     vocab/<table>.npy            the hash of the value of row 1, 2, ..., which the encoder reads
-    model.onnx                   with export.onnx=true
 
-Tables are copied a chunk at a time. With ``since`` only changes are written: see
-``hotrec.runs.delta``.
+Tables are copied a chunk at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -42,7 +39,6 @@ from hotrec.config.data import (
     FEATURE_KINDS,
     TEXT_FORMATS,
     ColumnKind,
-    ColumnSpec,
     SourceSpec,
     TimeUnit,
     columns_of,
@@ -50,11 +46,12 @@ from hotrec.config.data import (
 from hotrec.config.roots import Config, ExportConfig, ExportFormConfig, RowType
 from hotrec.data.chunks import Dataset
 from hotrec.data.encode import sources_of
-from hotrec.data.generation import generations_of
+from hotrec.data.hashing import Hashes, hash_text
 from hotrec.data.kept import open_generation
 from hotrec.data.loader import make_loader
 from hotrec.data.vocabulary import read_vocabulary
 from hotrec.embedding.canonical import TensorPart
+from hotrec.models.encoder import hash_file
 from hotrec.models.plain import (
     DENSE_FILE,
     DESCRIPTION,
@@ -64,17 +61,7 @@ from hotrec.models.plain import (
     TABLES_DIR,
     WEIGHT,
     Architecture,
-    PlainModel,
     load_model,
-)
-from hotrec.runs.delta import (
-    DELTA_DESCRIPTION,
-    DELTA_KIND,
-    ROW,
-    changed_ids,
-    changed_rows,
-    merge,
-    open_base,
 )
 from hotrec.runs.evaluate import AUTO, find_checkpoint
 from hotrec.runs.exported import (
@@ -86,15 +73,12 @@ from hotrec.runs.exported import (
     TensorWriter,
     check_place,
     make_ids,
-    map_tensors,
     rows_at_once,
     table_file,
     vocabulary_file,
     write_code,
-    write_hashes,
     write_ids,
 )
-from hotrec.runs.onnx_file import check_packages, write_onnx
 from hotrec.runtime.run_dir import read_finished
 from hotrec.train.checkpoint import LATEST, open_tensors, read_facts
 from hotrec.train.evaluate import Quality, measure_all
@@ -249,89 +233,45 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
         The exported model, evaluated as configured.
 
     Raises:
-        ArtifactError: If the output directory contains something else, the dataset, the checkpoint
-            or the earlier export is missing or altered, these do not match, or values exceed the
-            type. Nothing is changed.
-        ValueError: As ``open_trained``, or if a package that ``export.onnx`` needs is missing.
+        ArtifactError: If the output directory contains something else, the dataset or checkpoint
+            is missing or altered, these do not match, or values exceed the type. Nothing is
+            changed.
+        ValueError: As ``open_trained``.
     """
     target, form = Path(config.output), config.export
     check_place(target)
-    kind = KIND if config.since is None else DELTA_KIND
-    if form.onnx:
-        check_packages()
-    with scratch_directory(target, kind=kind) as scratch:
+    with scratch_directory(target, kind=KIND) as scratch:
         trained = open_trained(trained_config, trained_dir, config.checkpoint)
         dataset = trained.dataset.artifact
         shape = trained.spec.architecture
-        if form.onnx and shape.reads_sequences:
-            raise ValueError(
-                "export.onnx: expected a model of pooled columns, got "
-                f"{shape.target or shape.kind}, which reads sequences. Omit export.onnx, and load "
-                "the model by hotrec.load_model."
-            )
         description = _description(trained, shape, form)
-        base = None
-        if config.since is not None:
-            earlier = {generation["content_hash"] for generation in generations_of(trained.dataset)}
-            base = open_base(Path(config.since), description, {dataset.content_hash} | earlier)
         with open_tensors(trained.checkpoint) as files:
-            num_rows = _write_tables(scratch, files, trained, form.rows, base)
+            num_rows = _write_tables(scratch, files, trained, form.rows)
             dense = dense_weights(files, shape)
         _write_dense(scratch / DENSE_FILE, dense)
         description["dense_sha256"] = checksum_of(scratch / DENSE_FILE, "sha256")
-        if form.onnx:
-            tables = {
-                table.name: _forms(table.num_rows, shape.embedding_dim, form.rows)
-                for table in trained.dataset.schema.tables
-            }
-            write_onnx(scratch, shape, dense, tables)
-        _write_vocabularies(scratch, trained, base)
-        if base is None:
-            write_code(scratch)
-        name = DESCRIPTION if base is None else DELTA_DESCRIPTION
-        (scratch / name).write_text(json.dumps(description, indent=2) + "\n")
-        quality = _evaluate_written(scratch, trained, form, base)
+        _write_vocabularies(scratch, trained)
+        write_code(scratch)
+        (scratch / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
+        quality = _evaluate(scratch, trained, form)
         artifact = commit_artifact(
             scratch,
             target,
-            kind=kind,
+            kind=KIND,
             content={"quality": None if quality is None else quality.to_json()},
-            made_from={
-                "dataset": dataset.content_hash,
-                **({} if base is None else {KIND: base.content_hash}),
-            },
+            made_from={"dataset": dataset.content_hash},
             apart=CODE,
         )
     return ExportedModel(artifact, trained.checkpoint.name, trained.step, num_rows, quality)
 
 
-def _write_tables(
-    scratch: Path, files: TensorFiles, trained: Trained, row_type: RowType, base: Artifact | None
-) -> int:
-    """Write the rows of all tables, or those that differ from ``base``; returns their number."""
+def _write_tables(scratch: Path, files: TensorFiles, trained: Trained, row_type: RowType) -> int:
+    """Write the rows of all tables; returns their number."""
     (scratch / TABLES_DIR).mkdir()
     num_rows = 0
     for table, tensor in table_names(files, trained.dataset.schema).items():
-        path = scratch / table_file(table)
-        if base is None:
-            num_rows += _write_table(path, files, tensor, row_type)
-        else:
-            before = base.file(table_file(table))
-            num_rows += _write_changes(path, files, tensor, row_type, before)
+        num_rows += _write_table(scratch / table_file(table), files, tensor, row_type)
     return num_rows
-
-
-def _evaluate_written(
-    scratch: Path, trained: Trained, form: ExportFormConfig, base: Artifact | None
-) -> Quality | None:
-    """The quality of the exported model; for this a delta is merged with its base."""
-    if form.eval_split is None:
-        return None
-    if base is None:
-        return _evaluate(load_model(scratch, allow_code=True), trained, form)
-    with TemporaryDirectory(dir=scratch) as whole:
-        merge(base.path, scratch, Path(whole))
-        return _evaluate(load_model(whole, allow_code=True), trained, form)
 
 
 def row_chunks(files: TensorFiles, name: str) -> Iterator[npt.NDArray[np.float32]]:
@@ -373,23 +313,6 @@ def _write_table(path: Path, files: TensorFiles, name: str, row_type: RowType) -
     return num_rows
 
 
-def _write_changes(path: Path, files: TensorFiles, name: str, row_type: RowType, base: Path) -> int:
-    """Write the rows of a table that differ from an earlier export; returns their number."""
-    before = map_tensors(base)
-
-    def changes() -> Iterator[dict[str, npt.NDArray[Any]]]:
-        return changed_rows(stored_chunks(files, name, row_type), before)
-
-    # Compared twice, since the header of the file has their number.
-    num_changed = sum(len(chunk[ROW]) for chunk in changes())
-    forms = _forms(num_changed, files.shapes[name][1], row_type)
-    with TensorWriter(path, {ROW: ("int64", (num_changed,)), **forms}) as writer:
-        for chunk in changes():
-            for tensor, values in chunk.items():
-                writer.write(tensor, values)
-    return num_changed
-
-
 def quantize(
     rows: npt.NDArray[np.float32],
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int8]]:
@@ -425,19 +348,20 @@ def _vocabulary_chunks(dataset: Artifact, table: str) -> Iterator[pa.Table]:
         yield make_ids(chunk, np.arange(1 + begin, 1 + begin + len(chunk)))
 
 
-def _write_vocabularies(scratch: Path, trained: Trained, base: Artifact | None) -> None:
-    """Value and row of each raw id, or of those that are not in ``base``."""
+def _write_vocabularies(scratch: Path, trained: Trained) -> None:
+    """Write value and row of each raw id, and the hashes of the values for the encoder."""
     dataset = trained.dataset.artifact
     for table in _with_vocabulary(trained):
         dataset.verify_file(f"vocab/{table}.arrow")
         (scratch / VOCABULARIES).mkdir(exist_ok=True)
-        file = vocabulary_file(table)
-        chunks = _vocabulary_chunks(dataset, table)
-        with write_ids(scratch / file) as writer:
-            for ids in chunks if base is None else changed_ids(chunks, base.file(file)):
+        shape = (trained.dataset.schema.table(table).num_rows - 1,)
+        hashes: Hashes = np.lib.format.open_memmap(
+            scratch / hash_file(table), mode="w+", dtype="<u8", shape=shape
+        )
+        with write_ids(scratch / vocabulary_file(table)) as writer:
+            for ids in _vocabulary_chunks(dataset, table):
                 writer.write_table(ids)
-        if base is None:
-            write_hashes(scratch, table, trained.dataset.schema.table(table).num_rows)
+                hashes[ids["row"].to_numpy() - 1] = hash_text(ids["value"].combine_chunks())
 
 
 def _with_vocabulary(trained: Trained) -> list[str]:
@@ -464,7 +388,6 @@ def _encoding(trained: Trained) -> dict[str, Any] | None:
         return None
     columns = {
         name: {
-            **asdict(ColumnSpec(column["kind"])),  # keys added since earlier versions
             **column,
             "source": column["source"] or name,
             **({"table": column["table"] or name} if column["kind"] in FEATURE_KINDS else {}),
@@ -480,7 +403,8 @@ def _encoding(trained: Trained) -> dict[str, Any] | None:
         "null_values": source.null_values if source.format in TEXT_FORMATS else [],
         "columns": columns,
         "tables": recorded["tables"],
-        "whole_ids": recorded.get("whole_ids", False),
+        "names": recorded["names"],
+        "value_types": recorded["value_types"],
         "times": {name: recorded["times"].get(name, TimeUnit.ms.name) for name in sorted(of_times)},
         "means": dict(zip(dense, recorded["means"], strict=True)),
         "deviations": dict(zip(dense, recorded["deviations"], strict=True)),
@@ -514,7 +438,7 @@ def _description(trained: Trained, shape: Architecture, form: ExportFormConfig) 
     }
 
 
-def _evaluate(model: PlainModel, trained: Trained, form: ExportFormConfig) -> Quality | None:
+def _evaluate(directory: Path, trained: Trained, form: ExportFormConfig) -> Quality | None:
     """The quality of the exported model, read from its files."""
     split = form.eval_split
     if split is None:
@@ -531,6 +455,7 @@ def _evaluate(model: PlainModel, trained: Trained, form: ExportFormConfig) -> Qu
         epochs=1,
         shuffle=False,
     )
+    model = load_model(directory, allow_code=True)
     logits, labels, weights = [], [], []
     for batch in loader:
         ids = {name: (f.values(), f.offsets()) for name, f in batch.sparse.to_dict().items()}

@@ -1,6 +1,6 @@
-"""The files of an exported model, written by ``hotrec export`` and ``hotrec.apply_delta``.
+"""The files of an exported model, written by ``hotrec export``.
 
-Both read and write tables and vocabularies of any size in pieces.
+Tables and vocabularies of any size are written in pieces.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hotrec.artifact import MANIFEST
-from hotrec.data.hashing import Hashes, hash_text
 from hotrec.models import encoder, hstu, plain, sasrec, sequence
-from hotrec.models.encoder import hash_file
-from hotrec.models.plain import TABLES_DIR, load_tensors
+from hotrec.models.plain import TABLES_DIR
 
 KIND = "model export"
 VOCABULARIES = "vocab"
@@ -33,7 +31,7 @@ CODE = {
     path.name: path
     for path in map(Path, map(inspect.getfile, (encoder, plain, hstu, sasrec, sequence)))
 }
-# Raw ids that are read or written at once.
+# Raw ids that are written at once.
 IDS_AT_ONCE = 1 << 18
 _CHUNK_BYTES = 64 << 20
 # Type and shape of each tensor of a file.
@@ -133,11 +131,6 @@ def check_place(target: Path) -> None:
             )
 
 
-def map_tensors(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """The tensors of a file, mapped into memory."""
-    return {name: value.numpy() for name, value in load_tensors(path).items()}
-
-
 @contextmanager
 def write_ids(path: Path) -> Iterator[pq.ParquetWriter]:
     """A vocabulary to which tables of ``make_ids`` are written, in the order of their rows."""
@@ -157,60 +150,6 @@ def _is_artifact(directory: Path) -> bool:
         return False
 
 
-def read_ids(path: Path, begin: int, end: int) -> pa.Table:
-    """The raw ids of a vocabulary with rows from ``begin`` to before ``end``.
-
-    Raises:
-        ValueError: If the file is invalid.
-    """
-    try:
-        found = pq.read_table(path, filters=[("row", ">=", begin), ("row", "<", end)])
-        return found.cast(_IDS).combine_chunks()
-    except (pa.ArrowException, OSError, LookupError) as error:
-        reason = str(error).splitlines()[0].removesuffix(".")
-        raise ValueError(
-            f"{path}: expected the values and rows of a vocabulary, got {reason}. Export the model "
-            "again."
-        ) from error
-
-
-def check_ids(path: Path, num_rows: int, *, may_lack: bool) -> None:
-    """Check that a vocabulary has a value for each row of a table except row 0, in order.
-
-    Args:
-        path: The file.
-        num_rows: Rows of the table.
-        may_lack: Whether rows may be missing, as in a delta.
-
-    Raises:
-        ValueError: If it has other rows, a row twice, or a row without a value.
-    """
-    num_found = read_count(path)
-    is_whole = num_found == num_rows - 1 or (may_lack and num_found < num_rows)
-    num_read, last = 0, 0
-    for begin in range(1, num_rows, IDS_AT_ONCE):
-        ids = read_ids(path, begin, begin + IDS_AT_ONCE)
-        rows = ids["row"].to_numpy()
-        is_whole &= not ids["value"].null_count and (np.diff(rows, prepend=last) > 0).all()
-        num_read, last = num_read + len(rows), rows[-1] if len(rows) else last
-    if not is_whole or num_read != num_found or last >= num_rows:
-        raise ValueError(
-            f"{path}: expected a value for each of the rows 1 to {num_rows - 1} once, in order, "
-            "got others. Export the model again."
-        )
-
-
-def read_count(path: Path) -> int:
-    """The number of rows of a Parquet file."""
-    try:
-        return int(pq.read_metadata(path).num_rows)
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0].removesuffix(".")
-        raise ValueError(
-            f"{path}: expected a Parquet file, got {reason}. Export the model again."
-        ) from error
-
-
 def write_code(directory: Path) -> None:
     """Write hotrec's own reader code, never code from another export.
 
@@ -219,20 +158,3 @@ def write_code(directory: Path) -> None:
     for name, source in CODE.items():
         code = source.read_text().replace("from hotrec.models.", "from ")
         (directory / name).write_text(code)
-
-
-def write_hashes(directory: Path, table: str, num_rows: int) -> None:
-    """Write the hashes of a vocabulary's values, by row, for the encoder.
-
-    Args:
-        directory: The exported directory, which has the vocabulary.
-        table: The table.
-        num_rows: Its rows.
-    """
-    shape = (num_rows - 1,)
-    target = directory / hash_file(table)
-    hashes: Hashes = np.lib.format.open_memmap(target, mode="w+", dtype="<u8", shape=shape)
-    for begin in range(1, num_rows, IDS_AT_ONCE):
-        ids = read_ids(directory / vocabulary_file(table), begin, begin + IDS_AT_ONCE)
-        values = ids["value"].combine_chunks()
-        hashes[begin - 1 : begin - 1 + len(values)] = hash_text(values)

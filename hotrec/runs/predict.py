@@ -23,8 +23,6 @@ import torch
 from hotrec.artifact import Artifact, commit_artifact, read_artifact
 from hotrec.config.data import (
     ColumnKind,
-    ColumnSpec,
-    Derive,
     Encoding,
     SourceSpec,
     SplitSpec,
@@ -34,19 +32,25 @@ from hotrec.config.roots import Config, PredictConfig
 from hotrec.data.chunks import Floats, Integers, Jagged
 from hotrec.data.columns import Float64s, Lists, RawBlock, Texts
 from hotrec.data.encode import (
+    NUM_TELLING,
     ShowColumn,
     check_row_numbers,
+    count_missing,
     encode_inputs,
     feature_columns,
     labels_of,
     read_encoding,
     read_times,
+    say_missing,
     sources_of,
+    value_types_of,
 )
+from hotrec.data.loader import padded_size
 from hotrec.data.log import Log, open_log
 from hotrec.data.prepare import read_ahead
 from hotrec.data.readers import find_files
 from hotrec.data.unknown import UnknownIds, unknown_ids_of
+from hotrec.data.value_types import ValueTypes
 from hotrec.data.vocabulary import RowEncoder
 from hotrec.models.plain import Ids, PlainModel, TableRows
 from hotrec.runs.export import Trained, dense_weights, open_trained, table_names
@@ -60,8 +64,6 @@ logger = logging.getLogger(__name__)
 KIND, SCORES = "prediction", "scores"
 # Columns of every file of scores.
 _LINE, _LOGIT, _SCORE, _LABEL, _WEIGHT = "line", "logit", "score", "label", "weight"
-# Number of ids of a column above which their unknown share is meaningful.
-_NUM_TELLING = 20
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ class _Scorer:
     encoders: dict[str, RowEncoder]  # by feature
     row_numbers: dict[str, int]  # rows of the table, by feature whose ids are row numbers
     scaling: Float64s
+    value_types: ValueTypes  # of the columns of the training log
     label_weights: Mapping[str, float] | None  # of several labels
     held_out: dict[str, float]  # the share of unknown ids in held-out samples, by column
     max_unknown_frac: float
@@ -221,7 +224,7 @@ class _Scorer:
             usual = self.held_out.get(column, 0.0)
             most = usual + self.max_unknown_frac * (1 - usual)
             num_ids = int(unknown.counts[column][0])
-            if frac > most and num_ids >= _NUM_TELLING:
+            if frac > most and num_ids >= NUM_TELLING:
                 such = f", such as {examples[column]!r:.40}" if column in examples else ""
                 raise ValueError(
                     f"{where} column {self.log.columns[column].source or column}: expected at most "
@@ -242,6 +245,7 @@ class _Scorer:
     ) -> tuple[Floats, dict[str, Integers | Jagged]]:
         """Dense columns and rows of a block."""
         columns = self.log.columns
+        self.value_types.check(block.value_types)
         for name, num_rows in self.row_numbers.items():
             advice = "or remove the sample"
             check_row_numbers(block, name, columns[name], num_rows, file, advice)
@@ -279,6 +283,7 @@ def _make_scorer(config: PredictConfig, trained: Trained) -> _Scorer:
             if tables[table].encoding is Encoding.rows
         },
         scaling,
+        value_types_of(trained.dataset),
         trained.spec.label_weights,
         held_out,
         config.predict.max_unknown_frac,
@@ -357,23 +362,6 @@ class _Counted:
             (at, *_) = np.flatnonzero(self._encoders[column].rows(values) == 0)
             self.examples[column] = values[int(at)].as_py()
 
-    def add_missing(self, block: RawBlock, columns: Mapping[str, ColumnSpec]) -> None:
-        """Count the samples of a block without a number or an id; lists may be empty."""
-        for name, column in columns.items():
-            source = column.source or name
-            if column.is_list:
-                continue
-            if column.kind is ColumnKind.dense or column.derive is not Derive.none:
-                is_missing = np.isnan(block.numbers[source]).reshape(len(block), -1).all(axis=1)
-            elif column.kind is ColumnKind.categorical:
-                raw = block.ids[source]
-                assert isinstance(raw, Texts), name
-                is_null = np.append(raw.values.is_null().to_numpy(zero_copy_only=False), True)
-                is_missing = is_null[raw.codes]
-            else:
-                continue
-            self.missing[name] += int(is_missing.sum())
-
 
 def _score_own_files(scorer: _Scorer, scratch: Path) -> tuple[int, int, UnknownIds, Counter[str]]:
     """Score this rank's files; the numbers of samples scored and skipped, unknown ids, missing."""
@@ -393,9 +381,7 @@ def _score_own_files(scorer: _Scorer, scratch: Path) -> tuple[int, int, UnknownI
         num_samples, num_skipped = num_samples + num_scored, num_skipped + num_bad
         unknown += counted.unknown
         missing.update(counted.missing)
-        for name, num_missing in counted.missing.items():
-            if num_missing == num_scored >= _NUM_TELLING:
-                logger.warning("%s column %s: all %d values are missing", file, name, num_missing)
+        say_missing(file, counted.missing, num_scored)
         logger.info("%s: scored, %d samples so far", file, num_samples)
     return num_samples, num_skipped, unknown, missing
 
@@ -409,7 +395,7 @@ def _score_file(scorer: _Scorer, number: int, target: Path, counted: _Counted) -
         if not len(block):
             continue
         inputs = scorer.inputs(block, scorer.log.files[number], counted.show)
-        counted.add_missing(block, scorer.log.columns)
+        counted.missing += count_missing(block, scorer.log.columns)
         logits = score(scorer.model, *inputs, scorer.batch_size)
         scores = _scores_of(scorer, block, logits.reshape(len(block), -1))
         if writer is None:  # the columns to keep have the types of the file
@@ -443,6 +429,8 @@ def score(
 ) -> Floats:
     """Logits of n encoded samples, computed ``batch_size`` at a time.
 
+    As in evaluations, all batches are padded to the same size: see ``padded_size``.
+
     Returns:
         float32 (n,), or (n, L) with several labels.
     """
@@ -452,18 +440,21 @@ def score(
     with torch.no_grad():
         for begin in range(0, len(dense), batch_size):
             end = min(begin + batch_size, len(dense))
-            ids = dict(_slices(features, begin, end))
-            logits[begin:end] = model(torch.from_numpy(dense[begin:end]), ids).numpy()
+            num_empty = padded_size(batch_size) - (end - begin)
+            ids = dict(_slices(features, begin, end, num_empty))
+            part = torch.from_numpy(np.pad(dense[begin:end], ((0, num_empty), (0, 0))))
+            logits[begin:end] = model(part, ids)[: end - begin].numpy()
     return logits
 
 
 def _slices(
-    features: dict[str, Integers | Jagged], begin: int, end: int
+    features: dict[str, Integers | Jagged], begin: int, end: int, num_empty: int
 ) -> Iterator[tuple[str, Ids]]:
     for name, ids in features.items():
         if isinstance(ids, Jagged):
             offsets = ids.offsets[begin : end + 1]
             values = torch.from_numpy(ids.values[offsets[0] : offsets[-1]])
-            yield name, (values, torch.from_numpy(offsets - offsets[0]))
+            offsets = np.pad(offsets - offsets[0], (0, num_empty), "edge")
+            yield name, (values, torch.from_numpy(offsets))
         else:
-            yield name, torch.from_numpy(ids[begin:end])
+            yield name, torch.from_numpy(np.pad(ids[begin:end], (0, num_empty), "edge"))

@@ -578,6 +578,7 @@ def _make_eval_loader(
         by_day=by_day_from is not None,
         pin_memory=ranks.device.type == "cuda",
     )
+    loader.pad(job.eval_batch_size)
     loader.add_groups(job.group_by)
     loader.add_items(job.item)
     if by_day_from is not None:
@@ -624,6 +625,7 @@ def make_ranking(
             subset=samples,
         )
     )
+    loader.pad(batch_size)
     loader.add_items(ItemColumn(job.item.by))
     return Ranking(job.ranked_ks, loader)
 

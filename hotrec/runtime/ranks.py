@@ -6,6 +6,7 @@ No other module checks whether the process group exists: each function here also
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import socket
 import threading
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _abort_process_group
+from torch.distributed.distributed_c10d import _abort_process_group, _get_default_store
 
 from hotrec.artifact import ArtifactError, scratch_directory
 from hotrec.runtime.process import (
@@ -266,6 +268,23 @@ def _threads_of(backend: str) -> AbstractContextManager[None]:
     return batch_threads() if backend == "gloo" else nullcontext()
 
 
+_FIRST_ERROR = "first_error"
+# Numbers groups in the order of their creation, which is the same on all ranks.
+_groups = count()
+
+
+def default_store() -> dist.Store:
+    """Messages between the ranks beside the collectives; torch has no public way to it."""
+    store: dist.Store = _get_default_store()
+    return store
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed because of another rank: gloo raises a plain RuntimeError."""
+    is_of_gloo = isinstance(error, RuntimeError) and "gloo/" in str(error)
+    return isinstance(error, dist.DistError) or is_of_gloo
+
+
 class Group:
     """Another process group, connected, with the default one's timeout.
 
@@ -289,6 +308,7 @@ class Group:
         # There is no public getter, and a new group's default is half an hour.
         timeout = default._get_backend(default._device_types[0]).options._timeout
         self._name = name
+        self._store = dist.PrefixStore(f"hotrec_group_{next(_groups)}", default_store())
         self._held: list[dist.ProcessGroup | None] = []
         with _threads_of(backend or backend_of(default, torch.device("cpu"))):
             for ranks in [None] if members is None else map(list, members):
@@ -310,6 +330,28 @@ class Group:
                 "rank, got a closed one or one without it. Create a new pipeline."
             )
         return self._held[0]
+
+    def first_error(self, error: BaseException) -> BaseException:
+        """The error of a rank whose work in the group has failed: its own, or the cause of it.
+
+        A rank with an error of its own leaves it to the others, whose collectives fail once that
+        rank ends. They get a ``RankError``.
+        """
+        if isinstance(error, RankError):
+            return error
+        with suppress(Exception):  # the store may be gone, with the rank that has it
+            if not _is_lost_connection(error):
+                text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                self._store.set(_FIRST_ERROR, json.dumps([rank(), text]))
+            elif self._store.check([_FIRST_ERROR]):
+                return RankError(*json.loads(self._store.get(_FIRST_ERROR)))
+        if not _is_lost_connection(error):
+            return error
+        reason = str(error).splitlines()[0]
+        return RuntimeError(
+            f"process group {self._name!r} of rank {rank()}: expected all ranks in a collective, "
+            f"got {reason} Another rank has ended or is late: see its output."
+        )
 
     def close(self, after: Callable[[], None] | None = None) -> None:
         """Leave the group; idempotent.
@@ -450,11 +492,11 @@ def same_verdict(action: Callable[[], T]) -> T:
     Raises:
         RankError: on the ranks whose own action succeeded; the others raise their own exception.
     """
-    error: Exception | None = None
+    error: BaseException | None = None
     result: T | None = None
     try:
         result = action()
-    except Exception as caught:  # every kind: the verdict must reach the other ranks
+    except BaseException as caught:  # every kind: the verdict must reach the other ranks
         error = caught
     texts = all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:

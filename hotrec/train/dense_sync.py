@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torchrec.distributed.types import ShardedModule
 
-from hotrec.embedding.torchrec import is_compiled, parameters_of, tensors_of
+from hotrec.embedding.torchrec import is_compiled, name_of_user, parameters_of, tensors_of
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread
 from hotrec.runtime.hosts import make_two_levels
 from hotrec.runtime.ranks import Group, all_gather_object, backend_of, world_size
@@ -405,7 +405,8 @@ class DenseSync:
     layers), split by whether gradients are deferred. Direct buckets are sent as backward completes
     them, last part first; then the deferred ones, first part first.
 
-    A parameter is updated on every rank if some rank used it in the step, else on none.
+    A parameter is updated on every rank if some rank uses it, else on none. As in DDP with a static
+    graph, which TorchRec's wrapper makes, a rank uses the same ones in every step.
 
     Args:
         model: The model, not wrapped in DDP, the same on every rank. Its parts, or their
@@ -436,7 +437,8 @@ class DenseSync:
         check_modules(model)
         self._optimizer = optimizer
         self._max_norm = max_norm
-        self._names = {parameter: name for name, parameter in named.items()}
+        self._names = {parameter: name_of_user(name) for name, parameter in named.items()}
+        self._was_used: dict[nn.Parameter, bool] = {}  # in the first step
         share_first(model)
         self._sender = Sender(wire_type, line)
         parts, compiled = _parts(model), _inside_compiled(model)
@@ -472,6 +474,7 @@ class DenseSync:
                 if module not in compiled:
                     self._hooks.append(module.register_forward_pre_hook(before))
                 self._hooks.append(module.register_state_dict_pre_hook(before))
+                self._hooks.append(module.register_load_state_dict_pre_hook(before))
 
     def _apply_pending(self, buckets: list[_Bucket], *_: Any) -> None:
         for bucket in buckets:
@@ -526,6 +529,10 @@ class DenseSync:
                     "the module itself or a parent."
                 )
             self._update(bucket)
+        for parameter in bucket.parameters:
+            is_used = parameter.grad is not None
+            if is_used != self._was_used.setdefault(parameter, is_used):
+                raise unlike_first(self._names[parameter], is_used=is_used)
         bucket.start()
         self._num_started += 1
 
@@ -586,6 +593,15 @@ class DenseSync:
         for bucket in self._buckets:
             bucket.drop()
         self._sender.close()
+
+
+def unlike_first(name: str, *, is_used: bool) -> RuntimeError:
+    """The error of a parameter that is used in some steps only."""
+    wanted, found = ("no", "one") if is_used else ("a", "none")
+    return RuntimeError(
+        f"parameter {name}: expected {wanted} gradient, as in the first step, got {found}. Use the "
+        "same layers in every step, for example by adding 0 times their outputs to the loss."
+    )
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -100,7 +100,7 @@ def train(
                     loss, _, _ = pipeline.progress(feed)  # forward, backward, update
                 metrics.add(step, loss, lr)
                 watch.look(step, feed, num_steps)
-            pipeline.drain()
+            pipeline.flush()
             for part in parts.between:
                 part.run(segment)
             parts.evaluation.run(segment, pipeline, must_stop=watch.must_stop)

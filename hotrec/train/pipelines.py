@@ -26,7 +26,7 @@ from hotrec.embedding.pooled import ShardedPooledBags
 from hotrec.embedding.prefetch.row_ahead import Part, RowsAhead
 from hotrec.embedding.tables import outermost_sharded
 from hotrec.embedding.torchrec import (
-    is_exhausted,
+    holds_batches,
     is_torchrecs,
     lookups,
     pipelined_modules,
@@ -73,6 +73,13 @@ class Pipeline(ABC):
             RuntimeError: if batches of the previous iterator have not been computed.
         """
 
+    def check_mode(self) -> None:  # noqa: B027
+        """Check that the model's mode is that of the batches in flight.
+
+        Raises:
+            RuntimeError: if they were prefetched for the other mode.
+        """
+
     @abstractmethod
     def progress(self, batches: Iterator[Any]) -> Any:
         """Compute the next batch and, in training mode, update the model.
@@ -90,8 +97,12 @@ class Pipeline(ABC):
     def drain(self) -> None:
         """Wait until all threads are idle and all updates are applied; keep batches in flight.
 
-        Call this before reading weights.
+        This changes no result.
         """
+
+    def flush(self) -> None:
+        """Drain, and write rows behind slots back, which may round them: before reading weights."""
+        self.drain()
 
     @abstractmethod
     def close(self) -> None:
@@ -204,7 +215,6 @@ class TorchRecPipeline(Pipeline):
             )
         super().__init__(kind, model, device)
         self._may_read_late = may_read_late
-        self._source: Iterator[Any] | None = None
         clipped = list(dense_parameters(model).values())
         marked: Any = MarkedOptimizer(optimizer, clipped, grad_clip_norm)
         self._pipeline: Any = TORCHREC_PIPELINES[kind](model, marked, device)
@@ -218,16 +228,13 @@ class TorchRecPipeline(Pipeline):
 
     def start(self) -> None:
         if isinstance(self._pipeline, TrainPipelineBase):
-            # Without a reset it ignores new iterators after the end of one.
             self._pipeline.reset()
         else:
             self._check_drained(self._pipeline.batches)
 
     def progress(self, batches: Iterator[Any]) -> Any:
-        if batches is not self._source:
-            self._source = batches
-            if is_exhausted(self._pipeline):
-                self._pipeline.reset()
+        if not holds_batches(self._pipeline):
+            self._pipeline.reset()  # otherwise it never asks an iterator again that has ended once
         with self._rewritten():
             try:
                 return self._pipeline.progress(batches)
@@ -361,26 +368,38 @@ class LookAheadPipeline(Pipeline):
         # Batches, and the events of their copies if these have a separate stream.
         self._held: deque[tuple[Any, Any]] = deque()
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._source: Iterator[Any] | None = None
         self._has_ended = False
         self._was_training: bool | None = None
         self._optimizer = optimizer
         if isinstance(optimizer, ModelOptimizer):
-            optimizer.before_reading = self.drain
+            optimizer.before_reading = self.flush
+            optimizer.before_loading = self._drop_rows
+
+    def watch_rows(self, ask_for_writes: Callable[[], Callable[[], bool]]) -> None:
+        """Before each step ask whether rows may be other ones than those read ahead.
+
+        Args:
+            ask_for_writes: Starts to ask all ranks; returns a function that waits for the answer.
+        """
+        self._rows.ask_for_writes = ask_for_writes
 
     def start(self) -> None:
         self._check_drained(self._held)
-        self.drain()
+        self.flush()
         self._has_ended = False
 
-    def progress(self, batches: Iterator[Any]) -> Any:
-        is_training = self.model.training
-        if is_training is not self._was_training:
+    def check_mode(self) -> None:
+        if self.model.training is not self._was_training:
             self._check_drained(self._held, " between training and evaluation")
-        self._was_training = is_training
-        if batches is not self._source:  # batches of the previous one come first
-            self._source, self._has_ended = batches, False
+
+    def progress(self, batches: Iterator[Any]) -> Any:
+        self.check_mode()
+        is_training = self._was_training = self.model.training
+        if not self._held:
+            self._has_ended = False  # an iterator that has ended is asked again
+        is_written = self._rows.ask_for_writes()
         self._fill(batches, is_training)
+        self._rows.restart_if_stale(is_written)
         if not self._held:
             raise self._no_batch()
         batch, copied = self._held.popleft()
@@ -393,7 +412,7 @@ class LookAheadPipeline(Pipeline):
         else:
             output = self._compute(batch, self._rows.parts(split=False)[0])
         if not self._held and self._has_ended:
-            self.drain()
+            self.flush()
         return output
 
     def _fill(self, batches: Iterator[Any], is_training: bool) -> None:
@@ -443,14 +462,21 @@ class LookAheadPipeline(Pipeline):
         self._rows.drain()
         self._dense.flush()
 
+    def flush(self) -> None:
+        self.drain()
+        self._rows.flush()
+
+    def _drop_rows(self) -> None:
+        self._rows.drop_rows()
+        self._dense.flush()
+
     def close(self) -> None:
         self._rows.close()
         self._dense.close()
         optimizer = self._optimizer
-        if isinstance(optimizer, ModelOptimizer) and optimizer.before_reading == self.drain:
-            optimizer.before_reading = None  # no thread remains to wait for
-        # The loader holds the dataset open.
-        self._source = None
+        if isinstance(optimizer, ModelOptimizer) and optimizer.before_reading == self.flush:
+            # No thread remains to wait for.
+            optimizer.before_reading = optimizer.before_loading = None
         self._held.clear()
 
 

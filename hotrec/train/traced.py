@@ -70,7 +70,7 @@ def follow(path: Path, batch: Any) -> Any:
     return reduce(lambda value, step: step[0](value, step[1]), path, batch)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """An exception's kind and the first line of its text."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}"
 

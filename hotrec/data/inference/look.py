@@ -34,6 +34,7 @@ from hotrec.data.columns import (
 from hotrec.data.gather import gather_bags
 from hotrec.data.inference.names import names_ids, names_times, names_vectors
 from hotrec.data.sample import Sample
+from hotrec.data.value_types import are_epochs
 
 _NULL_TEXTS = ("NULL", "null", "\\N", "N/A", "NaN", "nan", "None")
 _NULLS_AMONG_NUMBERS = (*_NULL_TEXTS, "NA", "na", "none", "-", "?")
@@ -51,8 +52,6 @@ _SIGNS = (
     (",", ""),
 )
 _HAS_DIGIT = r"[0-9]"
-# Milliseconds since 1970 of plausible times: 1990 to 2100.
-_TIMES_MS = (6.3e11, 4.1e12)
 _FORMS_OF_DIGITS = ("%Y%m%d", "%y%m%d%H", "%Y%m%d%H", "%Y%m%d%H%M", "%Y%m%d%H%M%S", "%y%m%d")
 # Only a day after the 12th distinguishes the members of the first two pairs.
 _DAYS = (
@@ -88,6 +87,7 @@ class Column:
         separator: The separator of the items of a list or vector in text.
         number_form: Keys of the entry of a column of specially written numbers.
         width: Length of a vector.
+        guess: What may be wrong, for a remark.
     """
 
     name: str
@@ -103,6 +103,7 @@ class Column:
     separator: str = ""
     number_form: Mapping[str, str] = field(default_factory=dict)
     width: int = 0
+    guess: str = ""
 
     def at(self, rows: Any) -> Column:
         """Some of its rows, int64 (m,)."""
@@ -303,7 +304,12 @@ def _of_texts(name: str, texts: Texts, growth: float) -> Column:
     length = pc.mean(pc.utf8_length(values)).as_py() or 0
     if length > _LONG_TEXT:
         return column(f"free text of {length:.0f} characters")
-    return column("text")
+    blanks = values.filter(pc.match_substring_regex(values, r"^\s|\s$"))
+    if not len(blanks):
+        return column("text")
+    guess = f"{len(blanks):,} of {len(values):,} ids have blanks at an end, such as "
+    guess += f"{blanks[0].as_py()!r:.80}, which are others than those without"
+    return column("text", guess=guess)
 
 
 def _numbers(values: pa.Array, form: NumberForm) -> Float64s:
@@ -378,8 +384,7 @@ def _times(values: pa.Array, form: str) -> Float64s:
 
 
 def _are_plausible(times: Float64s, are_numbers: bool) -> bool:
-    low, high = _TIMES_MS if are_numbers else (-math.inf, math.inf)
-    return bool(((low < times) & (times < high)).all())
+    return bool((are_epochs(times) if are_numbers else np.isfinite(times)).all())
 
 
 def _width_in_text(values: pa.Array, separator: str) -> int:
@@ -403,9 +408,20 @@ def _as_list(name: str, texts: Texts, separator: str, growth: float) -> Column |
         return None
     lists = lists_from_texts(texts, separator)
     items = lists.items.values
+    # A separator at an end, such as a blank behind an id, separates nothing.
+    is_several = np.diff(lists.offsets) > 1
+    if not is_sure and is_several.sum() < 0.2 * len(values):
+        return None
     if not is_sure and (not _all_match(items, _ITEM) or len(items) >= 0.8 * len(values)):
         return None
-    return _of_lists(name, lists, growth, separator) if len(items) else None
+    if not len(items):
+        return None
+    found = _of_lists(name, lists, growth, separator)
+    if is_sure:
+        return found
+    example = values[int(np.argmax(is_several))].as_py()
+    guess = f"read as lists of ids, separated by {separator!r}, such as {example!r:.80}; if these "
+    return replace(found, guess=guess + "are single ids, set its kind to categorical")
 
 
 def _of_lists(name: str, lists: Lists, growth: float, separator: str) -> Column:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import chain, count
 from types import MappingProxyType
 from typing import Any
 
@@ -35,6 +36,7 @@ _FEW_TIMES = 50
 # The share of common values (a few may be lost); the number of them that excludes chance; and, for
 # integers, the maximum density in their range, or the minimum share of the other column.
 _ALL_SHARE, _FEW_SHARED, _SPARSE_FRAC, _MOST_FRAC = 0.99, 20, 0.5, 0.8
+_FEW_SEEN = 4
 _WORDS_OF_LABELS = (("false", "true"), ("f", "t"), ("no", "yes"), ("n", "y"))
 
 
@@ -113,7 +115,8 @@ def infer(
     """
     columns, nulls = look_at(sample)
     _check_header(sample, columns)
-    targets, clock = find_labels(columns, labels), find_time(columns, time)
+    targets = find_labels(columns, labels, first_line=_first_line(sample))
+    clock = find_time(columns, time)
     split: dict[str, Any] = {"kind": "fraction", "valid_frac": _VALID_FRAC}
     split["test_frac"] = _VALID_FRAC
     if clock is not None and (bounds := _bounds(clock)) is not None:
@@ -141,6 +144,8 @@ def infer(
         # A column that shares the table of ids holds ids itself.
         meaning = Meaning(True) if column.name in table_of else meanings[column.name]
         suspicion = suspicion_of(some[column.name], meaning.are_ids, clicks)
+        if column.guess:
+            remarks.append(f"{column.name}: {column.guess}")
         if column.is_unread:
             remarks.append(f"{column.name}: skipped: {column.kind}")
         for name, keys, note, is_used in _roles(column, meaning, clock, split, table_of):
@@ -210,7 +215,30 @@ def _is_number(text: str) -> bool:
 # Labels.
 
 
-def find_labels(columns: list[Column], asked: list[str] | None) -> list[Label]:
+def _first_line(sample: Sample) -> int:
+    """The line of the first row; 0 if lines are unknown, since the rows are not all of a file."""
+    is_known = sample.is_whole and not sample.num_bad and len(sample.files) == 1
+    return is_known and (2 if sample.format is SourceFormat.delimited else 1)
+
+
+def _seen(column: Column, first_line: int) -> str:
+    """The values of a column that is no label: the most frequent ones, and the missing ones."""
+    if column.is_unread or column.offsets is not None:
+        return f"{column.name}: {column.kind}"
+    frequent = np.argsort(-column.counts, kind="stable")[:_FEW_SEEN].tolist()
+    parts = [f"{column.values[i].as_py()!r:.40} in {column.counts[i]:,} rows" for i in frequent]
+    if column.num_values > _FEW_SEEN:
+        parts.append(f"{column.num_values - _FEW_SEEN:,} other values")
+    if column.num_missing:
+        first = int(np.argmax(column.codes < 0))
+        at = f"line {first_line + first}" if first_line else f"row {first + 1} of the sample"
+        parts.append(f"no value in {column.num_missing:,} rows, first at {at}")
+    return f"{column.name}: {', '.join(parts)}"
+
+
+def find_labels(
+    columns: list[Column], asked: list[str] | None, *, first_line: int = 0
+) -> list[Label]:
     """The label columns: the requested ones, else the only candidate.
 
     Raises:
@@ -219,11 +247,12 @@ def find_labels(columns: list[Column], asked: list[str] | None) -> list[Label]:
     found = {column.name: label for column in columns if (label := _as_label(column)) is not None}
     if asked is not None:
         missing = [name for name in asked if name not in found]
+        seen = [_seen(column, first_line) for column in columns if column.name in missing]
         if missing or not asked:
             raise ValueError(
-                f"label: expected columns of 0 and 1 (the log has {sorted(found)}), got "
-                f"{', '.join(map(repr, missing)) or 'none'}. Use some of these, or write the "
-                "labels as 0 and 1."
+                f"label: expected columns of 0 and 1 (the log has {sorted(found) or 'none'}), got "
+                f"{', '.join(map(repr, missing)) or 'none'}{_listed(seen)}. Use some of these, or "
+                "write the labels as 0 and 1 in every row."
             )
         return [found[name] for name in dict.fromkeys(asked)]
     for name in LABEL_NAMES:
@@ -233,10 +262,15 @@ def find_labels(columns: list[Column], asked: list[str] | None) -> list[Label]:
     # Without a matching name a column is a label only if its values are unambiguous.
     found = {name: label for name, label in found.items() if not label.column.num_missing}
     if len(found) != 1:
-        names = sorted(found) or f"none among {[column.name for column in columns]}"
+        seen = [_seen(c, first_line) for c in columns if c.name.lower() in LABEL_NAMES]
+        names = sorted(found) or f"none among {[c.name for c in columns]}{_listed(seen)}"
         advice = "Add label=<name of the column>" if found else "Write the labels as 0 and 1"
         raise ValueError(f"label: expected one column of 0 and 1, got {names}. {advice}.")
     return list(found.values())
+
+
+def _listed(seen: list[str]) -> str:
+    return f" ({'; '.join(seen)})" if seen else ""
 
 
 def _as_label(column: Column) -> Label | None:
@@ -289,7 +323,7 @@ def find_time(columns: list[Column], asked: str | None) -> Column | None:
     if asked is not None and asked not in times:
         raise ValueError(
             f"time: expected a column of times without missing values (the log has "
-            f"{sorted(times)}), got {asked!r}. Use one of these."
+            f"{sorted(times) or 'none'}), got {asked!r}. Use one of these."
         )
     if asked is not None:
         return times[asked]
@@ -547,9 +581,11 @@ def _source_of(entry: Entry) -> str:
 
 def _unique_name(column: str, taken: set[str]) -> str:
     """A name that tables, files and modules can have."""
-    name = re.sub(r"[^\w-]", "_", column)[: MAX_NAME_BYTES // 4] or "column"
-    while name in taken or is_reserved(name):
-        name += "_"
+    first = re.sub(r"[^\w-]", "_", column)[: MAX_NAME_BYTES // 4] or "column"
+    # More underscores at the end of one that begins with two would leave it reserved.
+    numbered = (f"{first}_{number}" for number in count(2))
+    is_free = lambda name: name not in taken and not is_reserved(name)  # noqa: E731
+    name = next(filter(is_free, chain([first], numbered)))
     taken |= {name, f"{name}_hot"}
     return name
 

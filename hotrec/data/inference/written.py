@@ -53,7 +53,11 @@ def _comment(note: str) -> str:
 
 def _key(text: str) -> str:
     is_plain = _PLAIN.fullmatch(text) and text.lower() not in _NOT_TEXT and text.isascii()
-    return text if is_plain else json.dumps(text)
+    if is_plain:
+        return text
+    # As in JSON, but YAML knows no surrogates.
+    letters = (json.dumps(c)[1:-1] if ord(c) < 0x10000 else f"\\U{ord(c):08x}" for c in text)
+    return f'"{"".join(letters)}"'
 
 
 def _flow(value: Any) -> str:

@@ -95,8 +95,6 @@ class RowsAhead:
         self._device = device
         # The embedding dimensions of all collections, in order.
         self._groups = [rows for part in self._collections for rows in part.sharded_rows()]
-        for rows in self._groups:
-            rows.owned.restart()
         # For each collection, the index of its first dimension among all groups.
         nums = [len(collection.router.groups) for collection in self._collections]
         self._first_group = [sum(nums[:at]) for at in range(len(nums))]
@@ -122,15 +120,13 @@ class RowsAhead:
         if is_relayed:
             assert self._hosts is not None
             wires = [self._hosts.rail, self._hosts.inside]
-        self._cold = ColdExchange(self._groups, wires, depth, device, self.window)
+        self._wires = wires
         self._reducer = (
             HotReducer(shapes, wire, hot_exchange, device, self._hosts) if has_reducer else None
         )
-        self._num_updates = max((group.owned.num_updates for group in self._groups), default=0)
-        self._known: deque[PrefetchedBatch] = deque()  # after those requested
-        self._requested: deque[PrefetchedBatch] = deque()
-        self._num_new = 0  # the last of these, which were never fetched
-        self._num_prefetched = 0
+        # Starts to find whether rows were written between steps, on any rank; a collective.
+        self.ask_for_writes: Callable[[], Callable[[], bool]] = lambda: lambda: False
+        self._start()
         self._current: PrefetchedBatch | None = None
         self._part: Part | None = None
         self._leaves: list[torch.Tensor] = []
@@ -140,8 +136,40 @@ class RowsAhead:
         self._hooks = []
         for collection in self._collections:
             collection.forward = self._make_forward(collection)
-            before_reading = partial(_drain_before, self)
-            self._hooks.append(collection.register_state_dict_pre_hook(before_reading))
+            before = partial(_flush_before, self)
+            self._hooks.append(collection.register_state_dict_pre_hook(before))
+            before = partial(_drop_before, self)
+            self._hooks.append(collection.register_load_state_dict_pre_hook(before))
+
+    def _start(self) -> None:
+        """Begin with no batch in flight, and no row read."""
+        for group in self._groups:
+            group.owned.restart()
+        self._cold = ColdExchange(self._groups, self._wires, self.depth, self._device, self.window)
+        self._num_updates = max((group.owned.num_updates for group in self._groups), default=0)
+        self._known: deque[PrefetchedBatch] = deque()  # after those requested
+        self._requested: deque[PrefetchedBatch] = deque()
+        self._num_new = 0  # the last of these, which were never fetched
+        self._num_prefetched = 0
+        self._is_stale = False
+
+    def drop_rows(self) -> None:
+        """Flush before rows or their state are loaded; batches in flight then read them again."""
+        self.flush()
+        self._is_stale = True
+
+    def restart_if_stale(self, is_written: Callable[[], bool]) -> None:
+        """Prefetch the batches in flight again if rows were loaded, or written as was asked."""
+        if is_written():
+            self.drop_rows()
+        if self._is_stale:
+            self.drain()
+            held = [*self._requested, *self._known]
+            self._start()
+            for batch in held:
+                self.prefetch(
+                    batch.features, will_update=batch.will_update, is_all_hot=batch.is_all_hot
+                )
 
     @property
     def feature_names(self) -> list[set[str]]:
@@ -306,6 +334,7 @@ class RowsAhead:
                         "batch, got others. Call the collection with the batch's unchanged "
                         'features, or use pipeline="base".'
                     )
+                self.restart_if_stale(self.ask_for_writes())
                 self.drain()
                 return type(collection).forward(collection, features)
             routed = part.routed[at]
@@ -420,8 +449,12 @@ class RowsAhead:
             replica.set_reduced(slots_U, grad_UD)
 
     def drain(self) -> None:
-        """Wait for the communication thread and write cached rows back; batches stay in flight."""
+        """Wait for the communication thread; batches stay in flight."""
         self._thread.drain()
+
+    def flush(self) -> None:
+        """Drain, and write cached rows back to where they are read, which may round them."""
+        self.drain()
         for group in self._groups:
             group.owned.flush()
 
@@ -441,5 +474,9 @@ class RowsAhead:
         leave(COMMUNICATION)
 
 
-def _drain_before(rows: RowsAhead, *_: Any) -> None:
-    rows.drain()
+def _flush_before(rows: RowsAhead, *_: Any) -> None:
+    rows.flush()
+
+
+def _drop_before(rows: RowsAhead, *_: Any) -> None:
+    rows.drop_rows()

@@ -24,11 +24,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from hotrec.runtime.postmortem import write_flight_recorder
-from hotrec.runtime.ranks import RankError, Ranks
+from hotrec.runtime.ranks import RankError, Ranks, default_store
 from hotrec.runtime.watchdog import heartbeat, progress
 from hotrec.runtime.watchdog.heartbeat import Heartbeat, Verdict
 
@@ -119,7 +118,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         if not dist.is_initialized():  # a single process that uses the library
             return self
-        store: Any = _get_default_store()  # torch has no public way to it
+        store: Any = default_store()
         # torchrun keeps one store for all its restarts: the last one's verdict must not count.
         name = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_uses)}"
         self._store = heartbeat.Store(store.clone(), self._world_size, name)
