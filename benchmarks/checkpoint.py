@@ -180,7 +180,7 @@ def make_steps(pipeline: Pipeline, batches: Iterator[Batch], num_steps: int) -> 
         start_s = time.perf_counter()
         pipeline.progress(own)
         steps_s.append(time.perf_counter() - start_s)
-    pipeline.drain()
+    pipeline.flush()
     return steps_s
 
 

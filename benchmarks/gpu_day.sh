@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Proof and figures from one GPU in 25 minutes: eight stages, each with a JSON document and a page.
+# Proof and figures from one GPU in half an hour: ten stages, each with a JSON document and a page.
 #
 #   benchmarks/gpu_day.sh [--stages 0,2] [--out DIR] [--archive FILE] [--from ARCHIVE] [--rehearse]
 #

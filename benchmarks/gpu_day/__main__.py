@@ -52,14 +52,16 @@ class Stage:
 # What would make later stages worthless comes first, then what can only be had here, and last what
 # explains.
 STAGES = (
-    Stage(0, "facts", "Stage 0: the machine, pinned memory, and one default step of each", 120),
-    Stage(1, "correctness", "Stage 1: steps against their references, and tests/gpu"),
-    Stage(2, "tiers", "Stage 2: GPU memory, host memory, FBGEMM's cache of it, and slots"),
-    Stage(3, "machinery", "Stage 3: what hot and cold rows cost where nothing can be gained"),
-    Stage(4, "prediction", "Stage 4: predicted against measured"),
-    Stage(5, "ranks", "Stage 5: parity of two and three ranks on one GPU", 180),
-    Stage(6, "curve", "Stage 6: losses on the GPU and on the CPU", 100),
-    Stage(7, "profiles", "Stage 7: where a step's time goes, and who waits for the GPU", 100),
+    Stage(0, "facts", "Stage 0: the machine, pinned memory, and one default step of each", 180),
+    Stage(1, "correctness", "Stage 1: steps against their references"),
+    Stage(2, "tiers", "Stage 2: GPU memory, host memory, FBGEMM's cache of it, and slots", 480),
+    Stage(3, "whole", "Stage 3: a whole model whose tables exceed the device's budget", 300),
+    Stage(4, "machinery", "Stage 4: what hot and cold rows cost where nothing can be gained"),
+    Stage(5, "prediction", "Stage 5: predicted against measured", 360),
+    Stage(6, "suite", "Stage 6: the tests of tests/gpu", 480),
+    Stage(7, "ranks", "Stage 7: parity of two and three ranks on one GPU", 360),
+    Stage(8, "curve", "Stage 8: losses on the GPU and on the CPU", 100),
+    Stage(9, "profiles", "Stage 9: where a step's time goes, and who waits for the GPU", 100),
 )
 
 
@@ -156,11 +158,16 @@ def run_stage(stage: Stage, options: argparse.Namespace) -> Document:
     log_path = options.out / f"{stage.stem}.log"
     limit_s = options.limit_s or stage.limit_s
     start_s = time.monotonic()
-    exit_code: int | None = BROKEN
+    num_parts, num_before = 0, -1
     with log_path.open("w") as log:
-        while exit_code == BROKEN:
+        exit_code: int | None = BROKEN
+        # Also of a process that a signal ended, such as that of a failed destructor.
+        while exit_code is not None and (exit_code == BROKEN or exit_code < 0):
+            if num_parts == num_before:
+                break
             left_s = start_s + limit_s - time.monotonic()
             exit_code = _run(words, log, left_s, options.rehearse)
+            num_parts, num_before = len((read_document(path) or {}).get("parts", ())), num_parts
             # What broke the device was recorded; a new process makes the other parts.
             words += ["--keep-failed"] * ("--keep-failed" not in words)
     document = read_document(path) or _no_document(options)
@@ -183,6 +190,10 @@ def run_stage(stage: Stage, options: argparse.Namespace) -> Document:
 def _run(words: list[str], log: Any, limit_s: float, is_rehearsal: bool) -> int | None:
     """The exit code of a stage's process; None if its time was over."""
     environment = dict(os.environ)
+    # Else `import fbgemm_gpu` asks CUDA for devices, and no fork of that process can use CUDA.
+    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # One host, which may have no other interface.
+    environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if is_rehearsal:
         environment["PYTHONPATH"] = f"{STAND_IN}:{os.environ.get('PYTHONPATH', REPOSITORY)}"
         environment.setdefault("OMP_NUM_THREADS", "1")

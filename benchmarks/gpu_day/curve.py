@@ -1,4 +1,4 @@
-"""Stage 6: the losses of 200 steps on the GPU and on the CPU, from the same weights and batches.
+"""Stage 8: the losses of 200 steps on the GPU and on the CPU, from the same weights and batches.
 
 Hot and cold rows with row-wise Adagrad, on the GPU with look-ahead, on the CPU without. Rounding
 differs and grows during training; a bug in a kernel, a stream or an exchange makes the curves

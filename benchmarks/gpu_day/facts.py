@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.gpu_day.kernels import COLD_TIERS, check_step, default_steps
 from benchmarks.gpu_day.record import OK, NotHereError, Parts, Summary, Table
-from benchmarks.gpu_day.stage import Day, free_memory, main
+from benchmarks.gpu_day.stage import Day, main
 from benchmarks.gpu_day.tbe import map_host_memory
 from hotrec.embedding.flat import put_rows
 from hotrec.report.units import show_bytes, show_seconds
@@ -38,6 +38,24 @@ NVIDIA_SMI = (
 )
 PORTABLE_AND_MAPPED = 3  # as FBGEMM registers host memory
 REPEATS = 5
+PROGRAMS = {
+    "a fork of a process with FBGEMM uses the device": """
+import os, torch, fbgemm_gpu
+child = os.fork()
+if child == 0:
+    torch.zeros(1, device="cuda").item()
+    os._exit(0)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+""",
+    "a process group of one rank adds": """
+import torch
+from hotrec.runtime.ranks import process_group
+with process_group(device="cuda"):
+    one = torch.ones(1, device="cuda")
+    torch.distributed.all_reduce(one)
+    assert one.item() == 1
+""",
+}
 DIM = 128
 
 
@@ -68,6 +86,8 @@ def host() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "lockable memory": "unlimited" if locked == resource.RLIM_INFINITY else show_bytes(locked),
         "free on disk": show_bytes(shutil.disk_usage("/tmp").free),
+        "free in /dev/shm": show_bytes(shutil.disk_usage("/dev/shm").free),
+        "network interfaces": ", ".join(sorted(os.listdir("/sys/class/net"))),
     }
     return {"shown": shown}
 
@@ -77,6 +97,24 @@ def _memory() -> dict[str, int]:
     kib = {key: int(rest.split()[0]) for key, _, rest in (line.partition(":") for line in lines)}
     found = {key: kib[key] << 10 for key in ("MemTotal", "MemFree", "MemAvailable")}
     return {**found, "free for hotrec": read_memory()[1]}
+
+
+def starts() -> dict[str, Any]:
+    """Whether a fork of a process with FBGEMM can use the device, and one rank its NCCL.
+
+    Raises:
+        RuntimeError: if either cannot.
+    """
+    found = {}
+    for what, program in PROGRAMS.items():
+        start_s = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"{what}: {' / '.join(done.stderr.splitlines()[-3:])}")
+        found[what] = show_seconds(time.perf_counter() - start_s)
+    return {"shown": found}
 
 
 def touch(num_bytes: int) -> dict[str, Any]:
@@ -117,6 +155,7 @@ def _registered(memory: mmap.mmap) -> Iterator[float]:
     code = int(runtime.cudaHostRegister(address, len(memory), PORTABLE_AND_MAPPED))
     seconds = time.perf_counter() - start_s
     if code != 0:
+        del view  # else closing the mapping would hide this error
         raise RuntimeError(
             f"cudaHostRegister of {len(memory)} bytes: expected 0, got {code}. Raise the limit of "
             "locked memory, or free some."
@@ -232,10 +271,11 @@ def rows(num_rows: int, num_read: int, device: torch.device) -> dict[str, Any]:
     index = torch.randperm(num_rows, generator=torch.Generator().manual_seed(1))[:num_read]
     on_device = index.to(device)
     staged = torch.empty(num_read, DIM, pin_memory=True)
-    arrived = torch.empty(num_read, DIM, device=device)
+    arrived = torch.zeros(num_read, DIM, device=device)
     return {
         "bytes": num_read * DIM * 4,
         "the device reads them": _median_s(lambda: seen.index_select(0, on_device)),
+        "the device writes them": _median_s(lambda: seen.index_copy_(0, on_device, arrived)),
         "the host gathers them": _median_s(lambda: torch.index_select(here, 0, index, out=staged)),
         "and copies them": _median_s(lambda: arrived.copy_(staged, non_blocking=True)),
         "the host writes them back": _median_s(lambda: put_rows(here, index, staged)),
@@ -299,6 +339,7 @@ def run(day: Day) -> None:
     parts: dict[str, Callable[[], Mapping[str, Any]]] = {
         "gpu": gpu,
         "host": host,
+        "starts": starts,
         "touch": lambda: touch(size(16)),
         "pointers": lambda: pointers(day.device),
         "register": lambda: register(size(4)),
@@ -308,7 +349,6 @@ def run(day: Day) -> None:
     }
     for name, measure in parts.items():
         day.record.part(name, measure)
-        free_memory()
     with process_group(device="cuda") as ranks:
         kinds, num_tiers = list(OptimizerKind), len(COLD_TIERS)
         steps = list(default_steps(kinds))

@@ -1,4 +1,4 @@
-"""Stage 3: the overhead of hotrec's machinery if there is nothing to gain.
+"""Stage 4: the overhead of hotrec's machinery if there is nothing to gain.
 
 On one GPU with enough memory for every table, nothing is exchanged and replicas are useless, so
 TorchRec's own plan is the best one. It is interleaved in one run with all rows cold, with and
@@ -19,7 +19,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.gpu_day.record import DoesNotFitError, Parts, Summary, Table
-from benchmarks.gpu_day.stage import Day, bench_config, free_memory, main
+from benchmarks.gpu_day.stage import Day, bench_config, bus_traffic, free_memory, main
 from hotrec.bench.cases import Case, build_runner, split_case
 from hotrec.bench.figures import gather_measured, losses_apart
 from hotrec.bench.figures import summarize as sum_up
@@ -100,31 +100,47 @@ def cut_rows(table_rows: Sequence[int], most_bytes: float, row_bytes: int) -> li
     return [min(rows, low) for rows in table_rows]
 
 
-def measure(config: BenchRootConfig, samples: ZipfTables, ranks: Ranks) -> dict[str, Any]:
+def measure(
+    config: BenchRootConfig,
+    samples: ZipfTables,
+    cases: Sequence[Case],
+    ranks: Ranks,
+    baselines: Sequence[str] = (BASELINE,),
+    num_watched: int = 0,
+) -> dict[str, Any]:
     """Run the cases interleaved, like ``hotrec bench``; figures by case.
 
-    Raises:
-        DoesNotFitError: if the models do not fit the GPU side by side.
+    Args:
+        config: of the benchmark.
+        samples: that all train on.
+        cases: what to run.
+        ranks: this one.
+        baselines: cases that the others are compared with.
+        num_watched: steps before the timed ones, in whose second half the bus is watched.
     """
     bench = config.bench
-    cases = make_cases({t.name: np.ones(t.num_rows, np.int64) for t in samples.schema.tables})
-    needed = len(cases) * (
-        4 * (config.model.embedding_dim + 1) * sum(bench.table_rows) + SPARE_BYTES
-    )
-    free, _ = torch.cuda.mem_get_info(ranks.device)
-    if needed > free:
-        raise DoesNotFitError(f"needs {show_bytes(needed)} of {show_bytes(free)} free GPU memory")
     subject, turns = subject_of(config, samples.schema), make_turns(bench)
-    batches = samples.batches(turns.num_batches, batch_size=bench.batch_size, rank=0, world_size=1)
+    batches = samples.batches(
+        num_watched + turns.num_batches, batch_size=bench.batch_size, rank=0, world_size=1
+    )
     runners = [build_runner(subject, c, batches, ranks, samples) for c in cases]
+    bus: dict[str, dict[str, float]] = {}
+    for runner in runners if num_watched else ():
+        for _ in range(num_watched // 2):
+            runner.step()
+        with bus_traffic() as moved:
+            for _ in range(num_watched // 2):
+                runner.step()
+        bus[runner.case.name] = {way: 2 * total / num_watched for way, total in moved.items()}
     run_cases(runners, turns, ranks)
     figures = sum_up(
         gather_measured(runners, ranks), global_batch_size=bench.batch_size,
-        dim=config.model.embedding_dim, baselines=(BASELINE,),
+        dim=config.model.embedding_dim, baselines=baselines,
     )  # fmt: skip
     del runners
     free_memory()
     return {
+        "bus": bus,
         "cases": figures,
         "losses_apart": losses_apart(figures, bench.loss_tolerance),
         "num_rows": sum(bench.table_rows),
@@ -134,10 +150,26 @@ def measure(config: BenchRootConfig, samples: ZipfTables, ranks: Ranks) -> dict[
     }
 
 
+def measure_machinery(config: BenchRootConfig, samples: ZipfTables, ranks: Ranks) -> dict[str, Any]:
+    """The cases of this stage.
+
+    Raises:
+        DoesNotFitError: if the models do not fit the GPU side by side.
+    """
+    cases = make_cases({t.name: np.ones(t.num_rows, np.int64) for t in samples.schema.tables})
+    needed = len(cases) * (
+        4 * (config.model.embedding_dim + 1) * sum(config.bench.table_rows) + SPARE_BYTES
+    )
+    free, _ = torch.cuda.mem_get_info(ranks.device)
+    if needed > free:
+        raise DoesNotFitError(f"needs {show_bytes(needed)} of {show_bytes(free)} free GPU memory")
+    return measure(config, samples, cases, ranks)
+
+
 def dlrm(day: Day, ranks: Ranks) -> dict[str, Any]:
     config = bench_config(f"bench={day.pick('criteo_like_b8192', 'smoke')}", *_words(day))
     samples = ZipfTables(config.bench.table_rows, exponent=1.05, num_dense=13, seed=0)
-    return measure(config, samples, ranks)
+    return measure_machinery(config, samples, ranks)
 
 
 def dcnv2(day: Day, ranks: Ranks) -> dict[str, Any]:
@@ -145,7 +177,7 @@ def dcnv2(day: Day, ranks: Ranks) -> dict[str, Any]:
     config = bench_config("bench=criteo_like_b8192", *day.pick(MLPERF_MODEL, small), *_words(day))
     most_bytes = day.pick(12e9, 1e6)
     config.bench.table_rows = cut_rows(MLPERF_ROWS, most_bytes, 4 * config.model.embedding_dim)
-    return measure(config, MultiHotTables(config.bench.table_rows, MLPERF_IDS), ranks)
+    return measure_machinery(config, MultiHotTables(config.bench.table_rows, MLPERF_IDS), ranks)
 
 
 def _words(day: Day) -> list[str]:

@@ -1,4 +1,4 @@
-"""Stage 4: calibrate, plan, train and report on one GPU: predictions compared with measurements.
+"""Stage 5: calibrate, plan, train and report on one GPU: predictions compared with measurements.
 
 The program's own commands, as a user would start them, on synthetic data. The prediction of memory
 is that of the tables and their state, and is compared with their size; next to it is the peak use

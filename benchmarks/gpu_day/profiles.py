@@ -1,4 +1,4 @@
-"""Stage 7: the time of a step by stage, and how often the host waits for the device.
+"""Stage 9: the time of a step by stage, and how often the host waits for the device.
 
 Whole steps of the program, cut into stages by the marks of ``hotrec/runtime/stages.py``, with
 torch's profiler for kernels and for waits of the host. It only explains and checks nothing, so it

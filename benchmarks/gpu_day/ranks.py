@@ -1,4 +1,4 @@
-"""Stage 5: checks that two and three ranks on one GPU train the same model as one unsplit model.
+"""Stage 7: checks that two and three ranks on one GPU train the same model as one unsplit model.
 
 NCCL refuses two ranks on a device, so they use a process group of the tests that stages tensors
 through pinned memory. First its own collectives are checked, then every pipeline with every tier.
@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu_day.record import OK, Parts, Summary, Table
 from benchmarks.gpu_day.stage import Day, main
-from hotrec.types import Tier
-from tests.distributed.parity_cases import Case, make_pipeline_cases, run_cases
 from tests.distributed.test_staged import COLLECTIVES, check_on_cuda
+from tests.exact.case import CUDA_TIERS, Case, draw_cases
+from tests.exact.training import run_cases
 from tests.helpers.ranks import run_ranks
 from tests.helpers.staged import run_staged
-
-# Slots go with a pipeline and tables that not every case has.
-TIERS = [tier for tier in Tier if tier is not Tier.CACHED]
 
 
 def check_all(cases: list[Case]) -> tuple[dict[str, str | None], list[str]]:
     """On a rank: what each collective came to, and the cases that differ from the reference."""
-    return check_on_cuda(COLLECTIVES), run_cases(cases)
+    return check_on_cuda(COLLECTIVES), run_cases(cases).failures
 
 
 def measure(world_size: int, num_cases: int) -> dict[str, Any]:
@@ -34,11 +30,8 @@ def measure(world_size: int, num_cases: int) -> dict[str, Any]:
     Raises:
         RuntimeError: if a check fails on a rank.
     """
-    each = max(1, num_cases // len(TIERS))
-    cases = [
-        replace(case, device="cuda", tier=TIERS[at // each % len(TIERS)])
-        for at, case in enumerate(make_pipeline_cases(num_cases, seed=40 + world_size))
-    ]
+    hosts, seed = "0" * world_size, 40 + world_size
+    cases = draw_cases(hosts, num_cases, seed, tiers=CUDA_TIERS, device="cuda")
     results = run_ranks(
         run_staged,
         world_size,

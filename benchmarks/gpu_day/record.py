@@ -6,6 +6,7 @@ No torch in this module: the process that starts the stages and renders their pa
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import traceback
@@ -68,6 +69,7 @@ class Record:
         facts: what must be the same for parts that are there already to be kept.
         machine: for the page.
         summarize: parts -> tables and verdict, called after every part.
+        settle: waits for what a part has left on the device, inside of the part that it belongs to.
         is_broken: whether the device of this process does nothing any more.
         keeps_failed: parts that failed before are not made again either.
     """
@@ -78,11 +80,13 @@ class Record:
         facts: Mapping[str, Any],
         machine: Mapping[str, Any],
         summarize: Callable[[Parts], Summary],
+        settle: Callable[[], None] = lambda: None,
         is_broken: Callable[[], bool] = lambda: False,
         *,
         keeps_failed: bool = False,
     ) -> None:
-        self._path, self._summarize, self._is_broken = path, summarize, is_broken
+        self._path, self._summarize = path, summarize
+        self._settle, self._is_broken = settle, is_broken
         self._start_s = time.perf_counter()
         found = read_document(path)
         # As JSON reads it back: tuples become lists.
@@ -105,14 +109,19 @@ class Record:
     def part(self, name: str, measure: Callable[[], Mapping[str, Any]]) -> None:
         """Measure a part, unless it is there already; what it raises is recorded.
 
-        Ends the process if the part has broken the device, for another to go on with the next part.
+        Ends the process if the part has broken the device, for another to go on with the next part:
+        at once, since freeing mapped memory of a broken device would abort it.
         """
         if name in self.parts:
             print(f"{name}: kept from before")
             return
         start_s = time.perf_counter()
+        # For a process that ends in this part.
+        self.parts[name] = {"status": FAILED, "error": "the process ended in it", "elapsed_s": 0.0}
+        self._write()
         try:
             part = {"status": OK, **measure()}
+            self._settle()
         except DoesNotFitError as reason:
             part = {"status": DOES_NOT_FIT, "error": str(reason)}
         except NotHereError as reason:
@@ -121,12 +130,18 @@ class Record:
         except Exception as error:  # every kind: the other parts are to be measured all the same
             traceback.print_exc()
             part = {"status": FAILED, "error": f"{type(error).__name__}: {error}".strip()}
+            if self._is_broken():
+                self._keep(name, part, start_s)
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(BROKEN)
+        self._keep(name, part, start_s)
+
+    def _keep(self, name: str, part: dict[str, Any], start_s: float) -> None:
         part["elapsed_s"] = time.perf_counter() - start_s
         self.parts[name] = part
         print(f"{name}: {part['status']}" + (f": {part['error']}" if "error" in part else ""))
         self._write()
-        if part["status"] == FAILED and self._is_broken():
-            sys.exit(BROKEN)
 
     def finish(self) -> bool:
         """Whether every part and the whole are well."""
@@ -134,7 +149,8 @@ class Record:
         is_ok = not failed and self._summarize(self.parts).is_ok
         self.document["status"] = OK if is_ok else FAILED
         if failed:
-            self.document["error"] = f"{len(failed)} part(s) failed: {', '.join(failed)}"
+            said = (f"{name}: {self.parts[name]['error'].splitlines()[-1]}" for name in failed)
+            self.document["error"] = f"{len(failed)} part(s) failed: {'; '.join(said)}"
         elif not is_ok:
             self.document["error"] = "something measured is wrong in itself, see the tables"
         self._write()

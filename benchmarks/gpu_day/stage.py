@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -76,8 +78,9 @@ def main(
     }
     machine["date"] = time.strftime("%Y-%m-%d")
     record = Record(
-        options.document, facts, machine, summarize, is_broken, keeps_failed=options.keep_failed
-    )
+        options.document, facts, machine, summarize, free_memory, is_broken,
+        keeps_failed=options.keep_failed,
+    )  # fmt: skip
     run(Day(record, device, options.rehearse, options.document))
     return 0 if record.finish() else 1
 
@@ -126,15 +129,57 @@ class Laps:
         self._laps.setdefault(name, []).append((start, end, time.perf_counter() - start_s))
 
     def quantiles(self) -> dict[str, dict[str, dict[str, float]]]:
-        """By name, "device" and "host"; waits for the device."""
+        """By name, "device" and "host", of the laps that have ended; waits for the device."""
+        # Threads go on adding names and laps.
+        ended = {name: tuple(laps) for name, laps in tuple(self._laps.items())}
         torch.cuda.synchronize()
         return {
             name: {
                 "device": quantiles([start.elapsed_time(end) / 1000 for start, end, _ in laps]),
                 "host": quantiles([host_s for _, _, host_s in laps]),
             }
-            for name, laps in self._laps.items()
+            for name, laps in ended.items()
         }
+
+
+@contextmanager
+def bus_traffic() -> Iterator[dict[str, float]]:
+    """Bytes that cross the bus while the block runs, "to_device" and "to_host".
+
+    NVML's rates of 20 ms, sampled on a thread, times the seconds until the device has done the
+    block's work. Stays empty where NVML is missing.
+    """
+    found: dict[str, float] = {}
+    try:
+        nvml: Any = importlib.import_module("pynvml")
+    except ImportError:
+        yield found
+        return
+    nvml.nvmlInit()
+    gpu = nvml.nvmlDeviceGetHandleByIndex(0)
+    # The device receives what goes to it.
+    ways = {"to_device": nvml.NVML_PCIE_UTIL_RX_BYTES, "to_host": nvml.NVML_PCIE_UTIL_TX_BYTES}
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    has_ended = threading.Event()
+
+    def sample() -> None:
+        while not has_ended.is_set():
+            for way, counter in ways.items():
+                rates[way].append(1000.0 * nvml.nvmlDeviceGetPcieThroughput(gpu, counter))
+
+    thread = threading.Thread(target=sample)
+    torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    thread.start()
+    try:
+        yield found
+        torch.cuda.synchronize()
+        elapsed_s = time.perf_counter() - start_s
+    finally:
+        has_ended.set()
+        thread.join()
+        nvml.nvmlShutdown()
+    found |= {way: float(np.mean(some)) * elapsed_s for way, some in rates.items() if some}
 
 
 def bench_config(*words: str) -> BenchRootConfig:

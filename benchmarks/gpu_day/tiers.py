@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_day.record import OK, DoesNotFitError, Parts, Summary, Table
-from benchmarks.gpu_day.stage import DASH, Day, Laps, free_memory, main, show
+from benchmarks.gpu_day.stage import DASH, Day, Laps, bus_traffic, free_memory, main, show
 from benchmarks.gpu_day.tbe import (
     DEVICE,
     MAPPED_SLOTS,
@@ -80,21 +80,21 @@ PLACES = (
     Place(SLOTS, 0.1),
     Place(SLOTS, 0.1, is_unique_here=True),
     Place(MAPPED_SLOTS, 0.1),
+    Place(UVM_CACHE, 0.015, is_ahead=True),
     Place(UVM),
     Place(UVM_CACHE, 0.015),
-    Place(UVM_CACHE, 0.015, is_ahead=True),
 )
 FEW_SLOTS = Place(SLOTS, 0.015)
 CASES = (
-    *((OptimizerKind.sgd, place) for place in PLACES),
+    *((OptimizerKind.sgd, place) for place in (*PLACES[:7], FEW_SLOTS, *PLACES[7:])),
     *((OptimizerKind.rowwise_adagrad, place) for place in PLACES),
     *((OptimizerKind.adam, place) for place in PLACES[:6]),
-    *((kind, FEW_SLOTS) for kind in (OptimizerKind.sgd, OptimizerKind.adam)),
+    (OptimizerKind.adam, FEW_SLOTS),
 )
 # Batches that are announced ahead, as `pipeline.window` has it by default.
 WINDOW = 32
-# Untimed steps in which FBGEMM counts.
-NUM_COUNTED = 3
+# Untimed steps in which rows are counted and the bus is watched.
+NUM_COUNTED = 30
 # Left to the CUDA context, the libraries and the host's own work.
 SPARE_DEVICE_BYTES, SPARE_HOST_BYTES = 3e9, 8e9
 # The parts in which rows are moved, on threads of their own, and whether the device makes them.
@@ -110,17 +110,24 @@ class Sizes:
         num_rows: of a table; a third of it with Adam.
         per_table: ids that a step reads of each table.
         dim: D.
-        num_steps: steps that fill a cache; as many are timed.
+        num_steps: timed steps.
+        num_filling: steps before them on the fresh stream. Caches of 10% are full after 80.
     """
 
     num_rows: int
     per_table: int
     dim: int
     num_steps: int
+    num_filling: int
 
     @property
     def num_ids(self) -> int:
         return NUM_TABLES * self.per_table
+
+    @property
+    def num_drawn(self) -> int:
+        """Batches of the fresh stream; the last ``num_steps`` are played again."""
+        return self.num_filling + 2 * self.num_steps + NUM_COUNTED
 
     def tables(self, kind: OptimizerKind, place: Place) -> Tables:
         """The tables of a case."""
@@ -193,7 +200,7 @@ class Bench:
         device_bytes, host_bytes = tables.memory(self._sizes.num_ids)
         # The ids of both streams and their draws; with slots, the places of ids as well.
         per_id = 32 if tables.has_slots else 8
-        device_bytes += per_id * self._sizes.num_ids * (3 * self._sizes.num_steps + 12)
+        device_bytes += per_id * self._sizes.num_ids * (self._sizes.num_drawn + 12)
         free = torch.cuda.mem_get_info(self._device)[0] - SPARE_DEVICE_BYTES
         for what, needed, left in (
             ("GPU", device_bytes, free),
@@ -209,8 +216,9 @@ class Bench:
         """The stream: batches drawn one after the other, of which the last are played again."""
         if self._stream[0] != num_rows:
             ids = ZipfIds(num_rows, EXPONENT, self._device, seed=7)
-            num = 3 * self._sizes.num_steps + NUM_COUNTED
-            drawn = [ids.draw(NUM_TABLES, self._sizes.per_table) for _ in range(num)]
+            drawn = [
+                ids.draw(NUM_TABLES, self._sizes.per_table) for _ in range(self._sizes.num_drawn)
+            ]
             self._stream = num_rows, drawn
         drawn, again = self._stream[1], self._stream[1][-self._sizes.num_steps :]
         # As far as look-ahead looks past the last step.
@@ -247,13 +255,15 @@ class Bench:
         """Fill and time on a fresh stream, count, fill and time on the replayed one."""
         figures: dict[str, Any] = {}
         num_steps = self._sizes.num_steps
-        for name in (FRESH, REPLAYED):
-            step.run(num_steps, Laps())
+        for name, num_filling in ((FRESH, self._sizes.num_filling), (REPLAYED, num_steps)):
+            step.run(num_filling, Laps())
             laps = Laps()
             step.run(num_steps, laps)
             figures[name] = laps.quantiles()
             if name == FRESH:
-                figures["moved"] = step.count(NUM_COUNTED)
+                with bus_traffic() as moved:
+                    figures["moved"] = step.count(NUM_COUNTED)
+                figures["bus"] = {way: total / NUM_COUNTED for way, total in moved.items()}
         return figures
 
     def _build(self, tables: Tables) -> Any:
@@ -312,6 +322,7 @@ class _Step:
     def count(self, num_steps: int) -> dict[str, float]:
         """Rows that the cache lacks, and those of them for which it has no place, in a step."""
         if not self._has_cache:
+            self.run(num_steps, Laps())
             return {}
         self._module.gather_uvm_cache_stats = True
         self._module.reset_uvm_cache_stats()
@@ -458,14 +469,14 @@ def summarize(parts: Parts) -> Summary:
 def _table(kind: str, of_kind: Parts) -> Table:
     header = ["rows in", "fresh: step", "forward", "backward", "host's step"]
     header += ["replayed: step", "host's step", "rows fetched", "written back"]
-    header.append("GPU memory (predicted)")
+    header += ["over the bus: in", "out", "GPU memory (predicted)"]
     rows = [[place, *_cells(part)] for place, part in of_kind.items()]
     distinct = [part["num_distinct"] for part in of_kind.values() if part["status"] == OK]
     note = (
         "Device time, P50 (P10 to P90), and the host's P50 for a step; forward and backward of the "
-        "lookups alone. Caches and slots begin empty. Rows a step, counted in untimed steps of the "
-        "fresh stream; those for which FBGEMM's cache has no place among the ones that compete for "
-        "it are in brackets."
+        "lookups alone. Caches and slots begin empty and are full before they are timed. Rows and "
+        "bytes a step, counted in untimed steps of the fresh stream; rows for which FBGEMM's cache "
+        "has no place among the ones that compete for it are in brackets; bytes by NVML."
     )
     note += f" {show_count(distinct[0])} distinct rows a step." if distinct else ""
     if kind == OptimizerKind.sgd.value:
@@ -478,7 +489,7 @@ def _table(kind: str, of_kind: Parts) -> Table:
 
 def _cells(part: Mapping[str, Any]) -> list[str]:
     if part["status"] != OK:
-        return [part["status"], *[DASH] * 8]
+        return [part["status"], *[DASH] * 10]
     fresh, replayed, moved = part[FRESH], part[REPLAYED], part["moved"]
     cells = [show(fresh["step"]["device"])]
     cells += [show_seconds(fresh[lap]["device"]["p50_s"]) for lap in ("forward", "backward")]
@@ -487,7 +498,10 @@ def _cells(part: Mapping[str, Any]) -> list[str]:
     fetched = show_count(round(moved["fetched"])) if "fetched" in moved else DASH
     if "conflicts" in moved:
         fetched += f" ({show_count(round(moved['conflicts']))})"
-    cells += [fetched, show_count(round(moved["written"])) if "written" in moved else DASH]
+    cells.append(fetched)
+    cells.append(show_count(round(moved["written"])) if "written" in moved else DASH)
+    bus = part["bus"]
+    cells += [show_bytes(bus[way]) if way in bus else DASH for way in ("to_device", "to_host")]
     device = show_bytes(part["peak_device_bytes"])
     return [*cells, f"{device} ({show_bytes(part['predicted_device_bytes'])})"]
 
@@ -545,7 +559,7 @@ def _against_cache(place: str, steps: Mapping[str, float]) -> str:
 
 
 def run(day: Day) -> None:
-    sizes = day.pick(Sizes(13_400_000, 104_857, 128, 30), Sizes(9_000, 50, 8, 3))
+    sizes = day.pick(Sizes(13_400_000, 104_857, 128, 30, 90), Sizes(9_000, 50, 8, 3, 3))
     cases = {f"{kind.value}: {p.name}": (sizes.tables(kind, p), p) for kind, p in CASES}
     bench = Bench(day, sizes, [tables for tables, _ in cases.values()])
     day.record.part(POOL, bench.allocate)
