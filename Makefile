@@ -18,6 +18,7 @@ export PYTHON TORCH TORCH_INDEX
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(DEVICE)$(addprefix -torch-,$(TORCH))
+INSTALLED_TEST := $(INSTALLED)-test
 INSTALLED_DEV := $(INSTALLED)-dev
 INSTALLED_DOCS := $(INSTALLED)-docs
 PINS := $(wildcard requirements/*.lock) requirements/make_venv.sh pyproject.toml
@@ -25,30 +26,28 @@ PINS := $(wildcard requirements/*.lock) requirements/make_venv.sh pyproject.toml
 # One thread per process: the tests and the quickstart start several ranks on few cores.
 export OMP_NUM_THREADS ?= 1
 
-# Fast tests first: a typo shows within seconds, before ranks are started.
-FAST_TESTS := $(wildcard tests/policy tests/unit tests/config tests/frozen)
-# Of what is around the program: benchmark scripts, launchers, the wheel, the rehearsal of a GPU. CI
-# runs them as well.
-MORE_TESTS := $(wildcard tests/benchmarks tests/launch tests/stand_in)
-# Files with a table of which make test runs a sample, see tests/README.md.
-SAMPLED_TESTS := $(shell grep -rl --include=test_*.py helpers.samples tests)
-# Files that take a minute before the many short ones, so that no worker is left alone with one.
-LONG_TESTS := $(wildcard tests/distributed tests/faults)
-OTHER_TESTS := $(LONG_TESTS) $(filter-out $(FAST_TESTS) $(LONG_TESTS) $(MORE_TESTS) tests/data \
-    tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
-# Tests side by side, by file; 0 for one after the other.
-JOBS ?= 2
-# What make test runs, e.g. make test TESTS=tests/unit/planner.
-TESTS ?= $(FAST_TESTS) $(OTHER_TESTS)
-# What a difference between torchrec's releases breaks first: parity, look-ahead, training, checkpoints,
-# use as a library, and sequences.
-CORE_TESTS := tests/unit/embedding tests/unit/train $(addprefix tests/distributed/test_,$(addsuffix .py,\
-    parity look_ahead pipelines train library_use hot_exchange sequence_models sequence_cases))
+# Files of tests side by side; 0 for one after the other. They often wait: three keep two cores busy.
+# What has limits of time takes two, in make test-all.
+JOBS ?= 3
+# What make test runs: that hotrec trains the unsplit model, its modules, and the commands on two ranks.
+# Another choice, e.g. make test TESTS=tests/unit/planner, leaves no slow ones out.
+FAST_TESTS := tests/exact tests/e2e/test_chain.py tests/unit
+ifndef TESTS
+TESTS := $(FAST_TESTS)
+PICKED := -m "not slow"
+endif
+# What make test-all runs, long files before the many short ones, so that no worker is left alone with
+# one. What is about the code itself is in make lint.
+LONG_TESTS := tests/stand_in tests/benchmarks tests/distributed tests/faults tests/exact
+ALL_TESTS := $(LONG_TESTS) $(filter-out $(LONG_TESTS) tests/policy tests/data tests/__pycache__,\
+    $(patsubst %/,%,$(wildcard tests/*/)))
+PYTEST = $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder --durations=10 \
+    --junitxml=build/tests.xml
 
 # test-2.11 and so on, one for each lock of a torch that is not the pinned one.
 PAIR_TESTS := $(sort $(patsubst requirements/torch-%.lock,test-%,$(wildcard requirements/torch-*.lock)))
 
-.PHONY: help install quickstart test test-more durations faults mutants test-pairs $(PAIR_TESTS) test-oldest test-cuda-lock \
+.PHONY: help install quickstart test test-all faults mutants test-pairs $(PAIR_TESTS) test-oldest test-cuda-lock \
     test-wheel test-docker lint format docs bench clean
 
 help: ## Show this text.
@@ -59,10 +58,15 @@ $(INSTALLED): $(PINS)
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
+$(INSTALLED_TEST): $(PINS)
+	requirements/make_venv.sh $(VENV) $(DEVICE) test
+	@rm -f $(VENV)/.installed-*
+	@touch $(INSTALLED) $@
+
 $(INSTALLED_DEV): $(PINS)
 	requirements/make_venv.sh $(VENV) $(DEVICE) dev
 	@rm -f $(VENV)/.installed-*
-	@touch $(INSTALLED) $@
+	@touch $(INSTALLED) $(INSTALLED_TEST) $@
 
 # A fresh install removes this mark, so that the pins of the docs are checked again.
 $(INSTALLED_DOCS): $(INSTALLED) requirements/docs.lock
@@ -76,15 +80,12 @@ quickstart: $(INSTALLED) ## Install, then train a DLRM on a real click log with 
 	    launch.num_ranks=2 run.compare=true >/dev/null
 	@echo '`. $(BIN)/activate` puts hotrec on your path.'
 
-test: $(INSTALLED_DEV) ## Install what the tests need, then run the suite.
-	$(BIN)/python -m pytest $(TESTS) --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder \
-	    --durations=10 --junitxml=build/tests.xml $(ARGS)
+test: $(INSTALLED_TEST) ## Install what the tests need, then show in five minutes that hotrec is right.
+	$(PYTEST) $(PICKED) $(TESTS) $(ARGS)
 
-durations: ## Print how long each file of tests took in the last make test.
-	$(BIN)/python -m tests.durations build/tests.xml
-
-test-more: ## Run the tests of benchmark scripts, launchers, the wheel and the stand-in, and whole tables.
-	HOTREC_TESTS_WHOLE=1 $(MAKE) test TESTS="$(MORE_TESTS) $(SAMPLED_TESTS)"
+test-all: JOBS = 2
+test-all: $(INSTALLED_DEV) ## Run all tests, and whole tables of generated cases.
+	HOTREC_TESTS_WHOLE=1 $(PYTEST) $(ALL_TESTS) $(ARGS)
 
 faults: $(INSTALLED_DEV) ## Run every case of damaged files, bad data and signals.
 	$(BIN)/python -m tests.faults run $(ARGS)
@@ -99,8 +100,8 @@ test-pairs: ## Run make test with every torch and its torchrec, each in an envir
 $(PAIR_TESTS): test-%:
 	$(MAKE) test TORCH=$* VENV=$(VENV)-$*
 
-test-oldest: ## Run the tests of the core with the oldest torch and its torchrec.
-	$(MAKE) $(firstword $(PAIR_TESTS)) TESTS="$(CORE_TESTS)"
+test-oldest: ## Run make test with the oldest torch and its torchrec.
+	$(MAKE) $(firstword $(PAIR_TESTS))
 
 test-cuda-lock: ## Install the CUDA lock into a temporary environment and import it; no GPU needed.
 	requirements/check_cuda_lock.sh
@@ -111,10 +112,11 @@ test-wheel: ## Install the wheel with the extra cpu into a bare environment by p
 test-docker: ## Build the CPU image and train on the two hosts of docker/compose.yaml; needs a Docker engine.
 	docker/try.sh $(ARGS)
 
-lint: $(INSTALLED_DEV) ## Run ruff and mypy.
+lint: $(INSTALLED_DEV) ## Run ruff, mypy, and the tests of the code itself: layers, names, size, pins, commands in docs.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(PYTEST) tests/policy
 
 format: $(INSTALLED_DEV) ## Fix with ruff what it can fix.
 	$(BIN)/ruff check --fix .

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # Make (or bring up to date) a virtual environment with one of the locks and hotrec in it.
 #
-#   requirements/make_venv.sh VENV [auto|cpu|cuda] [run|dev|pins]
+#   requirements/make_venv.sh VENV [auto|cpu|cuda] [run|test|dev|pins]
 #
-# run: the lock and hotrec, editable (the default); dev: and dev.lock; pins: the lock alone.
+# run: the lock and hotrec, editable (the default); test: and test.lock; dev: and dev.lock too; pins:
+# the lock alone.
 #
 # Environment: PYTHON, the interpreter to use (else the first that works of 3.12, 3.11, 3.13);
 # TORCH_INDEX, one more package index, for torch's CPU build; TORCH, the minor version of another torch
 # than the pinned one, with its torchrec and fbgemm (requirements/README.md).
 set -euo pipefail
 
-venv=${1:?usage: make_venv.sh VENV [auto|cpu|cuda] [run|dev|pins]}
+venv=${1:?usage: make_venv.sh VENV [auto|cpu|cuda] [run|test|dev|pins]}
 device=${2:-auto}
 purpose=${3:-run}
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -55,8 +56,8 @@ case $device in
     *) fail "DEVICE: expected auto, cpu or cuda, got '$device'." ;;
 esac
 case $purpose in
-    run | dev | pins) ;;
-    *) fail "purpose: expected run, dev or pins, got '$purpose'." ;;
+    run | test | dev | pins) ;;
+    *) fail "purpose: expected run, test, dev or pins, got '$purpose'." ;;
 esac
 pair=${TORCH:+$here/torch-$TORCH.lock}
 if [ -n "$pair" ] && [ ! -e "$pair" ]; then
@@ -115,9 +116,10 @@ if [ "$device" = cpu ] && [ "$needs_cuda_libs" = True ]; then
         "For the CPU build see TORCH_INDEX in requirements/README.md." >&2
     install "$here/cuda-libs.lock"
 fi
-if [ "$purpose" = dev ]; then
-    install "$here/dev.lock"
-fi
+case $purpose in
+    test) install "$here/test.lock" ;;
+    dev) install "$here/test.lock" "$here/dev.lock" ;;
+esac
 if [ "$purpose" != pins ]; then
     pip --editable "$here/.."
 fi

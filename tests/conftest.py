@@ -13,13 +13,42 @@ import pytest
 from hypothesis import settings
 
 from tests.helpers.quiet import compose_once
+from tests.helpers.samples import is_whole
 
 if TYPE_CHECKING:
     from hotrec.runtime.ranks import Ranks
 
-# Examples have no time limit: a machine that does other work would fail them.
-settings.register_profile("hotrec", deadline=None)
-settings.load_profile("hotrec")
+# Examples have no time limit: a machine that does other work would fail them. ``make test`` draws
+# the same ones in every run.
+settings.register_profile("test", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("all", deadline=None, print_blob=True)
+settings.load_profile("all" if is_whole() else "test")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How many cases ``tests/exact`` draws, or which one it repeats."""
+    parser.addoption("--cases", type=int, help="generated trainings of tests/exact")
+    parser.addoption("--case", default="", help="only this one, as a failure prints it")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what the generated trainings have shown."""
+    passed = terminalreporter.stats.get("passed", [])
+    noted = [note for report in passed for note in report.user_properties]
+    found = [value for name, value in noted if name == "exact"]
+    if found:
+        num, again = (sum(one[key] for one in found) for key in ("num_cases", "num_twins"))
+        ranks = sorted({one["num_ranks"] for one in found})
+        terminalreporter.write_line(
+            f"exact: {num} generated trainings on {ranks} ranks: losses and weights within "
+            f"{max(one['worst'] for one in found):.1e} of one process, {again} the same bit for "
+            f"bit, in {sum(one['seconds'] for one in found):.0f} processor seconds"
+        )
+    for routes in [value for name, value in noted if name == "routes"]:
+        terminalreporter.write_line(
+            f"checkpoints: {routes['num']} routes go on as one process does, "
+            f"in {routes['seconds']:.0f} processor seconds"
+        )
 
 
 def pytest_collection_finish() -> None:

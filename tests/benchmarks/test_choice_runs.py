@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import pytest
 
 from tests.e2e.conftest import SMOKE, Workspace, environment
-from tests.helpers import forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -23,10 +23,12 @@ def test_runs_of_one_process_do_not_know_of_each_other(workspace: Workspace) -> 
     for name in pipelines:
         (place / name).mkdir(parents=True)
     (place / "runs.json").write_text(json.dumps(runs))
-    done = forked.run(
+    done = subprocess.run(
         [sys.executable, "-m", "benchmarks.choice_runs", str(place / "runs.json")],
         cwd=workspace.folder,
         env=environment(),
+        capture_output=True,
+        text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stderr

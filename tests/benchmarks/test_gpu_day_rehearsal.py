@@ -28,25 +28,26 @@ PARTS = {
     1: {
         "fbgemm sgd rows device memory", "fbgemm adam pooled UVM cache",
         "step adam look_ahead mapped slots", "step adam torchrec_prefetch UVM cache",
-        "tests/gpu/test_routing.py",
     },
     2: {
         "sgd: device memory", "sgd: UVM", "sgd: UVM cache 10%, prefetch",
         "sgd: slots 10%, unique on the device", "rowwise_adagrad: mapped slots 10%",
         "adam: slots 10%",
     },
-    3: {"DLRM", "MLPerf DCNv2"},
-    4: {
+    3: {"DLRM, B = 32"},
+    4: {"DLRM", "MLPerf DCNv2"},
+    5: {
         "calibrate", "plan", "train TorchRec's planner", "train all cold",
         "train all cold, look_ahead", "train slots 10%", "report",
     },
-    5: {"2 ranks"},
-    6: {"GPU", "CPU", "picture"},
-    7: {"all cold, sparse_dist", "all cold, look_ahead", "TorchRec's planner"},
+    6: {"tests/gpu/test_routing.py"},
+    7: {"2 ranks"},
+    8: {"GPU", "CPU", "picture"},
+    9: {"all cold, sparse_dist", "all cold, look_ahead", "TorchRec's planner"},
 }  # fmt: skip
 # What the stand-in cannot do, and what the memory that a case is given does not allow.
 NOT_HERE = {
-    0: {"gpu", "register", "fork"}, 4: {"train all cold, compiled"}
+    0: {"gpu", "register", "fork"}, 5: {"train all cold, compiled"}
 }  # fmt: skip
 DOES_NOT_FIT = {2: {"adam: slots 1.5%"}}
 
@@ -88,16 +89,16 @@ def test_every_stage_is_rehearsed(tmp_path: Path) -> None:
         for clock in ("device", "host"):
             lap = case["fresh"][name][clock]
             assert 0 <= lap["p10_s"] <= lap["p50_s"] <= lap["p90_s"]
-    assert set(found[1]["parts"]["tests/gpu/test_routing.py"]["tests"].values()) == {"passed"}
-    for name, part in found[4]["parts"].items():
+    assert set(found[6]["parts"]["tests/gpu/test_routing.py"]["tests"].values()) == {"passed"}
+    for name, part in found[5]["parts"].items():
         if name.startswith("train ") and part["status"] == "ok":
             assert part["predicted_step_s"] > 0
             assert part["measured_step_s"] > 0
             assert part["predicted_device_bytes"] > 0
             assert part["measured_device_bytes"] > 0
-    losses = found[6]["parts"]["GPU"]["losses"]
+    losses = found[8]["parts"]["GPU"]["losses"]
     assert len(losses) == 20
-    assert (out / "6_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "8_curve.png").read_bytes().startswith(b"\x89PNG")
     check_that_an_archive_is_enough(out, tmp_path / "again")
 
 
@@ -112,10 +113,10 @@ def check_that_an_archive_is_enough(out: Path, again: Path) -> None:
 
 
 def test_a_stage_that_takes_too_long_stops_no_other(tmp_path: Path) -> None:
-    words = ["--rehearse", "--out", str(tmp_path), "--stages", "2,7", "--limit-s", "0.2"]
+    words = ["--rehearse", "--out", str(tmp_path), "--stages", "2,9", "--limit-s", "0.2"]
     done = gpu_day(*words, "--code", "abc123")
     assert done.returncode == 1
-    for stem in ("2_tiers", "7_profiles"):
+    for stem in ("2_tiers", "9_profiles"):
         document = json.loads((tmp_path / f"{stem}.json").read_text())
         assert document["status"] == "failed"
         assert document["error"] == "ended after its limit of 0.2 s"

@@ -9,60 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from benchmarks import cpu_rows, host_bytes_page, networks_page, one_gpu, routing_speed
+from benchmarks import cpu_rows, host_bytes_page, networks_page, routing_speed
 from hotrec.bench.figures import Measured
-from hotrec.planner.plan import TorchrecTables
-from hotrec.types import STAGES, ColdTier, OptimizerKind, Tier
+from hotrec.types import STAGES, OptimizerKind
 from tests.unit.bench.test_bench import document_of, figures_of, measured, one_step
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-def test_one_gpu_says_what_it_cannot_do(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(SystemExit):
-        one_gpu.parse(["--table-gib", "1", "--budget-gib", "2"])
-    assert "below --table-gib 1, got 2" in capsys.readouterr().err
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert one_gpu.main([]) == 77
-    assert "expected a CUDA device" in capsys.readouterr().err
-    sizes = {"device_bytes": 18 * one_gpu.GIB, "host_bytes": 46 * one_gpu.GIB}
-    one_gpu.check_memory(8.0, 1.0, **sizes)
-    for place, less in (("GPU", {"device_bytes": 17 << 30}), ("host", {"host_bytes": 45 << 30})):
-        with pytest.raises(ValueError, match=f"--table-gib: .* free {place} memory, got .* 8"):
-            one_gpu.check_memory(8.0, 1.0, **sizes | less)
-
-
-def test_one_gpu_cases_cost_the_same_gpu_memory() -> None:
-    options = one_gpu.parse(["--table-gib", "0.01", "--budget-gib", "0.002"])
-    config = one_gpu.make_config(options)
-    dim, budget = config.model.embedding_dim, 0.002 * one_gpu.GIB
-    num_bytes = 4 * dim * sum(config.bench.table_rows)
-    assert num_bytes == pytest.approx(0.01 * one_gpu.GIB, rel=0.01)
-    counts = {
-        f"C{i}": np.arange(1, rows + 1) for i, rows in enumerate(config.bench.table_rows, start=1)
-    }
-    choose = one_gpu.case_chooser(budget, dim)
-    cases = {case.name: case for case in choose(config.bench, counts, 1, "cuda")}
-
-    def cost(name: str) -> float:
-        plan = cases[name].plan
-        hot = plan.num_hot * one_gpu.hot_row_bytes(dim)
-        if isinstance(plan.tables, TorchrecTables):
-            is_cached = plan.tables.tier is ColdTier.fused_uvm_caching
-            return plan.tables.cache_load_frac * num_bytes if is_cached else 0.0
-        caches = {
-            (table.cache_load_frac or 0.0) if table.tier is Tier.HOST_CACHED else 0.0
-            for table in plan.tables.tables.values()
-        }
-        return hot + caches.pop() * num_bytes
-
-    assert cost("uvm") == 0
-    for name in ("uvm_cache", "uvm_cache_prefetch", "hot_cold_uvm", "hot_cold_cache"):
-        assert cost(name) == pytest.approx(budget, rel=1e-3), name
 
 
 def test_cpu_rows_measures_every_kernel() -> None:

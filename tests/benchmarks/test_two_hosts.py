@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.forked import REPOSITORY, environment
+from tests.helpers.commands import REPOSITORY, environment
 
 
 def test_two_hosts(tmp_path: Path) -> None:

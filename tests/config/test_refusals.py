@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 
 from hotrec.cli.app import run_command
 from hotrec.cli.commands import COMMANDS
@@ -16,6 +16,9 @@ from hotrec.cli.commands import COMMANDS
 UNKNOWN = [
     ("trainer.bach_size=3", "trainer.bach_size: expected one of", "trainer.batch_size?"),
     ("+trainer.bach_size=3", "trainer.bach_size: expected one of", "trainer.batch_size?"),
+    ("batch_size=64", "batch_size: expected", "Did you mean trainer.batch_size?"),
+    ("learning_rate=0.1", "learning_rate: expected", "Did you mean optimizer.learning_rate?"),
+    ("num_epoch=3", "num_epoch: expected", "Did you mean trainer.num_epochs?"),
     ("+speed=3", "speed: expected one of", "got 'speed'"),
     ("placemen=coverage", "placemen: expected one of", "placement?"),
     ("placement.hot_frac=0.1", "placement.hot_frac: expected one of", "placement=fraction"),
@@ -137,6 +140,8 @@ UNREADABLE = [
     ("trainer=5", "trainer: expected one of", "got 5"),
     ("model=null", "model: expected one of", "got None"),
     ("--no-cake=3", "--no-cake=3: expected a flag listed by", "dashes: no_cake=<value>."),
+    ("--batch_size=64", "--batch_size=64: expected a flag", "trainer.batch_size=<value>"),
+    ("--learning-rate=3", "--learning-rate=3: expected a flag", "optimizer.learning_rate=<value>"),
     ("--config-dir", "flags --config-dir: expected those of", "argument"),
 ]
 
@@ -181,13 +186,16 @@ def test_sweep_runs_the_other_jobs(tmp_path: Path, capfd: pytest.CaptureFixture[
     ],
 )
 def test_a_missing_plugin_names_its_extra(
-    choice: str, extra: str, capfd: pytest.CaptureFixture[str]
+    choice: str, extra: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plugin = choice.split("=")[1] if extra == "joblib" else extra
-    kind = choice.split("/")[1].split("=")[0]
-    with suppress(ModuleNotFoundError):  # no plugins at all
-        if importlib.util.find_spec(f"hydra_plugins.hydra_{plugin}_{kind}") is not None:
-            pytest.skip("the plugin is installed")
+    Plugins.instance()  # registers what the installed ones can be asked for
+    kinds = ConfigStore.instance().repo["hydra"]
+    for kind, plugin in (
+        ("launcher", "joblib"),
+        ("launcher", "submitit_slurm"),
+        ("sweeper", "optuna"),
+    ):
+        monkeypatch.delitem(kinds.get(kind, {}), f"{plugin}.yaml", raising=False)
     assert run_command("prepare", ["--multirun", choice]) == 1
     err = capfd.readouterr().err
     assert err.startswith(f"error: {choice.split('=')[0]}: expected Hydra's plugin for ")

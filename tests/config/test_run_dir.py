@@ -15,8 +15,7 @@ import yaml
 
 from hotrec.cli.app import run_command
 from hotrec.cli.launch import decide_run_dir
-from tests.helpers import forked
-from tests.helpers.forked import environment
+from tests.helpers.commands import environment, run_on_ranks
 
 SMALL = [
     "data=synthetic",
@@ -31,12 +30,11 @@ DECIDE = """
 import os, sys, time
 from hotrec.cli import launch
 rank = int(os.environ["RANK"])
-if "--apart" in sys.argv:
-    launch.time = type("Clock", (), {"strftime": lambda _: f"2023-{rank}-{os.getpid()}"})
+launch.time = type("Clock", (), {"strftime": lambda _: f"2023-{rank}-{os.getpid()}"})
 chosen = launch.decide_run_dir("train", [], is_multirun=False)
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 open(f"attempt-{attempt}-rank-{rank}", "w").write(chosen)
-if "--fail-once" in sys.argv and attempt == "0":
+if attempt == "0":
     time.sleep(1.5)
     sys.exit(1)
 """
@@ -46,12 +44,6 @@ if "--fail-once" in sys.argv and attempt == "0":
 def no_run_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("HOTREC_RUN_DIR", raising=False)
     monkeypatch.chdir(tmp_path)
-
-
-def torchrun(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    words = (*launcher, "--nproc-per-node", "2", *words)
-    return forked.run(words, cwd=cwd, env=environment(), timeout=120)
 
 
 def test_name_of_the_command_or_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,20 +145,12 @@ def test_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.timeout(200)
 def test_ranks_agree(tmp_path: Path) -> None:
+    """Those that a real torchrun has started again, too."""
     script = tmp_path / "decide.py"
     script.write_text(DECIDE)
-    done = torchrun(str(script), "--apart", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    chosen = [(tmp_path / f"attempt-0-rank-{rank}").read_text() for rank in (0, 1)]
-    assert chosen[0] == chosen[1]
-
-
-@pytest.mark.timeout(200)
-def test_restart_keeps_the_directory(tmp_path: Path) -> None:
-    script = tmp_path / "decide.py"
-    script.write_text(DECIDE)
-    done = torchrun("--max-restarts", "1", str(script), "--fail-once", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words = [*launcher, "--nproc-per-node", "2", "--max-restarts", "1", str(script)]
+    subprocess.run(words, cwd=tmp_path, env=environment(), timeout=150, check=True)
     files = sorted(tmp_path.glob("attempt-*"))
     assert [path.name for path in files] == [
         f"attempt-{attempt}-rank-{rank}" for attempt in (0, 1) for rank in (0, 1)
@@ -174,11 +158,8 @@ def test_restart_keeps_the_directory(tmp_path: Path) -> None:
     assert len({path.read_text() for path in files}) == 1
 
 
-@pytest.mark.timeout(200)
-def test_command_under_torchrun(tmp_path: Path) -> None:
-    done = torchrun("-m", "hotrec", "prepare", *SMALL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
-    assert json.loads(line)["world_size"] == 2
+def test_command_on_ranks(tmp_path: Path) -> None:
+    done = run_on_ranks(["prepare", *SMALL], 2)
+    assert done.figures["world_size"] == 2
     (run_dir,) = (tmp_path / "runs/prepare").iterdir()
     assert sorted(path.name for path in run_dir.iterdir()) == ["config.yaml", "log.txt"]

@@ -11,11 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
@@ -45,7 +42,6 @@ from hotrec.types import (
     ColdTier,
     Exchange,
     HotExchange,
-    Levels,
     ModelKind,
     OptimizerKind,
     Partition,
@@ -87,15 +83,6 @@ PLACEMENT = Placement(
         "t3": TablePlacement(sharding=Sharding.TABLE_WISE),
     },
 )
-# A plan of TorchRec's that cuts tables into columns, two of which a rank may hold.
-COLUMN_WISE = {
-    table: ParameterConstraints(
-        sharding_types=[ShardingType.COLUMN_WISE.value],
-        compute_kernels=[EmbeddingComputeKernel.FUSED.value],
-        min_partition=4,
-    )
-    for table in NUM_ROWS
-}
 ALL_POOLED = Placement(
     Partition(NUM_ROWS),
     dict.fromkeys(NUM_ROWS, TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)),
@@ -228,7 +215,7 @@ def shard_task(
 
 def build(
     kind: OptimizerKind | OptimizerSpec,
-    partition: Partition | Placement | TorchrecPlan | Mapping[str, ParameterConstraints],
+    partition: Partition | Placement | TorchrecPlan,
     *,
     exchange: HotExchange = HotExchange.touched_rows,
     splits: Sequence[Sequence[str]] = (tuple(NUM_ROWS),),
@@ -239,13 +226,9 @@ def build(
     wire_type: WireType = WireType.fp32,
     dims: Mapping[str, int] = DIMS,
     dense_rate: float = 0.1,
-    dense: OptimizerSpec | None = None,
     data_parallel: bool = True,
-    levels: Levels = Levels.one,
 ) -> Setup:
     """A model over ``splits`` collections of tables, by a partition or by a TorchRec plan.
-
-    That may be given by its constraints.
 
     Without a seed the tables keep the weights that they were built with on this rank.
     """
@@ -259,7 +242,7 @@ def build(
             HotColdEmbeddingBagCollection(configs(split, dims), partition, device=meta)
             for split in splits
         ]
-        sharder: Any = HotColdSharder(spec, exchange, wire_type, levels)
+        sharder: Any = HotColdSharder(spec, exchange, wire_type)
         if isinstance(partition, Placement):
             constraints = placement_constraints(partition)
         else:
@@ -270,11 +253,8 @@ def build(
         collections = [EmbeddingBagCollection(tables=configs(s, dims), device=meta) for s in splits]
         codecs = wire_codecs(wire_type, dims.values())
         sharder = EmbeddingBagCollectionSharder(fused_params(spec), qcomm_codecs_registry=codecs)
-        if isinstance(partition, TorchrecPlan):
-            # The batch decides what an expert replicates: tables below 20 rows here.
-            constraints = torchrec_constraints(tables, partition, batch_size=20, tier=tier)
-        else:
-            constraints = dict(partition)
+        # The batch decides what an expert replicates: tables below 20 rows here.
+        constraints = torchrec_constraints(tables, partition, batch_size=20, tier=tier)
     route = getattr(collections[0], "router", None) if len(splits) == 1 else None
     click = ClickModel(collections, width, dropout)
     for layer in (click.hidden, click.out):
@@ -285,7 +265,7 @@ def build(
     )
     if data_parallel:
         compress_dense(ddp_modules(model), wire_type)
-    dense = dense or OptimizerSpec(OptimizerKind.sgd, learning_rate=dense_rate)
+    dense = OptimizerSpec(OptimizerKind.sgd, learning_rate=dense_rate)
     return Setup(model, make_optimizer(model, spec, dense), route)
 
 

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hotrec.runtime.traffic import COLLECTIVES
-from tests.helpers import forked
+from tests.helpers.commands import Outcome, hotrec
 
-REPOSITORY = Path(__file__).parents[2]
 EXACT = (
     "look_ahead", "look_ahead_local", "hot_cold", "hot_cold_base", "all_cold", "all_hot",
     "table_wise", "planner", "hand_tuned",
 )  # fmt: skip
 CASES = (*EXACT, "look_ahead_bf16")
-ENVIRONMENT = forked.environment(PYTHON=sys.executable)
 
 
-def run(words: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    return forked.run(words, cwd=REPOSITORY, env={**ENVIRONMENT, **environment}, timeout=240)
-
-
-def hotrec_bench(*words: str, run_dir: Path) -> subprocess.CompletedProcess[str]:
-    return run(
-        [sys.executable, "-m", "hotrec", "bench", "bench=smoke", "launch.num_ranks=2", *words],
-        HOTREC_RUN_DIR=str(run_dir),
-    )
+def hotrec_bench(*words: str, run_dir: Path) -> Outcome:
+    given = ("bench=smoke", "launch.num_ranks=2", *words)
+    return hotrec("bench", *given, cwd=run_dir, HOTREC_RUN_DIR=str(run_dir))
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +32,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         f"bench.page={run_dir}/out/page.md",
         run_dir=run_dir,
     )
-    assert done.returncode == 0, done.stderr
-    printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    printed = done.figures
     assert printed == json.loads((run_dir / "bench.json").read_text())
     page = (run_dir / "out" / "page.md").read_text()
     assert page == (run_dir / "bench.md").read_text()
@@ -134,7 +123,7 @@ def test_models_that_differ_fail_the_run_loudly(tmp_path: Path) -> None:
         "bench.routing=loader",
         run_dir=tmp_path,
     )
-    assert done.returncode != 0
+    assert done.exit_code != 0
     assert done.stdout == ""
     assert "bench losses: expected all cases within 1e-30 of hot_cold" in done.stderr
     assert "Losses differ by more than 1e-30: table_wise" in (tmp_path / "bench.md").read_text()

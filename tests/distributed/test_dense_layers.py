@@ -149,7 +149,7 @@ def train_sharded(
         loss, logits, _ = made.progress(iterator)
         assert loss.dtype is logits.dtype is torch.float32
         losses.append(mean_over_ranks(loss))
-    made.drain()
+    made.flush()
     weights = gather_tables(model) | dense(model)
     model.eval()
     made.start()

@@ -8,38 +8,30 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardedModule
 
 from hotrec.data.batch import Batch
 from hotrec.embedding.sharding import ShardedHotColdEmbeddingBagCollection
 from hotrec.embedding.tables import gather_tables
 from hotrec.runtime.ranks import broadcast_object
-from hotrec.runtime.traffic import count_sent_bytes
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
 from hotrec.train.pipelines import Pipeline, make_pipeline
 from hotrec.types import (
     OptimizerKind,
-    Partition,
     PipelineKind,
     PipelineSpec,
-    Placement,
-    Sharding,
-    TablePlacement,
     TorchrecPlan,
 )
 from tests.distributed.setups import (
     ALL_POOLED,
-    NUM_ROWS,
     PARTITIONS,
     PLACEMENT,
     Setup,
@@ -95,51 +87,6 @@ def assert_same_weights(first: Setup, second: Setup, tolerance: float = 0.0) -> 
 
 def train(setup: Setup, num_steps: int = NUM_STEPS) -> list[float]:
     return [setup.step(make_batch(step)) for step in range(num_steps)]
-
-
-def pipelines_give_the_same_losses() -> None:
-    """Plain loop, base pipeline, sparse_dist with ids, sparse_dist with routed ids: bit for bit."""
-    placements = (PLACEMENT, ALL_POOLED, PARTITIONS["all_cold"])
-    cases: list[tuple[OptimizerKind, Any]] = [(kind, PARTITIONS["mixed"]) for kind in ON_CPU]
-    cases += [(OptimizerKind.rowwise_adagrad, placement) for placement in placements]
-    for kind, placement in (*cases, (OptimizerKind.adam, PARTITIONS["all_hot"])):
-        plain = build(kind, placement)
-        expected = train(plain)
-
-        base = build(kind, placement)
-        pipeline: Any = TrainPipelineBase(base.model, base.optimizer, CPU)
-        assert run_pipeline(pipeline, batches(0, NUM_STEPS)) == expected
-        assert_same_weights(base, plain)
-
-        for is_routed in (False, True):
-            setup = build(kind, placement)
-            pipeline = sparse_dist(setup)
-            route = setup.route if is_routed else None
-            assert run_pipeline(pipeline, batches(0, NUM_STEPS, route=route)) == expected
-            assert_all_pipelined(pipeline, setup, 1)
-            assert_same_weights(setup, plain)
-
-
-def segments_drain_and_go_on() -> None:
-    """Bounded segments of one iterator, with an evaluation between, as the loop does it."""
-    plain = build(OptimizerKind.adagrad, PLACEMENT)
-    expected = train(plain, 7)
-    setup = build(OptimizerKind.adagrad, PLACEMENT)
-    pipeline = sparse_dist(setup)
-    stream = batches(0, 7)
-    losses = []
-    for length in (1, 2, 4):
-        losses += run_pipeline(pipeline, islice(stream, length))
-        assert not pipeline.batches
-        before = gather_tables(setup.model)
-        setup.model.eval()
-        with torch.no_grad():
-            assert len(run_pipeline(pipeline, batches(50, 52))) == 2
-        setup.model.train()
-        after = gather_tables(setup.model)
-        assert all(torch.equal(before[table], after[table]) for table in before)
-    assert losses == expected
-    assert_same_weights(setup, plain)
 
 
 def two_collections() -> None:
@@ -287,57 +234,7 @@ def closed_pipelines_leave_nothing() -> None:
         assert count_threads_and_groups() == before, kinds
 
 
-class Messages(TorchDispatchMode):
-    """Records the collectives of this thread: name, bytes sent to others, bytes received."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            with count_sent_bytes() as traffic:
-                result = func(*args, **(kwargs or {}))
-            [name] = [name for name, num in traffic.sent_bytes.items() if num] or ["nothing"]
-            self.sent.append((name, traffic.total_bytes))
-            return result
-        return func(*args, **(kwargs or {}))
-
-
-def rows_in_line_are_exchanged_in_this_order() -> None:
-    """One message of each kind for the cold rows of a dimension, whatever their shardings."""
-    placement = Placement(
-        Partition(NUM_ROWS, {"t0": np.arange(5)}),
-        {
-            table: TablePlacement(sharding=Sharding.ROW_WISE if at % 2 else Sharding.TABLE_WISE)
-            for at, table in enumerate(NUM_ROWS)
-        },
-    )
-    dim = 8
-    setup = build(OptimizerKind.sgd, placement, dims=dict.fromkeys(NUM_ROWS, dim))
-    train(setup, 2)
-    with Messages() as messages:
-        setup.step(make_batch(2))
-    names, num_bytes = zip(*messages.sent, strict=True)
-    assert names == (
-        "all_gather",  # the number of hot rows
-        "all_to_all",  # the numbers of cold rows,
-        "all_to_all",  # their positions,
-        "all_to_all",  # the rows,
-        "all_reduce",  # the dense layers' gradients,
-        "all_to_all",  # the cold rows' gradients; those of hot rows go in a thread
-        "all_reduce",  # the mean loss, by this test
-    )
-    num_hot_bytes, num_count_bytes, of_positions, of_rows, _, of_gradients, _ = num_bytes
-    assert (num_hot_bytes, num_count_bytes) == (8, 8)
-    assert of_gradients == dim * of_positions  # 4 bytes for a position, and for a value
-    [other] = {0, 1} - {dist.get_rank()}
-    assert of_rows == gather(of_gradients)[other] > 0
-
-
 CHECKS: list[Callable[[], None]] = [
-    pipelines_give_the_same_losses,
-    segments_drain_and_go_on,
     two_collections,
     state_goes_on_bitwise,
     checkpoint_goes_on_bitwise,
@@ -345,7 +242,6 @@ CHECKS: list[Callable[[], None]] = [
     torchrec_plans_reach_the_same_losses,
     learning_rates_change_at_the_same_step,
     closed_pipelines_leave_nothing,
-    rows_in_line_are_exchanged_in_this_order,
 ]
 
 

@@ -32,7 +32,6 @@ import hotrec
 from hotrec.embedding.initialize import set_unsplit
 from hotrec.embedding.tables import sharded_collections
 from hotrec.runtime.hosts import RANKS_PER_HOST
-from hotrec.runtime.ranks import RankError
 from hotrec.types import (
     Exchange,
     Levels,
@@ -400,22 +399,6 @@ def test_a_profile_sums_what_the_ranks_read() -> None:
     assert counts == {name: found.tolist() for name, found in expected.items()}
 
 
-def one_rank_fails() -> str:
-    rank = dist.get_rank()
-    data = batches(2) if rank == 0 else []
-    try:
-        hotrec.profile(data, Model())
-    except (ValueError, RankError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def test_every_rank_hears_of_a_loader_without_batches() -> None:
-    found = run_ranks(one_rank_fails, 2, timeout_s=60)
-    assert [text.split(":")[0] for text in found] == ["RankError", "ValueError"]
-    assert all("expected at least one batch to count" in text for text in found)
-
-
 def resumed(hot: Any, kind: PipelineKind, folder: str) -> None:
     """Save after half of the steps as a TorchRec user would, load into a new model, go on."""
     _, _, pipeline = parallelized(hot, pipeline=kind)
@@ -493,6 +476,8 @@ def adapt_all(folder: str) -> None:
     stale = Partition(ROWS, {"user": np.arange(60, 80), "tag": np.arange(50, 60)})
     for kind in (LOOK_AHEAD, SPARSE_DIST, BASE):
         model, optimizer, hot_set = adaptive(stale, kind)
+        with pytest.raises(ValueError, match="adapt_every: .* 0"):
+            hotrec.Pipeline(model, optimizer, hot_set=hot_set, adapt_every=0)
         pipeline = hotrec.Pipeline(model, optimizer, hot_set=hot_set, adapt_every=2)
         losses = train(pipeline, iter(batches(1)))
         losses += train(pipeline, iter(batches(3, first=1)))

@@ -301,7 +301,7 @@ def train(
         pipeline.start()
         for _ in range(SEGMENT):
             found.losses.append(mean_over_ranks(pipeline.progress(batches)[0]))
-        pipeline.drain()
+        pipeline.flush()
         if hot_set is not None:
             found.num_moved += hot_set.adapt().num_moved
     made.check_replicas()

@@ -187,7 +187,7 @@ def train_sharded(
     for _ in range(NUM_SAMPLES // GLOBAL_BATCH):
         loss, *_ = made.progress(batches)
         losses.append(mean_over_ranks(loss))
-    made.drain()
+    made.flush()
     layers = {
         name[name.index("layers.") :]: parameter.detach().clone()
         for name, parameter in dense_parameters(sharded).items()

@@ -1,12 +1,10 @@
-"""Rows that are spread over their owners: the unsplit model's weights, and the same checkpoints."""
+"""Rows that are spread over their owners have state dicts of their own order."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from itertools import permutations
 from pathlib import Path
@@ -24,126 +22,28 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.data.batch import Batch
 from hotrec.embedding.canonical import canonical_parts
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.program import choice
 from hotrec.program.count import profile
 from hotrec.program.parallel import parallelize
-from hotrec.runtime.hosts import RANKS_PER_HOST
 from hotrec.train import tensor_files
 from hotrec.train.checkpoint import Checkpoints, Position, save_checkpoint
-from hotrec.types import Levels, OptimizerKind, Partition, Placement, Tier
-from tests.distributed.parity_cases import (
-    Batch,
-    Case,
-    build_hot_cold,
-    make_cases,
-    make_pipeline_cases,
-    run_cases,
-    run_hot_cold,
-)
-from tests.distributed.test_cached_rows import check_cases, make_cache_cases
-from tests.distributed.test_look_ahead import different
+from hotrec.types import OptimizerKind, Partition, Placement
+from tests.exact.case import Case
+from tests.exact.training import Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import TinyLoader
 
-NUM_CASES = 12
+CASE = Case(hosts="000", seed=3, partition="half", optimizer="adagrad", is_spread=True)
 
 
-def make_spread_cases(seed: int) -> list[Case]:
-    """In line and in every pipeline, some behind slots; most rows are exchanged."""
-    cases = make_cases(NUM_CASES, seed) + make_pipeline_cases(NUM_CASES, seed + 1)
-    found = []
-    for at, case in enumerate(cases):
-        case = replace(case, is_spread=True)
-        if at % 2 or case.placement == "pooled":
-            case = replace(case, placement="row_wise")
-        if case.pipeline == "look_ahead" and at % 3 == 0:
-            slots = {"tier": Tier.CACHED, "cache_load_frac": 1.0, "popular_frac": 0.3}
-            case = replace(case, placement="row_wise", **slots)
-        found.append(case)
-    return found
-
-
-def check_all() -> dict[str, list[str]]:
-    """What differs on this rank."""
-    torch.set_num_threads(1)
-    slots = [replace(case, is_spread=True) for case in make_cache_cases(4, seed=50)]
-    return {
-        "unsplit model": run_cases(make_spread_cases(seed=40 + dist.get_world_size())),
-        "depths": compare_depths(num_cases=4),
-        "slots": check_cases(slots),
-    }
-
-
-def compare_depths(num_cases: int) -> list[str]:
-    """Cases in which looking ahead, or a repetition, changes a bit of the weights."""
-    found = []
-    for case in make_cases(num_cases, seed=7):
-        case = replace(case, placement="row_wise", pipeline="look_ahead", is_spread=True)
-        _, plain = run_hot_cold(replace(case, depth=0))
-        for depth in (1, 3, 3):
-            _, ahead = run_hot_cold(replace(case, depth=depth))
-            found += [f"{case}: {name} at depth {depth}" for name in different(plain, ahead)]
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_spread_rows_train_the_unsplit_model(world_size: int) -> None:
-    for found in run_ranks(check_all, world_size, timeout_s=280):
-        failures = [f"{what}: {line}" for what, lines in found.items() for line in lines]
-        assert not failures, "\n".join(failures)
-
-
-CASE = replace(
-    make_cases(1, seed=3)[0], partition="half", placement="row_wise",
-    optimizer=OptimizerKind.adagrad, batches="drawn",
-)  # fmt: skip
-
-
-def save_case(case: Case, folder: Path) -> Path:
-    """Save a model whose weights and state are functions of their original rows."""
-    model, optimizer, _ = build_hot_cold(case)
-    parts = canonical_parts(model, optimizer)
-    for part in parts.parts:
-        values = part.own_rows().to(part.value.dtype) if part.table else torch.zeros(1)
-        part.value.add_(values.view(-1, *(1 for _ in part.shape[1:])))
-    # Equal random generators and lineages, which the files contain.
-    torch.manual_seed(0)
-    checkpoints = Checkpoints(folder, facts={}, lineage="0" * 32)
-    return save_checkpoint(checkpoints, Position(1, 1), model, optimizer, TinyLoader(num_batches=1))
-
-
-def check_files(folder: Path) -> list[str]:
-    """The tables whose checkpoints differ if rows are spread, or hold other values."""
-    torch.set_num_threads(1)
-    wrong = []
-    # Several boxes for a share, and several files for a rank.
-    with (
-        mock.patch.object(tensor_files, "_CHUNK_BYTES", 200),
-        mock.patch.object(tensor_files, "MAX_FILE_BYTES", 900),
-    ):
-        for at, table_seed in enumerate((3, 5, 8, 11)):
-            plain = replace(CASE, seed=table_seed)
-            paths = [
-                save_case(replace(plain, is_spread=is_spread), folder / f"{at}-{is_spread}")
-                for is_spread in (False, True)
-            ]
-            dist.barrier()
-            files = [
-                {f.relative_to(path): f.read_bytes() for f in path.rglob("*") if f.is_file()}
-                for path in paths
-            ]
-            assert len(files[0]) > 4
-            wrong += [f"{plain}"] * (files[0] != files[1])
-    return wrong
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_checkpoints_are_the_same_byte_for_byte(world_size: int, tmp_path: Path) -> None:
-    for wrong in run_ranks(check_files, world_size, timeout_s=120, folder=tmp_path):
-        assert wrong == []
+def save_case(folder: Path) -> None:
+    training = Training(CASE)
+    given = training.model, training.optimizer, TinyLoader(num_batches=1)
+    save_checkpoint(Checkpoints(folder, facts={}), Position(1, 1), *given)
 
 
 def fail_on_one_rank(folder: Path) -> str:
@@ -159,9 +59,9 @@ def fail_on_one_rank(folder: Path) -> str:
         if dist.get_rank() == 1:
             stack.enter_context(mock.patch.object(tensor_files, "save_file", fail))
         with pytest.raises(Exception, match=r"no space left|rank 1") as raised:
-            save_case(replace(CASE, is_spread=True), folder)
+            save_case(folder)
     # The ranks are still in step.
-    save_case(replace(CASE, is_spread=True), folder)
+    save_case(folder)
     return str(raised.value)
 
 
@@ -327,18 +227,3 @@ def test_uneven_owners_are_reported_once() -> None:
     assert re.match(r"by the profile, one rank serves 2\.\d times .* 1\.\d\d times if", warning)
     assert "spread_rows=True" in warning
     assert others == [[], []]
-
-
-def check_two_levels() -> list[str]:
-    torch.set_num_threads(1)
-    os.environ[RANKS_PER_HOST] = "2"
-    try:
-        cases = make_spread_cases(seed=60)[::3]
-        return run_cases([replace(case, levels=Levels.two) for case in cases])
-    finally:
-        del os.environ[RANKS_PER_HOST]
-
-
-def test_spread_rows_cross_the_network_once_per_host() -> None:
-    for failures in run_ranks(check_two_levels, 4, timeout_s=280):
-        assert not failures, "\n".join(failures)

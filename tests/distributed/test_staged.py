@@ -16,7 +16,8 @@ import torch.distributed as dist
 from hotrec.runtime.wire import Wire
 from hotrec.types import WireType
 from tests.distributed import test_wire as wire
-from tests.distributed.parity_cases import make_pipeline_cases, run_cases
+from tests.exact.case import draw_cases
+from tests.exact.training import run_cases
 from tests.helpers.checks import run_checks
 from tests.helpers.ranks import run_ranks
 from tests.helpers.staged import NAME, StagedProcessGroup, run_staged
@@ -103,7 +104,8 @@ CHECKS = [*COLLECTIVES, *WIRE]
 def check_all(num_cases: int) -> tuple[dict[str, str | None], list[str]]:
     """All checks, then generated cases: one spawn of these ranks."""
     verdicts = run_checks(CHECKS)
-    return verdicts, run_cases(make_pipeline_cases(num_cases, seed=40 + dist.get_world_size()))
+    cases = draw_cases("0" * dist.get_world_size(), num_cases, seed=40)
+    return verdicts, run_cases(cases).failures
 
 
 Results = list[tuple[dict[str, str | None], list[str]]]

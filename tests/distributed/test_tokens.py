@@ -155,7 +155,7 @@ def trained(
     for _ in batches:
         loss, _, _ = pipeline.progress(source)
         found.append(loss.detach().double())
-    pipeline.drain()
+    pipeline.flush()
     total = torch.stack(found)
     dist.all_reduce(total)
     own = torch.tensor([int(batch.weights.numel()) for batch in batches])

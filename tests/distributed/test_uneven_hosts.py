@@ -25,37 +25,18 @@ from hotrec.runtime.hosts import (
 )
 from hotrec.runtime.traffic import count_sent_bytes, lower_bound_between_hosts_bytes
 from hotrec.types import Levels, OptimizerKind, Partition, Placement, WireType
-from tests.distributed.parity_cases import build_hot_cold, make_level_cases, run_twice
 from tests.distributed.setups import gather, pretend_hosts, shard_task
-from tests.distributed.test_two_levels import compare_half, half_cases
+from tests.exact.case import Case
+from tests.exact.training import Training
 from tests.helpers.ranks import run_ranks
-from tests.helpers.samples import only_whole, sample
 
-# By the host of each rank, the rule, and which of make_level_cases.
+# By the host of each rank, the rule.
 SHAPES = {
-    "001": ("in one level, since hosts have 1 to 2 ranks", 3),
-    "0101": ("in one level, since the ranks of a host are not consecutive", 4),
-    "0000": ("in one level, since all ranks are on one host", 5),
-    "0001": ("in one level, since hosts have 1 to 3 ranks", 6),
+    "001": "in one level, since hosts have 1 to 2 ranks",
+    "0101": "in one level, since the ranks of a host are not consecutive",
+    "0000": "in one level, since all ranks are on one host",
+    "0001": "in one level, since hosts have 1 to 3 ranks",
 }
-
-
-def check_all(hosts: str) -> list[str]:
-    """Two levels that are one train the unsplit model, with the bits of one level.
-
-    Whichever of them ``auto`` is, it trains the same.
-    """
-    torch.set_num_threads(1)
-    pretend_hosts(hosts)
-    cases = sample(make_level_cases(SHAPES[hosts][1]), first=2, every=5)
-    in_half = sample(half_cases(), first=1, every=4)
-    return [*run_twice(cases, levels=Levels.one), *compare_half(in_half)]
-
-
-@pytest.mark.parametrize("hosts", ["001", *only_whole("0101", "0000", "0001")])
-def test_it_trains_the_same(hosts: str) -> None:
-    for found in run_ranks(check_all, len(hosts), timeout_s=280, hosts=hosts):
-        assert not found, "\n".join(found)
 
 
 class Kept(logging.Handler):
@@ -72,15 +53,15 @@ class Kept(logging.Handler):
 def check_rule(hosts: str) -> None:
     """Every rank finds the rule, the first one logs it, and none makes groups of two levels."""
     pretend_hosts(hosts)
-    rule, shape = SHAPES[hosts]
+    rule = SHAPES[hosts]
     assert gather((gather_hosts().why, gather_hosts().hosts)) == [(rule, None)] * len(hosts)
     assert gather(make_two_levels(WireType.bf16, "test")) == [None] * len(hosts)
     logger, kept = logging.getLogger("hotrec.embedding.sharding"), Kept()
     logger.addHandler(kept)
     logger.setLevel(logging.INFO)
-    case = make_level_cases(shape)[-1]
-    for levels in (Levels.one, Levels.two):
-        build_hot_cold(replace(case, levels=levels))
+    case = Case(hosts=hosts, seed=1, partition="half", optimizer="sgd")
+    for levels in ("one", "two"):
+        Training(replace(case, levels=levels))
     expected = [f"pipeline.levels=two: rows travel {rule}"]
     assert gather(kept.texts) == [expected, *[[]] * (len(hosts) - 1)]
 

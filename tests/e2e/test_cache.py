@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import SMOKE, Workspace, hotrec, hotrec_here
+from tests.e2e.conftest import SMOKE, Workspace, hotrec
 from tests.helpers.runs import losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -18,7 +18,7 @@ SLOTS = ("placement=all_cold", "placement.cold_tier=cached", "placement.cache_lo
 def test_a_replay_counts_what_a_run_misses(workspace: Workspace) -> None:
     batches = ["trainer.batch_size=64", "trainer.eval_splits=[]", "pipeline.depth=2"]
     words = [SMOKE, *SLOTS, *batches]
-    replayed = hotrec_here(
+    replayed = hotrec(
         "cache", *words, "plan.world_size=1", "cache.load_fracs=[0.5]", "cache.skip_frac=0",
         "cache.num_batches=50", cwd=workspace.folder,
     ).figures  # fmt: skip
@@ -28,7 +28,7 @@ def test_a_replay_counts_what_a_run_misses(workspace: Workspace) -> None:
     [predicted] = replayed["predicted"]
     # So few rows are not sampled.
     assert predicted == by_policy["look_ahead"]
-    trained = hotrec_here("train", *words, "trainer.max_steps=50", cwd=workspace.folder).figures
+    trained = hotrec("train", *words, "trainer.max_steps=50", cwd=workspace.folder).figures
     cache = json.loads((Path(trained["run_dir"]) / "summary.json").read_text())["cache"]
     assert cache["num_steps"] == replayed["num_batches"] == 50
     assert cache["num_misses"] == pytest.approx(50 * by_policy["look_ahead"]["num_in"])
@@ -40,10 +40,10 @@ def test_a_replay_counts_what_a_run_misses(workspace: Workspace) -> None:
 def test_a_plan_predicts_what_a_replay_moves(workspace: Workspace, num_ranks: int) -> None:
     ranks = [f"plan.world_size={num_ranks}", "trainer.batch_size=64", "planner.costs=cpu_1gbit"]
     words = [SMOKE, *SLOTS, *ranks, "cache.num_batches=50", "trainer.eval_splits=[]"]
-    replayed = hotrec_here("cache", *words, "cache.load_fracs=[0.5]", cwd=workspace.folder).figures
+    replayed = hotrec("cache", *words, "cache.load_fracs=[0.5]", cwd=workspace.folder).figures
     [moved] = [one for one in replayed["replayed"] if one["policy"] == "look_ahead"]
     places = [f"paths.partition=slots{num_ranks}", "hydra.run.dir=runs/slots"]
-    planned = hotrec_here("plan", *words, *places, cwd=workspace.folder).figures
+    planned = hotrec("plan", *words, *places, cwd=workspace.folder).figures
     document = json.loads(Path(planned["plan_json"]).with_name("prediction.json").read_text())
     expected = document["expected"]
     assert expected["cache_hit_frac"] == pytest.approx(moved["row_hit_frac"], abs=0.01)
@@ -76,6 +76,6 @@ def test_two_ranks_train_as_without_slots(workspace: Workspace) -> None:
 
 def test_too_few_slots_are_refused_by_the_plan(workspace: Workspace) -> None:
     words = [SMOKE, *SLOTS, "placement.cache_load_frac=0.02", "pipeline=look_ahead"]
-    outcome = hotrec_here("train", *words, cwd=workspace.folder)
+    outcome = hotrec("train", *words, cwd=workspace.folder)
     assert outcome.exit_code == 1
     assert "placement.cache_load_frac: expected" in outcome.stderr

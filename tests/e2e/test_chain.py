@@ -16,11 +16,11 @@ import pytest
 
 from hotrec.planner.partition import read_placement
 from hotrec.train.signals import STOPPED_EXIT_CODE
-from tests.e2e.conftest import SMOKE, Workspace, environment, hotrec, hotrec_here
-from tests.helpers.forked import Process
+from tests.e2e.conftest import SMOKE, Workspace, environment, hotrec
+from tests.helpers.commands import program
 from tests.helpers.runs import losses
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 NUM_TRAIN, NUM_VALID, NUM_TEST = 16384, 2048, 2048
 
 
@@ -97,9 +97,7 @@ def test_torchrec_learns_the_same(workspace: Workspace, trained: dict[str, Any])
     assert sorted(ours) == sorted(theirs)
     assert list(ours.values()) == pytest.approx(list(theirs.values()), abs=1e-5)
 
-    report = hotrec_here(
-        "report", "runs=[runs/hotcold,runs/torchrec]", cwd=workspace.folder
-    ).figures
+    report = hotrec("report", "runs=[runs/hotcold,runs/torchrec]", cwd=workspace.folder).figures
     assert [run["placement"] for run in report["runs"]] == ["saved", "torchrec planner"]
     page = Path(report["page"]).read_text()
     assert "torchrec planner" in page
@@ -122,7 +120,7 @@ def compare_plans(workspace: Workspace) -> None:
     assert sum(line.startswith("measured") for line in said) == len(outcome.figures["verdict"])
     report = shlex.split(said[-1])
     assert report[:2] == ["report", "hotrec"]
-    page = Path(hotrec_here(*report[2:], cwd=folder).figures["page"]).read_text()
+    page = Path(hotrec(*report[2:], cwd=folder).figures["page"]).read_text()
     assert 'id="Plans"' in page
     for change, message in (
         ("launch.num_ranks=1", "launch.num_ranks: expected 2, as runs/hotcold had, got 1."),
@@ -170,6 +168,7 @@ def test_a_run_goes_on_with_other_ranks_and_another_placement(
     assert figures["log_loss"] == pytest.approx(trained["log_loss"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_sweep_starts_ranks_for_each_job(workspace: Workspace) -> None:
     words = ["--multirun", SMOKE, "placement=all_hot,all_cold", "launch.num_ranks=2"]
     outcome = hotrec("train", *words, "trainer.max_steps=3", cwd=workspace.folder)
@@ -192,11 +191,11 @@ def test_sweep_starts_ranks_for_each_job(workspace: Workspace) -> None:
     assert "| 1   |  all_cold |" in outcome.stderr
 
 
+@pytest.mark.slow
 def test_joblib_runs_jobs_of_a_sweep_with_loader_workers(workspace: Workspace) -> None:
-    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     words = ["--multirun", SMOKE, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
     words += ["placement=coverage", "trainer.num_workers=1", "trainer.max_steps=3,4,-1"]
-    outcome = hotrec("train", *words, cwd=workspace.folder)
+    outcome = program("train", *words, cwd=workspace.folder)
     assert outcome.exit_code == 1, outcome.stderr  # of the job with an impossible setting
     figures = [json.loads(line) for line in outcome.stdout.splitlines()]
     assert sorted(run["num_steps"] for run in figures) == [3, 4]
@@ -204,11 +203,12 @@ def test_joblib_runs_jobs_of_a_sweep_with_loader_workers(workspace: Workspace) -
     assert [line.rpartition(",")[2] for line in table.splitlines()[1:]] == ["True", "True", "False"]
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_exits(workspace: Workspace) -> None:
     run_dir = workspace.folder / "runs" / "stopped"
     words = [SMOKE, "placement=saved", "launch.num_ranks=2", "trainer.num_workers=1"]
     words += ["trainer.max_steps=null", "trainer.num_epochs=200", "trainer.log_every_steps=1"]
-    running = Process(
+    running = subprocess.Popen(
         [sys.executable, "-m", "hotrec", "train", *words],
         cwd=workspace.folder,
         env=environment(HOTREC_RUN_DIR=str(run_dir)),

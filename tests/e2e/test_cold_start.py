@@ -1,4 +1,4 @@
-"""Programs that nobody has imported anything for: the other tests fork theirs, see ``forked``."""
+"""Programs that nobody has imported anything for; other tests use ``tests.helpers.commands``."""
 
 from __future__ import annotations
 
@@ -11,50 +11,27 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import SMOKE, Workspace, environment
-from tests.helpers.forked import COLD
+from tests.helpers.commands import program
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 INSTALLED = Path(sys.executable).parent / "hotrec"
 
 
-def cold(*words: str, cwd: Path, **variables: str) -> dict[str, Any]:
-    """Figures of a command whose interpreter, and those of its ranks, start from nothing."""
-    done = subprocess.run(
-        words,
-        cwd=cwd,
-        env=environment(**{COLD: "1"}, **variables),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
-    figures: dict[str, Any] = json.loads(line)
-    return figures
-
-
 @pytest.mark.skipif(not INSTALLED.exists(), reason=f"hotrec is not installed: no {INSTALLED}")
-def test_the_installed_program_and_the_module_prepare_alike(
-    workspace: Workspace, tmp_path: Path
+def test_the_installed_program_prepares_the_same(workspace: Workspace, tmp_path: Path) -> None:
+    words = [str(INSTALLED), "prepare", SMOKE]
+    line = subprocess.check_output(words, cwd=tmp_path, env=environment(), timeout=150)
+    figures = json.loads(line)
+    assert figures["content_hash"] == workspace.prepared["content_hash"]
+    assert figures.keys() == workspace.prepared.keys()
+
+
+def test_two_ranks_train_as_those_of_other_tests(
+    workspace: Workspace, trained: dict[str, Any]
 ) -> None:
-    found = [
-        cold(*program, "prepare", SMOKE, f"paths.dataset={name}", cwd=tmp_path)
-        for name, program in (
-            ("module", [sys.executable, "-m", "hotrec"]),
-            ("installed", [str(INSTALLED)]),
-        )
-    ]
-    for figures in found:
-        assert figures["content_hash"] == workspace.prepared["content_hash"]
-        assert figures.keys() == workspace.prepared.keys()
-
-
-def test_two_ranks_train_as_forked_ones_do(workspace: Workspace, trained: dict[str, Any]) -> None:
     words = ["train", SMOKE, "placement=saved", "launch.num_ranks=2"]
     folder = workspace.folder
-    figures = cold(
-        *(sys.executable, "-m", "hotrec"), *words, cwd=folder, HOTREC_RUN_DIR="runs/cold"
-    )
+    figures = program(*words, cwd=folder, HOTREC_RUN_DIR="runs/cold").figures
     assert figures.keys() == trained.keys()
     assert figures["auc"] == trained["auc"]
     assert figures["log_loss"] == trained["log_loss"]

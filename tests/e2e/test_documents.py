@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import hotrec_here
+from tests.e2e.conftest import hotrec
 from tests.frozen.record import check_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -71,7 +71,6 @@ CHAIN: dict[str, tuple[str, ...]] = {
     "evaluate": ("evaluate", "run_dir=runs/train", "num_workers=0"),
     "compare": ("compare", "runs/train", "runs/train_torchrec", "seconds=1"),
     "export": ("export", "run_dir=runs/train_torchrec", "output=model"),
-    "export_since": ("export", "run_dir=runs/train_torchrec", "output=delta", "since=model"),
     "predict": ("predict", "run_dir=runs/train", "input=[log.csv]", "output=scores"),
     "bench": ("bench", "bench=smoke", "bench.variants={}", "bench.device=cpu"),
     "report": ("report", "runs=[runs/train,runs/train_torchrec]"),
@@ -168,10 +167,10 @@ def test_documents_have_the_recorded_keys(tmp_path: Path) -> None:
     write_log(tmp_path)
     found: list[tuple[str, Any]] = []
     for name, words in CHAIN.items():
-        outcome = hotrec_here(*words, cwd=tmp_path, HOTREC_RUN_DIR=f"runs/{name}")
+        outcome = hotrec(*words, cwd=tmp_path, HOTREC_RUN_DIR=f"runs/{name}")
         found.append((f"hotrec {words[0]}", outcome.figures))
     for name, words in SWEEPS.items():
-        outcome = hotrec_here(*words, cwd=tmp_path, HOTREC_RUN_DIR=f"runs/{name}")
+        outcome = hotrec(*words, cwd=tmp_path, HOTREC_RUN_DIR=f"runs/{name}")
         assert outcome.exit_code == 0, outcome.stderr
         jobs = [json.loads(line) for line in outcome.stdout.splitlines()]
         found += [(f"hotrec {words[0]}, a job of a sweep", figures) for figures in jobs]

@@ -8,7 +8,8 @@ import random
 import re
 import signal
 import time
-from contextlib import suppress
+from contextlib import chdir, suppress
+from functools import partial
 from pathlib import Path
 from subprocess import Popen
 
@@ -16,8 +17,9 @@ import pytest
 
 from benchmarks.faults import rank_processes
 from hotrec.runtime.watchdog import EXIT_CODE
-from tests.e2e.conftest import SMOKE, Workspace, environment, hotrec
-from tests.helpers.faults import Fault, run_of_ranks, wait_for_step
+from tests.e2e.conftest import SMOKE, Outcome, Workspace, environment, hotrec
+from tests.helpers.commands import run_on_ranks
+from tests.helpers.faults import Fault, put_in, run_of_ranks, wait_for_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 WORDS = [
@@ -44,19 +46,18 @@ def line_with(text: str, words: str) -> str:
     return found[0]
 
 
+def faulty(words: list[str], workspace: Workspace, run_dir: Path, fault: Fault) -> Outcome:
+    """The command on two ranks of the tests' starter, which end by themselves."""
+    with chdir(workspace.folder):
+        return run_on_ranks(words, 2, variables(run_dir), before=partial(put_in, fault))
+
+
 def slow_run(workspace: Workspace, run_dir: Path) -> None:
     """Rank 1 takes far more than ten times as long as the other, and more than the limit."""
     fault = Fault("slow", rank=1, step=20, seconds=0.5)
-    with run_of_ranks(
-        [*WORDS, "trainer.watchdog_s=3"],
-        num_ranks=2,
-        cwd=workspace.folder,
-        environment=variables(run_dir),
-        fault=fault,
-    ) as running:
-        _, err = running.communicate(timeout=150)
-    assert running.returncode == 0, err
-    assert "the others wait for rank 1" in err
+    done = faulty([*WORDS, "trainer.watchdog_s=3"], workspace, run_dir, fault)
+    assert done.exit_code == 0, done.stderr
+    assert "the others wait for rank 1" in done.stderr
 
 
 def test_slow_rank_finishes_and_killed_rank_is_named(workspace: Workspace) -> None:
@@ -116,16 +117,9 @@ def test_killed_while_a_checkpoint_is_written_in_the_background(workspace: Works
 
 def test_a_checkpoint_that_cannot_be_written_in_the_background(workspace: Workspace) -> None:
     run_dir = workspace.folder / "runs" / "full_disk"
-    with run_of_ranks(
-        IN_BACKGROUND,
-        num_ranks=2,
-        cwd=workspace.folder,
-        environment=variables(run_dir),
-        fault=Fault("full disk", rank=1, step=20),
-    ) as running:
-        _, err = running.communicate(timeout=90)
-    assert running.returncode == 1, err
-    assert err.count("No space left on device") == 1, err
+    done = faulty(IN_BACKGROUND, workspace, run_dir, Fault("full disk", rank=1, step=20))
+    assert done.exit_code == 1, done.stderr
+    assert done.stderr.count("No space left on device") == 1, done.stderr
     left = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     assert left == ["latest", "step-00000010"]
 
@@ -203,17 +197,11 @@ def test_stopped_rank_is_named(workspace: Workspace) -> None:
 def test_broken_rank_is_named(
     workspace: Workspace, tmp_path: Path, kind: str, words: list[str], got: str
 ) -> None:
-    with run_of_ranks(
-        [*WORDS, "trainer.watchdog_s=3", *words],
-        num_ranks=2,
-        cwd=workspace.folder,
-        environment=variables(tmp_path / "run"),
-        fault=Fault(kind, rank=1, step=5),
-    ) as running:
-        _, err = running.communicate(timeout=150)
-    assert running.returncode == (1 if kind == "raise" else EXIT_CODE), err
+    given = [*WORDS, "trainer.watchdog_s=3", *words]
+    done = faulty(given, workspace, tmp_path / "run", Fault(kind, rank=1, step=5))
+    assert done.exit_code in ((1, EXIT_CODE) if kind == "raise" else (EXIT_CODE,)), done.stderr
     # One of the ranks says it for all.
-    (line,) = (line for line in err.splitlines() if got in line and " error: " in line)
+    (line,) = (line for line in done.stderr.splitlines() if got in line and " error: " in line)
     record = tmp_path / "run" / "flight_recorder"
     assert f"The last collectives are in {record}." in line
     assert (record / "rank_0").stat().st_size > 0

@@ -1,8 +1,7 @@
-"""A table in memory, trained on two ranks and scored with, as a script without a guard does it."""
+"""A table in memory, trained on two ranks and scored with."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -19,32 +19,29 @@ import pytest
 
 import hotrec as library
 from benchmarks.own_data import write_log
-from tests.e2e.conftest import environment, hotrec_here
-from tests.helpers import forked
+from hotrec.cli.call import override_words
+from tests.e2e.conftest import environment, hotrec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SCRIPT = """
-import json, sys
 import pyarrow.parquet as pq
 import hotrec
 
 table = pq.read_table("events.parquet")
-run = hotrec.fit(
-    table,
-    label="clicked",
-    time="shown_at",
-    ranks=2,
-    name="events",
-    workdir="work",
-    settings={"planner.costs": "cpu_1gbit"},
-)
-json.dump({"directory": str(run.directory), **run.figures}, sys.stdout)
+hotrec.fit(table, label="clicked", time="shown_at", ranks=2, name="events", workdir="other")
 """
 
 
-@pytest.fixture(autouse=True)
-def _children_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "Popen", forked.Process)
+def fit(events: pa.Table, workdir: Path) -> library.Run:
+    """``hotrec.fit`` with commands that start as those of other tests."""
+
+    def command(name: str, settings: dict[str, Any], *, workdir: Path, **_: Any) -> dict[str, Any]:
+        return hotrec(name, *override_words(settings), cwd=workdir).figures
+
+    settings = {"planner.costs": "cpu_1gbit"}
+    with mock.patch("hotrec.cli.fit.command", command):
+        return library.fit(events, label="clicked", time="shown_at", ranks=2, name="events",
+                           workdir=workdir, settings=settings)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +60,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, events: pa.Table) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path) -> library.Run:
-    done = forked.run([sys.executable, "-c", SCRIPT], cwd=folder, env=environment(), timeout=300)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout)
-    assert figures["made"] == ["prepare", "profile", "plan", "train", "evaluate", "report"]
-    return library.Run(Path(figures["directory"]), folder / "work", figures)
+def run(folder: Path, events: pa.Table) -> library.Run:
+    made = fit(events, folder / "work")
+    assert made.figures["made"] == ["prepare", "profile", "plan", "train", "evaluate", "report"]
+    return made
 
 
 def test_a_run_like_any_other(run: library.Run, events: pa.Table) -> None:
@@ -76,10 +71,9 @@ def test_a_run_like_any_other(run: library.Run, events: pa.Table) -> None:
     assert 0.6 < run.auc < 1
     assert run.page.exists()
     assert (run.summary["auc"], run.summary["world_size"]) == (run.auc, 2)
-    again = library.fit(events, label="clicked", time="shown_at", ranks=2, name="events",
-                        workdir=run.workdir, settings={"planner.costs": "cpu_1gbit"})  # fmt: skip
+    again = fit(events, run.workdir)
     assert (again.figures["made"], again.directory) == ([], run.directory)
-    evaluated = hotrec_here("evaluate", cwd=run.workdir).figures
+    evaluated = hotrec("evaluate", cwd=run.workdir).figures
     assert evaluated["auc"] == pytest.approx(run.auc, abs=1e-6)
     words = {"run_dir": run.directory, "output": "model"}
     exported = library.command("export", words, workdir=run.workdir, quiet=True)
@@ -91,7 +85,7 @@ def test_scores_are_those_of_the_command(run: library.Run, events: pa.Table) -> 
     rows = events.take(np.random.default_rng(0).permutation(events.num_rows))
     pq.write_table(rows, run.workdir / "rows.parquet")
     words = ["input=[rows.parquet]", "output=scores", f"run_dir={run.directory}"]
-    hotrec_here("predict", *words, cwd=run.workdir)
+    hotrec("predict", *words, cwd=run.workdir)
     expected = pq.read_table(run.workdir / "scores" / "scores")["score"].to_numpy()
     scores = library.predict(run, rows)
     assert isinstance(scores, np.ndarray)
@@ -126,7 +120,13 @@ def test_wrong_rows_and_settings_are_refused_in_a_line(run: library.Run, events:
         events.column_names.index("user_id"), "user_id", [[f"x{n}" for n in range(len(events))]]
     )
     price = events.column_names.index("price")
+    at = events.column_names.index("shown_at")
+    times = events["shown_at"].cast(pa.timestamp("s"))
     cases: list[tuple[Any, str]] = [
+        *(
+            (events.set_column(at, "shown_at", times.cast(kind)), "^table column shown_at: .* got ")
+            for kind in (pa.int64(), pa.date32(), pa.timestamp("ms", "UTC"))
+        ),
         (events.drop_columns(["user_id"]), "input table: .* got 'user_id'"),
         (strangers, "^table column user_id: expected at most .* such as 'x0'"),
         (events.set_column(price, "price", [["much"] * len(events)]), "^table .*1: .* got 'much'"),
@@ -136,6 +136,8 @@ def test_wrong_rows_and_settings_are_refused_in_a_line(run: library.Run, events:
         with pytest.raises(ValueError, match=said) as caught:
             library.predict(run, table)
         assert "\n" not in str(caught.value)
+    in_ns = events.set_column(at, "shown_at", times.cast(pa.timestamp("ns")))
+    np.testing.assert_array_equal(library.predict(run, in_ns), library.predict(run, events))
     assert library.predict(run, strangers, max_unknown_frac=1).shape == (len(events),)
     with pytest.raises(ValueError, match=r"^trainer\.batch_sze: .* Did you mean trainer\.batch"):
         library.fit(events, label="clicked", time="shown_at", name="events", workdir=run.workdir,
@@ -143,20 +145,19 @@ def test_wrong_rows_and_settings_are_refused_in_a_line(run: library.Run, events:
 
 
 def test_ctrl_c_ends_the_run_and_its_ranks(folder: Path) -> None:
-    """As in a notebook whose cell is interrupted."""
-    code = SCRIPT.replace('"work"', '"other"')
+    """As in a notebook whose cell is interrupted; of a script without a guard."""
     # A shell starts a background job with SIGINT ignored, and what it starts inherits that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        child = forked.Process(
-            [sys.executable, "-c", code], cwd=folder, env=environment(), stderr=subprocess.PIPE,
+        child = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT], cwd=folder, env=environment(), stderr=subprocess.PIPE,
             text=True, start_new_session=True,
         )  # fmt: skip
     finally:
         signal.signal(signal.SIGINT, before)
     assert child.stderr is not None
     for line in child.stderr:
-        if "1/6 prepare" in line:
+        if "1/7 prepare" in line:
             break
     time.sleep(1)
     os.kill(child.pid, signal.SIGINT)

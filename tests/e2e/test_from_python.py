@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import sys
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 import yaml
 
 from benchmarks.own_data import write_log
-from tests.e2e.conftest import REPOSITORY, environment, hotrec, hotrec_here
-from tests.helpers import forked
+from tests.e2e.conftest import REPOSITORY, hotrec
+from tests.helpers.commands import run_on_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -27,10 +27,11 @@ def program() -> str:
 def test_a_run_from_python_is_evaluated_exported_and_scored_with(tmp_path: Path) -> None:
     write_log(tmp_path / "events.csv", 3000)
     for words in (["init", "events.csv"], ["prepare", "data=events"], ["profile", "data=events"]):
-        hotrec_here(*words, cwd=tmp_path)
-    words = [sys.executable, "-c", program()]
-    done = forked.run(words, cwd=tmp_path, env=environment(), timeout=200)
-    assert done.returncode == 0, done.stderr
+        hotrec(*words, cwd=tmp_path)
+    (tmp_path / "mine.py").write_text(program())
+    with chdir(tmp_path):
+        done = run_on_ranks([str(tmp_path / "mine.py")])
+    assert done.exit_code == 0, done.stderr
     run_dir = tmp_path / "runs" / "mine"
     summary = json.loads((run_dir / "summary.json").read_text())
     recorded = yaml.safe_load((run_dir / "config.yaml").read_text())
@@ -40,8 +41,8 @@ def test_a_run_from_python_is_evaluated_exported_and_scored_with(tmp_path: Path)
     evaluated = hotrec("evaluate", cwd=tmp_path)  # of the newest run, which is this
     assert evaluated.figures["run_dir"] == "runs/mine"
     assert evaluated.figures["auc"] == pytest.approx(summary["auc"], abs=1e-6)
-    exported = hotrec_here("export", "output=model", cwd=tmp_path).figures
+    exported = hotrec("export", "output=model", cwd=tmp_path).figures
     assert exported["auc"] == pytest.approx(summary["auc"], abs=1e-5)
     words = ["input=[events.csv]", "output=scores", "run_dir=runs/mine"]
-    scored = hotrec_here("predict", *words, cwd=tmp_path).figures
+    scored = hotrec("predict", *words, cwd=tmp_path).figures
     assert scored["num_samples"] == 3000

@@ -6,13 +6,10 @@ import threading
 import urllib.request
 from contextlib import suppress
 
-import pytest
-
-from tests.e2e.conftest import SMOKE, Workspace, hotrec_here
+from tests.e2e.conftest import SMOKE, Workspace, hotrec
 
 
 def test_a_run_is_scraped_while_it_trains(workspace: Workspace, free_port: int) -> None:
-    pytest.importorskip("prometheus_client")
     seen: list[str] = []
     is_over = threading.Event()
 
@@ -27,7 +24,7 @@ def test_a_run_is_scraped_while_it_trains(workspace: Workspace, free_port: int) 
     scraper = threading.Thread(target=scrape)
     scraper.start()
     try:
-        outcome = hotrec_here(
+        outcome = hotrec(
             "train",
             SMOKE,
             "placement=coverage",

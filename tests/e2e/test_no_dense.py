@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import SMOKE, hotrec, hotrec_here
+from tests.e2e.conftest import SMOKE, hotrec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 DATA = (SMOKE, "data.synthetic.num_dense=0")
@@ -15,13 +15,13 @@ RANKS = "launch.num_ranks=2"
 
 
 def test_chain_without_dense_columns(tmp_path: Path) -> None:
-    prepared = hotrec_here("prepare", *DATA, cwd=tmp_path).figures
+    prepared = hotrec("prepare", *DATA, cwd=tmp_path).figures
     assert prepared["num_dense"] == 0
-    hotrec_here("profile", *DATA, cwd=tmp_path)
+    hotrec("profile", *DATA, cwd=tmp_path)
     short = ("calibrate.max_bytes=65536", "calibrate.repeats=3", "calibrate.cap_mib=1")
-    calibrated = hotrec("calibrate", *DATA, RANKS, *short, cwd=tmp_path, timeout_s=400).figures
+    calibrated = hotrec("calibrate", *DATA, RANKS, *short, cwd=tmp_path).figures
     assert calibrated["origin"] == "measured"
-    planned = hotrec_here("plan", *DATA, "plan.world_size=2", cwd=tmp_path).figures
+    planned = hotrec("plan", *DATA, "plan.world_size=2", cwd=tmp_path).figures
     assert planned["predicted_step_s"] > 0
     losses = {}
     for run, words in {
@@ -37,7 +37,7 @@ def test_chain_without_dense_columns(tmp_path: Path) -> None:
     evaluated = hotrec("evaluate", "run_dir=runs/dlrm", RANKS, cwd=tmp_path).figures
     summary = json.loads((tmp_path / "runs/dlrm/summary.json").read_text())
     assert evaluated["auc"] == pytest.approx(summary["auc"], abs=1e-6)
-    report = hotrec_here("report", "runs=[runs/dlrm,runs/torchrec]", cwd=tmp_path).figures
+    report = hotrec("report", "runs=[runs/dlrm,runs/torchrec]", cwd=tmp_path).figures
     assert len(report["runs"]) == 2
 
 

@@ -33,7 +33,7 @@ def commands(page: str) -> list[list[str]]:
 def run_all(page: str, folder: Path, *costs: str) -> list[Outcome]:
     quick = (*costs, BATCH)
     outcomes = [
-        hotrec(*words, *(quick if words[0] == "run" else ()), cwd=folder, timeout_s=500)
+        hotrec(*words, *(quick if words[0] == "run" else ()), cwd=folder)
         for words in commands(page)
     ]
     assert [(outcome.exit_code, outcome.stderr) for outcome in outcomes if outcome.exit_code] == []
@@ -82,7 +82,7 @@ def test_a_log_that_grew_is_prepared_again(folder: Path, made: dict[str, Any]) -
 
 def run_again(folder: Path) -> dict[str, Any]:
     words = ("data=events", "launch.num_ranks=2", *GIVEN, BATCH)
-    return hotrec("run", *words, cwd=folder, timeout_s=500).figures
+    return hotrec("run", *words, cwd=folder).figures
 
 
 def test_from_zero_to_a_report(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_stage_that_fails_ends_the_chain(tmp_path: Path) -> None:
 def test_a_missing_input_names_the_command_that_makes_it(
     tmp_path: Path, words: tuple[str, ...], command: str
 ) -> None:
-    outcome = hotrec(*words, cwd=tmp_path, timeout_s=60)
+    outcome = hotrec(*words, cwd=tmp_path)
     assert outcome.exit_code == 1
     assert outcome.stderr.splitlines()[-1].endswith(f"Run `{command}`.")
     assert len(outcome.stderr.splitlines()) == 1  # not once for each rank

@@ -13,7 +13,7 @@ from hotrec.artifact import commit_artifact, scratch_directory
 from hotrec.cost_model.store import read_costs
 from hotrec.planner.names import candidate_name
 from hotrec.planner.partition import read_placement
-from tests.e2e.conftest import SMOKE, Workspace, hotrec, hotrec_here
+from tests.e2e.conftest import SMOKE, Workspace, hotrec
 from tests.helpers.runs import losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -35,7 +35,7 @@ def calibrated(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="module")
 def planned(calibrated: Path) -> dict[str, Any]:
     words = [SMOKE, *BY_COST, "plan.world_size=2", "pipeline=look_ahead"]
-    return hotrec_here("plan", *words, cwd=calibrated).figures
+    return hotrec("plan", *words, cwd=calibrated).figures
 
 
 LONG = ("launch.num_ranks=2", "trainer.num_epochs=4", "trainer.max_steps=70")
@@ -97,7 +97,7 @@ def test_a_run_is_compared_with_its_prediction(
     # Bytes do not depend on how busy the machine is, but the placement does, which is chosen by
     # what was calibrated; over the placements of this dataset predictions are up to 8% off.
     assert figures["predicted_sent_bytes"] == pytest.approx(figures["sent_bytes_total"], rel=0.1)
-    report = hotrec_here("report", f"runs=[runs/{pipeline}]", cwd=calibrated).figures
+    report = hotrec("report", f"runs=[runs/{pipeline}]", cwd=calibrated).figures
     assert "predicted" in Path(calibrated / report["page"]).read_text()
 
 
@@ -105,12 +105,12 @@ def test_costs_are_fitted_to_a_run(calibrated: Path, trained: dict[str, dict[str
     run = trained["sparse_dist"]
     words = [SMOKE, "calibrate.from_run=runs/sparse_dist", "paths.costs=data/costs"]
     shutil.copytree(calibrated / "data" / "costs", calibrated / "kept")
-    figures = hotrec_here("calibrate", *words, cwd=calibrated).figures
+    figures = hotrec("calibrate", *words, cwd=calibrated).figures
     assert figures["origin"] == "fitted"
     # The same rows hot as in the run: with other costs another choice may be best.
     words = [SMOKE, "placement=saved", "placement.partition_dir=runs/sparse_dist/partition"]
     words += ["plan.world_size=2", "pipeline=sparse_dist"]
-    planned = hotrec_here("plan", *words, cwd=calibrated).figures
+    planned = hotrec("plan", *words, cwd=calibrated).figures
     fitted = prediction(Path(planned["plan_json"]).parent)["plans"]["hot_cold sparse_dist"][
         "stage_s"
     ]
@@ -125,7 +125,7 @@ def test_a_resumed_run_keeps_its_choice(calibrated: Path) -> None:
     """Although other costs are configured than those by which the run chose."""
     words = ["train", SMOKE, *BY_COST, "trainer.eval_splits=[]"]
     first, second = (
-        hotrec_here(*words, *more, cwd=calibrated, HOTREC_RUN_DIR="runs/again").figures
+        hotrec(*words, *more, cwd=calibrated, HOTREC_RUN_DIR="runs/again").figures
         for more in (
             ["trainer.max_steps=3"],
             ["trainer.max_steps=6", "planner.costs=cpu_1gbit"],
@@ -205,7 +205,7 @@ def test_a_trial_that_cannot_be_recorded_ends_all_ranks(calibrated: Path) -> Non
 
 def refusal(*words: str, cwd: Path) -> str:
     """The one message of a plan that is refused."""
-    outcome = hotrec_here("plan", SMOKE, "placement=cost", *words, cwd=cwd)
+    outcome = hotrec("plan", SMOKE, "placement=cost", *words, cwd=cwd)
     assert outcome.exit_code == 1
     assert "Traceback" not in outcome.stderr
     return outcome.stderr
@@ -239,7 +239,7 @@ def test_hosts_of_unequal_size_are_refused(calibrated: Path) -> None:
 
 def test_costs_of_one_host_plan_two_with_an_assumed_link(calibrated: Path) -> None:
     words = [SMOKE, *BY_COST, "plan.world_size=4", "plan.ranks_per_host=2"]
-    figures = hotrec_here("plan", *words, cwd=calibrated).figures
+    figures = hotrec("plan", *words, cwd=calibrated).figures
     note = prediction(calibrated / Path(figures["plan_json"]).parent)["costs"]["note"]
     assert "link between hosts is assumed to be that of cpu_1gbit" in note
     assert "extrapolated: num_ranks 4 from 2" in note

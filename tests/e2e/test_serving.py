@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ from safetensors.numpy import load_file
 
 import hotrec as package
 from hotrec.data.chunks import Dataset, Jagged
-from hotrec.runs import export
 from hotrec.runs.predict import score
 from hotrec.train.checkpoint import open_tensors
 from hotrec.train.evaluate import measure_auc, measure_quality
-from tests.e2e.conftest import REPOSITORY, environment, hotrec, hotrec_here
+from tests.e2e.conftest import REPOSITORY, environment, hotrec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 NUM_SAMPLES, TEST_FROM = 1500, 1200
@@ -114,19 +112,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "days/2.csv": samples[TEST_FROM + 100 :],
     }.items():
         (folder / name).write_text("\n".join([HEADER, *part, ""]))
-    hotrec_here("prepare", *DATA, cwd=folder)
-    hotrec_here("profile", *DATA, cwd=folder)
+    hotrec("prepare", *DATA, cwd=folder)
+    hotrec("profile", *DATA, cwd=folder)
     for kind, keys in MODELS.items():
         choice = () if keys[0].startswith("model=") else (f"model={kind}",)
         words = (*DATA, *choice, *MODEL, *keys)
-        assert hotrec_here("train", *words, cwd=folder, HOTREC_RUN_DIR=f"runs/{kind}").figures
+        assert hotrec("train", *words, cwd=folder, HOTREC_RUN_DIR=f"runs/{kind}").figures
     return folder
 
 
 @pytest.fixture(scope="module")
 def evaluated(folder: Path) -> dict[str, dict[str, Any]]:
     return {
-        kind: hotrec_here("evaluate", f"run_dir=runs/{kind}", "num_workers=0", cwd=folder).figures
+        kind: hotrec("evaluate", f"run_dir=runs/{kind}", "num_workers=0", cwd=folder).figures
         for kind in MODELS
     }
 
@@ -136,7 +134,7 @@ def test_the_exported_model_scores_as_evaluate(
     folder: Path, evaluated: dict[str, dict[str, Any]], kind: str
 ) -> None:
     words = ("export", f"run_dir=runs/{kind}", f"output=exported/{kind}")
-    figures = hotrec_here(*words, cwd=folder).figures
+    figures = hotrec(*words, cwd=folder).figures
     model = package.load_model(folder / "exported" / kind, allow_code=kind in OF_OWN)
     block = Dataset.open(folder / "data/my_log/dataset").block("test", 0)
     features = {  # copies, since the chunk is mapped read-only
@@ -154,7 +152,7 @@ def test_the_exported_model_scores_as_evaluate(
 
 def test_rows_and_vocabulary_are_those_of_the_dataset(folder: Path) -> None:
     exported = folder / "exported/rows"
-    hotrec_here("export", "run_dir=runs/dlrm", f"output={exported}", cwd=folder)
+    hotrec("export", "run_dir=runs/dlrm", f"output={exported}", cwd=folder)
     (checkpoint,) = (folder / "runs/dlrm/checkpoints").glob("step-*")
     with open_tensors(checkpoint) as files:
         (name,) = (found for found in files.shapes if found.endswith("embedding_bags.item.weight"))
@@ -173,7 +171,7 @@ def test_rows_and_vocabulary_are_those_of_the_dataset(folder: Path) -> None:
 
 
 def test_code_is_imported_only_where_it_is_allowed(folder: Path) -> None:
-    hotrec_here("export", "run_dir=runs/own", "output=exported/code", cwd=folder)
+    hotrec("export", "run_dir=runs/own", "output=exported/code", cwd=folder)
     with pytest.raises(
         ValueError, match=r"model.json: .*class my_model.MyModel. Call .*allow_code"
     ):
@@ -189,7 +187,7 @@ def test_records_are_encoded_and_scored_as_predict_does(folder: Path, kind: str)
         ("export", f"run_dir=runs/{kind}", f"output={here}"),
         ("predict", f"run_dir=runs/{kind}", "input=[days]", "output=encoded"),
     ):
-        assert hotrec_here(*words, cwd=folder).exit_code == 0
+        assert hotrec(*words, cwd=folder).exit_code == 0
     program = f"""
 import csv, json
 {WALL}
@@ -212,7 +210,7 @@ def test_small_rows(
     folder: Path, evaluated: dict[str, dict[str, Any]], rows: str, most: float
 ) -> None:
     words = ("export", "run_dir=runs/dlrm", f"output=exported/{rows}", f"export.rows={rows}")
-    figures = hotrec_here(*words, cwd=folder).figures
+    figures = hotrec(*words, cwd=folder).figures
     assert figures["rows"] == rows
     assert figures["auc"] == pytest.approx(evaluated["dlrm"]["auc"], abs=most)
     dtype = {"fp16": torch.float16, "int8": torch.int8}[rows]
@@ -246,7 +244,7 @@ def run_program(program: str, folder: Path) -> Any:
 
 
 def test_it_loads_without_the_packages_of_training(folder: Path) -> None:
-    hotrec_here("export", "run_dir=runs/dcnv2", "output=exported/alone", cwd=folder)
+    hotrec("export", "run_dir=runs/dcnv2", "output=exported/alone", cwd=folder)
     program = f"""
 import json
 {WALL.replace('*("hotrec", ', "*(")}
@@ -261,45 +259,9 @@ print(json.dumps(model(torch.ones(2, 1), ids).tolist()))
     assert found == pytest.approx(model(torch.ones(2, 1), ids).tolist())
 
 
-@pytest.mark.parametrize("kind", ["dlrm", "dcnv2"])
-def test_onnx_runtime_scores_as_evaluate(
-    folder: Path, evaluated: dict[str, dict[str, Any]], kind: str
-) -> None:
-    runtime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    words = ("export", f"run_dir=runs/{kind}", f"output=exported/onnx_{kind}", "export.onnx=true")
-    assert hotrec_here(*words, cwd=folder).figures
-    block = Dataset.open(folder / "data/my_log/dataset").block("test", 0)
-    inputs = {"dense": np.array(block.dense)}
-    for name, ids in block.features.items():
-        bags = padded(ids) if isinstance(ids, Jagged) else np.array(ids)[:, None]
-        inputs[f"ids.{name}"] = bags.astype(np.int64)
-    session = runtime.InferenceSession(folder / "exported" / f"onnx_{kind}" / "model.onnx")
-    (logits,) = session.run(None, inputs)
-    quality = measure_quality(logits, block.label)
-    assert quality.auc == pytest.approx(evaluated[kind]["auc"], abs=1e-5)
-    assert quality.log_loss == pytest.approx(evaluated[kind]["log_loss"], abs=1e-6)
-
-
-def test_sequences_are_not_written_as_onnx(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "check_packages", lambda: None)
-    words = ("export", "run_dir=runs/hstu", "output=exported/onnx_hstu", "export.onnx=true")
-    outcome = hotrec_here(*words, cwd=folder)
-    assert "export.onnx: expected a model of pooled columns, got hstu" in outcome.stderr
-    assert not list((folder / "exported").glob("*onnx_hstu*"))
-
-
-def padded(ids: Jagged) -> np.ndarray:
-    lengths = np.diff(ids.offsets)
-    is_id = np.arange(lengths.max()) < lengths[:, None]
-    bags = np.full(is_id.shape, -1, np.int64)
-    bags[is_id] = ids.values
-    return bags
-
-
 def test_aot_inductor(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    hotrec_here("export", "run_dir=runs/dlrm", "output=exported/compiled", cwd=folder)
+    hotrec("export", "run_dir=runs/dlrm", "output=exported/compiled", cwd=folder)
     model = package.load_model(folder / "exported/compiled")
     batch = torch.export.Dim("batch")
     ids = {feature: torch.tensor([1, 2, 3]) for feature, _ in model.shape.features}
@@ -317,7 +279,7 @@ def test_predict_scores_as_evaluate(
     folder: Path, evaluated: dict[str, dict[str, Any]], kind: str
 ) -> None:
     words = ("predict", f"run_dir=runs/{kind}", "input=[days]", "output=scores", "batch_size=32")
-    figures = hotrec_here(*words, cwd=folder).figures
+    figures = hotrec(*words, cwd=folder).figures
     assert figures["num_samples"] == NUM_SAMPLES - TEST_FROM
     assert figures["auc"] == pytest.approx(evaluated[kind]["auc"], abs=1e-5)
     assert figures["log_loss"] == pytest.approx(evaluated[kind]["log_loss"], abs=1e-6)
@@ -347,17 +309,17 @@ def test_several_labels_and_weights(
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
     words = ("--config-dir", "my_conf", "data=two")
-    hotrec_here("prepare", *words, cwd=tmp_path)
-    hotrec_here("profile", *words, cwd=tmp_path)
+    hotrec("prepare", *words, cwd=tmp_path)
+    hotrec("profile", *words, cwd=tmp_path)
     model = (*MODEL, *SIZES, "model=mmoe", "+trainer.label_weights.cheap=2")
     model += ("trainer.eval_every_steps=4", "trainer.keep_best=true")
     model += ("trainer.early_stop_patience=50", "trainer.callbacks=[my_callback.Notify]")
-    summary = hotrec_here("train", *words, *model, cwd=tmp_path, HOTREC_RUN_DIR="runs/mmoe").figures
+    summary = hotrec("train", *words, *model, cwd=tmp_path, HOTREC_RUN_DIR="runs/mmoe").figures
     run = ("run_dir=runs/mmoe",)
     found = {
-        "evaluate": hotrec_here("evaluate", *run, "num_workers=0", cwd=tmp_path).figures,
-        "export": hotrec_here("export", *run, "output=model", cwd=tmp_path).figures,
-        "predict": hotrec_here("predict", *run, "input=[days]", "output=s", cwd=tmp_path).figures,
+        "evaluate": hotrec("evaluate", *run, "num_workers=0", cwd=tmp_path).figures,
+        "export": hotrec("export", *run, "output=model", cwd=tmp_path).figures,
+        "predict": hotrec("predict", *run, "input=[days]", "output=s", cwd=tmp_path).figures,
     }
     losses = {name: of["log_loss"] for name, of in found["evaluate"]["by_label"].items()}
     assert found["evaluate"]["log_loss"] == pytest.approx(losses["click"] + 2 * losses["cheap"])
@@ -369,21 +331,21 @@ def test_several_labels_and_weights(
     assert summary["auc"] == pytest.approx(found["evaluate"]["auc"])
     assert (tmp_path / "runs/mmoe/note.txt").read_text().endswith("\n")
     words = ("evaluate", *run, "num_workers=0", "checkpoint=best", "split=valid")
-    best = hotrec_here(*words, cwd=tmp_path).figures
+    best = hotrec(*words, cwd=tmp_path).figures
     assert best["step"] == summary["best_step"]
     assert best["log_loss"] == pytest.approx(summary["best_log_loss"], abs=1e-6)
     table = pq.read_table(tmp_path / "s/scores")
     of_label = [f"{of}_{name}" for name in ("cheap", "click") for of in ("logit", "score", "label")]
     assert table.column_names == ["line", *of_label, "weight"]
-    hotrec_here("report", "runs=[runs/mmoe]", "output=page", cwd=tmp_path)
+    hotrec("report", "runs=[runs/mmoe]", "output=page", cwd=tmp_path)
     assert "AUC of cheap" in (tmp_path / "page/report.html").read_text()
 
 
 def test_ranks_divide_the_files(folder: Path, tmp_path: Path) -> None:
     words = ("predict", "run_dir=runs/dlrm", "input=[days/1.csv,days/2.csv,days/1.csv]")
-    alone = hotrec_here(*words, f"output={tmp_path}/1", cwd=folder).figures
+    alone = hotrec(*words, f"output={tmp_path}/1", cwd=folder).figures
     ranks = ("launch.num_ranks=2", f"output={tmp_path}/2")
-    together = hotrec(*words, *ranks, cwd=folder, timeout_s=300).figures
+    together = hotrec(*words, *ranks, cwd=folder).figures
     assert (alone["world_size"], together["world_size"]) == (1, 2)
     for name in ("num_files", "num_samples", "num_skipped", "auc", "log_loss"):
         assert together[name] == alone[name]
@@ -396,10 +358,10 @@ def test_predict_needs_neither_label_nor_split(folder: Path, tmp_path: Path) -> 
     columns = [line.split(",")[1:7] for line in text.splitlines()]
     (tmp_path / "new.csv").write_text("".join(",".join(line) + "\n" for line in columns))
     words = ("run_dir=runs/dlrm", f"input=[{tmp_path}/new.csv]", f"output={tmp_path}/scores")
-    figures = hotrec_here("predict", *words, cwd=folder).figures
+    figures = hotrec("predict", *words, cwd=folder).figures
     assert "auc" not in figures
     words = ("run_dir=runs/dlrm", "input=[days/1.csv]", f"output={tmp_path}/labelled")
-    hotrec_here("predict", *words, cwd=folder)
+    hotrec("predict", *words, cwd=folder)
     bare, labelled = (pq.read_table(tmp_path / name / "scores") for name in ("scores", "labelled"))
     assert bare.column_names == ["line", "logit", "score"]
     assert labelled.select(bare.column_names).equals(bare)
@@ -407,7 +369,7 @@ def test_predict_needs_neither_label_nor_split(folder: Path, tmp_path: Path) -> 
 
 def test_columns_are_kept_beside_the_scores(folder: Path, tmp_path: Path) -> None:
     words = ("predict", "run_dir=runs/dlrm", "input=[days/1.csv]", f"output={tmp_path}/scores")
-    hotrec_here(*words, "predict.keep=[time,item,price,time]", cwd=folder)
+    hotrec(*words, "predict.keep=[time,item,price,time]", cwd=folder)
     table = pq.read_table(tmp_path / "scores/scores")
     assert table.column_names == ["line", "logit", "score", "clicked", "time", "item", "price"]
     lines = (folder / "days/1.csv").read_text().splitlines()[1:]
@@ -417,7 +379,7 @@ def test_columns_are_kept_beside_the_scores(folder: Path, tmp_path: Path) -> Non
 
 def test_ids_without_a_row_are_counted(folder: Path, tmp_path: Path) -> None:
     words = ("predict", "run_dir=runs/dlrm", "input=[days]", f"output={tmp_path}/scores")
-    outcome = hotrec_here(*words, cwd=folder)
+    outcome = hotrec(*words, cwd=folder)
     found = outcome.figures["unknown_ids"]
     expected = folder / "data/my_log/dataset/manifest.json"
     of_test = json.loads(expected.read_text())["content"]["source"]["unknown_ids"]["test"]
@@ -437,7 +399,7 @@ def test_a_column_without_values_is_said(folder: Path, tmp_path: Path) -> None:
     emptied = [",".join([clicked, "", "", *rest]) for clicked, _, _, *rest in fields]
     (tmp_path / "x.csv").write_text("\n".join([header, *emptied, ""]))
     words = ("predict", "run_dir=runs/dlrm", f"input=[{tmp_path}/x.csv]")
-    outcome = hotrec_here(*words, f"output={tmp_path}/scores", cwd=folder)
+    outcome = hotrec(*words, f"output={tmp_path}/scores", cwd=folder)
     assert outcome.figures["missing"] == {"price": 100, "user": 100}
     for column in ("price", "user"):
         assert f"x.csv column {column}: all 100 values are missing" in outcome.stderr
@@ -453,7 +415,7 @@ def test_ids_of_another_form_can_be_let_through(folder: Path, tmp_path: Path) ->
     other_form(folder, tmp_path / "x.csv")
     words = ("predict", "run_dir=runs/dlrm", f"input=[{tmp_path}/x.csv]")
     words += (f"output={tmp_path}/scores", "predict.max_unknown_frac=1")
-    assert hotrec_here(*words, cwd=folder).figures["unknown_ids"]["item"]["unknown_frac"] == 1
+    assert hotrec(*words, cwd=folder).figures["unknown_ids"]["item"]["unknown_frac"] == 1
 
 
 # What is refused.
@@ -476,7 +438,7 @@ def refuse(folder: Path, tmp_path: Path) -> Refuse:
     def run(*words: str, change: Callable[[Path], object] = lambda _: None) -> str:
         change(here)
         before = contents()
-        outcome = hotrec_here(*words, cwd=here)
+        outcome = hotrec(*words, cwd=here)
         assert outcome.exit_code == 1
         assert contents() == before
         (line,) = (line for line in outcome.stderr.splitlines() if "error: " in line)
@@ -577,8 +539,6 @@ def test_commands_and_code_on_the_page_run(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(folder)
     num_run = 0
     for kind, block in re.findall(r"```(console|python)\n(.*?)```", text, re.DOTALL):
-        if "onnx" in block and find_spec("onnxscript") is None:
-            continue  # an extra
         if kind == "python":
             exec(block, {})
             num_run += 1
@@ -586,6 +546,6 @@ def test_commands_and_code_on_the_page_run(folder: Path, monkeypatch: pytest.Mon
         for line in block.replace("\\\n", " ").splitlines():
             program, *words = shlex.split(line, comments=True)
             assert program == "hotrec"
-            assert hotrec_here(*words, cwd=folder).figures
+            assert hotrec(*words, cwd=folder).figures
             num_run += 1
     assert num_run >= 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import REPOSITORY, environment
-from tests.helpers import forked
 from tests.helpers.samples import is_whole
 
 NOTEBOOK = REPOSITORY / "docs" / "tutorial.ipynb"
@@ -45,14 +45,16 @@ def test_its_links_lead_to_pages() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(not is_whole(), reason="make test-more runs the notebook")
+@pytest.mark.skipif(not is_whole(), reason="make test-all runs the notebook")
 def test_it_runs(tmp_path: Path) -> None:
     (tmp_path / "samples").symlink_to(REPOSITORY / "samples")
     code = "\n\n".join("".join(cell["source"]) for cell in cells("code"))
-    done = forked.run(
+    done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
         env=environment(MPLBACKEND="agg", TMPDIR=str(tmp_path)),
+        capture_output=True,
+        text=True,
         timeout=350,
     )
     assert done.returncode == 0, done.stderr

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors.numpy import load_file, save_file
-
-from hotrec.artifact import write_through
 from tests.faults.case import Change
 from tests.faults.workspace import hash_document
 
@@ -154,48 +151,6 @@ def rehashed(artifact: str, edit: Callable[[Document], object]) -> Change:
         document["content_hash"] = hash_document(document)
 
     return edited(f"{artifact}/manifest.json", edit_and_hash)
-
-
-def agree(directory: Path, made_from: Mapping[str, str] | None = None) -> None:
-    """Make a manifest agree with the files that are there, as a bug of another writer would.
-
-    Args:
-        directory: The artifact.
-        made_from: Content hashes of its inputs that have changed, by kind.
-    """
-    manifest = directory / "manifest.json"
-    document = json.loads(manifest.read_text())
-    found = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*")}
-    document["files"] = {
-        name: write_through(path)
-        for name, path in sorted(found.items())
-        if path.is_file() and path != manifest
-    }
-    document["made_from"] |= made_from or {}
-    document.pop("content_hash")
-    document["content_hash"] = hash_document(document)
-    manifest.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
-
-
-def forged(artifact: str, change: Change) -> Change:
-    """A change of an artifact's files, with which its manifest agrees."""
-
-    def change_and_agree(folder: Path) -> None:
-        change(folder)
-        agree(folder / artifact)
-
-    return change_and_agree
-
-
-def tensors(name: str, edit: Callable[[dict[str, Any]], object]) -> Change:
-    """A safetensors file with other tensors, given as arrays by name."""
-
-    def change(folder: Path) -> None:
-        held = dict(load_file(folder / name))
-        edit(held)
-        save_file(held, folder / name)
-
-    return change
 
 
 def several(*changes: Change) -> Change:

@@ -7,6 +7,7 @@ own, with an empty /dev/shm and, if asked, a small disk.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import resource
@@ -14,14 +15,16 @@ import shlex
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from tests.faults.case import Case
-from tests.helpers.forked import exit_code_of, leave
+from tests.helpers.commands import exit_code_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHM = Path("/dev/shm")
@@ -166,8 +169,20 @@ def start(case: Case, words: str, folder: Path, scratch: Path, number: int = 0) 
             _enter(case, folder, scratch, number)
             sys.exit(_execute(shlex.split(words), variables, is_exec=case.is_exec))
 
-        leave(exit_code_of(run))
+        _leave(exit_code_of(run))
     return Running(case, folder, scratch, pid)
+
+
+def _leave(code: int) -> NoReturn:
+    """End as an interpreter does, but for the modules that nobody needs any more."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            code = code or 120
+    os._exit(code)
 
 
 def environment(changes: Mapping[str, str | None], scratch: Path) -> dict[str, str]:

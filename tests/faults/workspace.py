@@ -27,7 +27,7 @@ DATASET, PROFILED, PARTITION = "data/tiny/dataset", "data/tiny/profile", "data/t
 COSTS, ONE, TWO = "data/costs", "runs/one", "runs/two"
 LAST, FIRST = "checkpoints/step-00000016", "checkpoints/step-00000012"
 EVALUATE = f"evaluate run_dir={ONE}"
-# A log with a run on it, for predict, and an earlier export, for what has changed since.
+# A log with a run on it, for predict, and an earlier export, to be replaced.
 DAYS, DAYS_RUN, SERVED = "data/days/1.csv", "runs/days", "data/served/model"
 TRAIN_DAYS = (
     "train --config-dir conf data=days model.embedding_dim=4 model.dense_layer_sizes=[8,4] "
@@ -35,7 +35,6 @@ TRAIN_DAYS = (
     "trainer.num_workers=0 trainer.eval_splits=[]"
 )
 EXPORT = f"export run_dir={ONE} output=data/new/model"
-DELTA = f"export run_dir={ONE} output=data/new/delta since={SERVED}"
 PREDICT = f"predict run_dir={DAYS_RUN} input=[{DAYS}] output=data/new/scores"
 
 

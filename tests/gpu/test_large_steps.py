@@ -162,7 +162,7 @@ def train(
     pipeline.start()
     stream = (make_batch(step) for step in range(NUM_STEPS))
     losses = [pipeline.progress(stream)[0] for _ in range(NUM_STEPS)]
-    pipeline.drain()
+    pipeline.flush()
     pipeline.close()
     return [float(loss) for loss in losses], gather_tables(model)
 

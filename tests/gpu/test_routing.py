@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.data.packing import pack
@@ -13,8 +12,8 @@ from hotrec.embedding.initialize import initial_rows
 from hotrec.routing.features import RoutedFeatures
 from hotrec.routing.router import Router
 from hotrec.runtime.ranks import Ranks
-from tests.distributed.parity_cases import Case, make_cases, make_global_batch, make_partition
-from tests.distributed.parity_cases import to_kjt as to_features
+from tests.exact.case import Case, draw_cases, draw_samples
+from tests.exact.training import make_partition, table_configs
 
 pytestmark = pytest.mark.gpu
 TENSORS = (
@@ -24,21 +23,11 @@ TENSORS = (
 
 
 def make_router(case: Case) -> Router:
-    configs = [
-        EmbeddingBagConfig(
-            name=table.name,
-            num_embeddings=table.num_rows,
-            embedding_dim=table.dim,
-            feature_names=list(table.features),
-            pooling=PoolingType.MEAN if table.is_mean else PoolingType.SUM,
-        )
-        for table in case.tables
-    ]
-    return Router(columns_by_dim(configs), make_partition(case))
+    return Router(columns_by_dim(table_configs(case)), make_partition(case))
 
 
 def features_of(case: Case) -> KeyedJaggedTensor:
-    return to_features(case, make_global_batch(case, 0, 1)[1][0])
+    return draw_samples(case, 0)[0].features()
 
 
 def assert_same(first: RoutedFeatures, second: RoutedFeatures) -> None:
@@ -55,7 +44,7 @@ def assert_same(first: RoutedFeatures, second: RoutedFeatures) -> None:
 
 
 def test_routing_on_the_device_equals_routing_in_a_worker(gpu: Ranks) -> None:
-    for case in make_cases(24, seed=23):
+    for case in draw_cases("0", 24, seed=23, output="bags"):
         on_cpu = make_router(case)(features_of(case))
         routed = make_router(case).to(gpu.device)(features_of(case).to(gpu.device))
         for group in routed.groups:
@@ -69,7 +58,7 @@ def test_routing_on_the_device_equals_routing_in_a_worker(gpu: Ranks) -> None:
 
 
 def test_an_id_outside_its_table_is_refused_on_the_device(gpu: Ranks) -> None:
-    case = make_cases(1, seed=2)[0]
+    case = draw_cases("0", 1, output="bags", batches="drawn")[0]
     features = features_of(case)
     wrong = KeyedJaggedTensor(
         keys=features.keys(), values=features.values() + 1000, lengths=features.lengths(),
@@ -80,12 +69,13 @@ def test_an_id_outside_its_table_is_refused_on_the_device(gpu: Ranks) -> None:
 
 
 def test_routed_features_are_pinned_and_copied(gpu: Ranks) -> None:
-    for case in make_cases(12, seed=29):
+    for case in draw_cases("0", 12, seed=29, output="bags"):
         routed = make_router(case)(features_of(case))
         for pinned in (routed.pin_memory(), pack(routed).pin_memory().unpack()):
             for group in pinned.groups:
-                assert group.rows.values().is_pinned()
-                assert group.positions_K.is_pinned()
+                for pinned_K in (group.rows.values(), group.positions_K):
+                    # Torch calls no empty tensor pinned.
+                    assert pinned_K.is_pinned() or not pinned_K.numel()
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 copied = pinned.to(gpu.device, non_blocking=True)

@@ -5,14 +5,12 @@ Its CPU twin is tests/distributed/test_staged.py.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from hotrec.types import Tier
-from tests.distributed.parity_cases import make_pipeline_cases, run_cases
 from tests.distributed.test_staged import COLLECTIVES, Results, check_on_cuda
+from tests.exact.case import CUDA_TIERS, draw_cases
+from tests.exact.training import run_cases
 from tests.helpers.ranks import run_ranks
 from tests.helpers.staged import run_staged
 
@@ -20,21 +18,16 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-TIERS = [tier for tier in Tier if tier is not Tier.CACHED]  # slots are look-ahead's alone
 
 
 def check_all(num_cases: int, seed: int) -> tuple[dict[str, str | None], list[str]]:
     """All checks, then generated cases: one spawn of these ranks."""
     verdicts = check_on_cuda(COLLECTIVES)
-    each = num_cases // len(TIERS)
-    cases = [
-        replace(case, device="cuda", tier=TIERS[at // each % len(TIERS)])
-        for at, case in enumerate(make_pipeline_cases(num_cases, seed))
-    ]
-    return verdicts, run_cases(cases)
+    hosts = "0" * torch.distributed.get_world_size()
+    cases = draw_cases(hosts, num_cases, seed, tiers=CUDA_TIERS, device="cuda")
+    return verdicts, run_cases(cases).failures
 
 
-# Two ranks run each of the eight pipelines once with each tier, three ranks with one of them.
 @pytest.fixture(scope="module", params=[(2, 24), (3, 8)], ids=["2 ranks", "3 ranks"])
 def results(request: pytest.FixtureRequest) -> Results:
     world_size, num_cases = request.param

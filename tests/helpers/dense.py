@@ -15,6 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.models.plain import SEQUENCE_KINDS, Architecture
 from hotrec.models.zoo import build_architecture
+from hotrec.runtime.ranks import rank
 from hotrec.train.dense_sync import dense_parameters
 from hotrec.types import ModelKind
 
@@ -169,21 +170,21 @@ class Oddities(nn.Module):
 
 
 class Branches(nn.Module):
-    """The sign of an input decides which branch a rank uses; one is used by nobody."""
+    """The rank decides which branch it uses; one is used by nobody."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
         width = NUM_DENSE + NUM_FEATURES
         self.bottom = nn.Linear(width, width)
-        self.negative = nn.Sequential(nn.Linear(width, width), nn.ReLU())
-        self.positive = nn.Sequential(nn.LayerNorm(width))
+        self.even = nn.Sequential(nn.Linear(width, width), nn.ReLU())
+        self.odd = nn.Sequential(nn.LayerNorm(width))
         self.nobody = nn.Linear(width, width)
         self.top = nn.Linear(width, 1)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         x = self.bottom(inputs)
-        return self.top(self.positive(x) if inputs[0, 0] > 0 else self.negative(x))
+        return self.top(self.odd(x) if rank() % 2 else self.even(x))
 
 
 MODELS: Mapping[str, Callable[[int], nn.Module]] = {

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults import rank_processes
-from tests.helpers.forked import Process
 
 FAULT = "HOTREC_TEST_FAULT"
 
@@ -61,7 +60,7 @@ def run_of_ranks(
     variables = dict(environment)
     if fault is not None:
         variables[FAULT] = json.dumps(vars(fault))
-    running = Process(
+    running = subprocess.Popen(
         [*launcher, "-m", module, *words],
         cwd=cwd,
         env=variables,
@@ -92,8 +91,10 @@ def wait_for_step(run_dir: Path, step: int, running: subprocess.Popen[str]) -> N
         time.sleep(0.02)
 
 
-def _put_in(fault: Fault) -> None:
-    """Patch the pipelines of this process."""
+def put_in(fault: Fault) -> None:
+    """Patch the pipelines of this process, if it is the rank of the fault."""
+    if fault.rank != int(os.environ["RANK"]):
+        return
     import torch
 
     from hotrec.train import checkpoint
@@ -140,9 +141,7 @@ def _broken_loader() -> Iterator[Any]:
 
 def main() -> None:
     """Run hotrec on this rank, with the fault if it is this rank's."""
-    fault = Fault(**json.loads(os.environ[FAULT]))
-    if fault.rank == int(os.environ["RANK"]):
-        _put_in(fault)
+    put_in(Fault(**json.loads(os.environ[FAULT])))
     runpy.run_module("hotrec", run_name="__main__")
 
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -31,12 +31,21 @@ GRACE_S = 3.0
 # What ranks import in any case. A test imports more where it needs it.
 PRELOAD = [
     *("pytest", "torch", "tests.helpers.quiet", "hotrec.assemble.order", "hotrec.program.parallel"),
-    "tests.distributed.setups",
+    *("tests.distributed.setups", "hotrec.cli.train", "hotrec.cli.evaluate"),
 ]
 
 
 class RanksError(RuntimeError):
-    """One rank or more raised, died or ran past the limit."""
+    """One rank or more raised, died or ran past the limit.
+
+    Args:
+        text: what each of them did.
+        exit_codes: of the ranks that died by themselves, by rank; 0 for the others.
+    """
+
+    def __init__(self, text: str, exit_codes: Sequence[int]) -> None:
+        super().__init__(text)
+        self.exit_codes = exit_codes
 
 
 def run_ranks(
@@ -75,7 +84,6 @@ def run_ranks(
             context.Process(  # type: ignore[attr-defined]
                 target=_run_rank,
                 args=(call, dict(os.environ), rank, world_size, timeout_s, folder),
-                daemon=True,
             )
             for rank in range(world_size)
         ]
@@ -124,7 +132,7 @@ def _wait(processes: list[BaseProcess], folder: Path, timeout_s: float) -> list[
 def _collect(
     processes: list[BaseProcess], folder: Path, killed: list[int], timeout_s: float
 ) -> list[Any]:
-    failures = []
+    failures, exit_codes = [], [0] * len(processes)
     for rank, process in enumerate(processes):
         if _error_file(folder, rank).exists():
             failures.append(f"[rank {rank}] raised:\n{_error_file(folder, rank).read_text()}")
@@ -135,8 +143,9 @@ def _collect(
             )
         elif not _result_file(folder, rank).exists():
             failures.append(f"[rank {rank}] died with exit code {process.exitcode}.")
+            exit_codes[rank] = process.exitcode or 0
     if failures:
-        raise RanksError("\n".join(failures))
+        raise RanksError("\n".join(failures), exit_codes)
     return [pickle.loads(_result_file(folder, rank).read_bytes()) for rank in range(len(processes))]
 
 
@@ -191,6 +200,7 @@ def _call_in_group(call: bytes, rank: int, world_size: int, timeout_s: float, fo
         timeout=timedelta(seconds=timeout_s),
     )
     try:
+        dist.barrier()  # a rank that destroys the group would fail others that are still connecting
         fn, kwargs = pickle.loads(call)
         return fn(**kwargs)
     finally:

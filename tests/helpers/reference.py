@@ -1,106 +1,12 @@
-"""The oracle: an unsplit model in one process, from plain torch modules and plain optimizers."""
+"""A tiny model in plain torch, and plain optimizers of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-
-@dataclass(frozen=True)
-class PlainTable:
-    """A table of the reference: what ``EmbeddingBagConfig`` says, without torchrec."""
-
-    name: str
-    num_rows: int
-    dim: int
-    features: tuple[str, ...]
-    is_mean: bool
-
-
-# feature -> list (B) of (ids, per-sample weights or None)
-Bags = Mapping[str, Sequence[tuple[list[int], list[float] | None]]]
-
-
-class PlainBags(nn.Module):
-    """Looks up and pools bag by table with ``nn.EmbeddingBag``; output columns in table order."""
-
-    def __init__(self, tables: Sequence[PlainTable], weights: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.tables = tables
-        self.bags = nn.ModuleDict(
-            {
-                table.name: nn.EmbeddingBag.from_pretrained(
-                    weights[table.name].clone(), freeze=False, mode="sum"
-                )
-                for table in tables
-            }
-        )
-
-    def forward(self, bags: Bags) -> torch.Tensor:
-        columns = []
-        for table in self.tables:
-            for feature in table.features:
-                samples = bags[feature]
-                ids = torch.tensor([i for ids, _ in samples for i in ids], dtype=torch.int64)
-                lengths = torch.tensor([len(ids) for ids, _ in samples])
-                offsets = lengths.cumsum(0) - lengths
-                scales = torch.tensor(
-                    [
-                        weight
-                        for ids, weights in samples
-                        for weight in (weights if weights is not None else [1.0] * len(ids))
-                    ]
-                )
-                pooled = self.bags[table.name](ids, offsets, per_sample_weights=scales)
-                if table.is_mean:
-                    pooled = pooled / lengths.clamp(min=1)[:, None]
-                columns.append(pooled)
-        return torch.cat(columns, dim=1)
-
-
-def weights_of_places(length: int) -> list[float]:
-    """1, 1/2, 1/3 ... for the places of a sequence, so that their order matters."""
-    return [1 / (1 + place) for place in range(length)]
-
-
-class SumsByPlace(nn.Module):
-    """Sums each sequence of an unpooled collection, weighted by ``weights_of_places``."""
-
-    def __init__(self, sequences: nn.Module, names: Sequence[str]) -> None:
-        super().__init__()
-        self.sequences = sequences
-        self.sums = _Sums(names)
-
-    def forward(self, sparse: object) -> torch.Tensor:
-        return self.sums(self.sequences(sparse))
-
-
-class _Sums(nn.Module):
-    """A leaf for the tracer of TorchRec's pipelines.
-
-    By name, since TorchRec's sharded collections order their output by sharding.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__()
-        self.names = names
-
-    def forward(self, found: Mapping[str, Any]) -> torch.Tensor:
-        sums = []
-        for sequence in (found[name] for name in self.names):
-            rows, lengths = sequence.values(), sequence.lengths().long()
-            begins = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-            places_K = torch.arange(rows.shape[0], device=rows.device) - begins
-            weights_K = 1 / (1.0 + places_K)
-            sums.append(
-                torch.segment_reduce(rows * weights_K[:, None], "sum", lengths=lengths, initial=0.0)
-            )
-        return torch.cat(sums, dim=1)
 
 
 class TinyClickModel(nn.Module):

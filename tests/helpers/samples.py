@@ -1,7 +1,4 @@
-"""Which cases of a long table run: a sample, always the same; all in ``make test-more``.
-
-What reads a name of this module is in that step, too: the Makefile looks for it.
-"""
+"""Which cases of a long table run: a sample, always the same; all in ``make test-all``."""
 
 from __future__ import annotations
 

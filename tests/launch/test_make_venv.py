@@ -101,7 +101,7 @@ def test_a_named_interpreter_that_does_not_do(programs: Path) -> None:
     ("arguments", "message"),
     [
         (["tpu"], "DEVICE: expected auto, cpu or cuda, got 'tpu'.\n"),
-        (["cpu", "all"], "purpose: expected run, dev or pins, got 'all'.\n"),
+        (["cpu", "all"], "purpose: expected run, test, dev or pins, got 'all'.\n"),
     ],
 )
 def test_unknown_arguments(programs: Path, arguments: list[str], message: str) -> None:

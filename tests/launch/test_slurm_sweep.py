@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import SMOKE, Workspace, hotrec
+from tests.e2e.conftest import SMOKE, Workspace
+from tests.helpers.commands import program
 
 # Takes the jobs of an array at once, as one with many nodes would; each has two of them.
 SBATCH = """#!/usr/bin/env bash
@@ -67,10 +68,9 @@ def test_each_job_on_slurm_is_a_group_over_its_nodes(
     workspace: Workspace, tmp_path: Path, free_job: int
 ) -> None:
     """With stand-ins for Slurm's programs, whose nodes are all this host."""
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     programs = write_programs(tmp_path / "bin", sbatch=SBATCH, srun=SRUN, sacct="#!/bin/sh\n")
     words = ["--multirun", SMOKE, "hydra/launcher=slurm", "hydra.launcher.nodes=2"]
-    outcome = hotrec(
+    outcome = program(
         "train",
         *words,
         "placement=coverage",

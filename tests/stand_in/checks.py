@@ -9,6 +9,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,13 +27,13 @@ from hotrec.data.packing import pack
 from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.convert import check_replicas
 from hotrec.embedding.tables import gather_tables
-from hotrec.runtime.hosts import RANKS_PER_HOST
 from hotrec.runtime.ranks import Ranks, broadcast_object
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
 from hotrec.train.evaluate import evaluate
-from hotrec.types import HotExchange, Levels, OptimizerKind, RowFetch, Tier
-from tests.distributed.parity_cases import BATCHES, PARTITIONS, Case, run_cases
+from hotrec.types import HotExchange, OptimizerKind, Tier
 from tests.distributed.test_pipelines import NoLoader
+from tests.exact.case import CUDA_TIERS, PARTITIONS, Case, draw_cases, fit
+from tests.exact.training import run_cases
 from tests.helpers.checks import run_checks
 from tests.stand_in.lifetimes import violations
 from tests.stand_in.log import recording
@@ -341,56 +342,36 @@ def another_order_is_seen() -> None:
 # -------------------------------------------------------------------------------------- training
 
 
-def parity_cases() -> list[Case]:
-    """Every pipeline with every optimizer and hot exchange; the rest in turn."""
-    cases: list[Case] = []
+def parity_cases(hosts: str) -> list[Case]:
+    """Every pipeline with every optimizer and hot exchange; the rest is drawn."""
     exchanges = (HotExchange.touched_rows, HotExchange.owners, HotExchange.dense)
-    for kind in OptimizerKind:
-        for pipeline in PIPELINES:
-            for exchange in exchanges:
-                at = len(cases)
-                placement = "mixed" if at % 5 == 1 else "row_wise"
-                has_slots = pipeline == "look_ahead" and placement == "row_wise"
-                tiers = [tier for tier in Tier if tier is not Tier.CACHED]
-                tier = Tier.CACHED if has_slots and at % 3 else tiers[at % len(tiers)]
-                cases.append(
-                    Case(
-                        seed=1000 + at,
-                        partition=PARTITIONS[at % len(PARTITIONS)],
-                        optimizer=kind,
-                        is_weighted=at % 5 == 0,
-                        is_uniform_dim=at % 4 != 0,
-                        exchange=exchange,
-                        route_in_loader=(at // 2) % 2 == 0,
-                        device=str(device()),
-                        tier=tier,
-                        batches=BATCHES[(at // 7) % len(BATCHES)],
-                        placement=placement,
-                        pipeline=pipeline,
-                        depth=at % 3,
-                        micro_batches=at % 5 != 1 and at % 4 == 2,
-                        cache_load_frac=1.0 if tier is Tier.CACHED else 0.2,
-                        popular_frac=0.2 * (at % 2),
-                        row_fetch=(RowFetch.staged, RowFetch.mapped)[at // 2 % 2],
-                    )
-                )
+    kinds = [*product(OptimizerKind, PIPELINES, exchanges)]
+    tiers = (*CUDA_TIERS, "cached", "cached")
+    drawn = draw_cases(hosts, len(kinds), 1, tiers, output="bags", device=str(device()))
+    cases = []
+    for case, (kind, pipeline, exchange) in zip(drawn, kinds, strict=True):
+        is_cut = case.micro_batches and pipeline == "look_ahead"
+        changes = {"pipeline": pipeline, "micro_batches": is_cut, "skip": False}
+        of_kind = {"optimizer": kind.value, "exchange": exchange.value}
+        cases.append(fit(replace(case, **changes, **of_kind)))  # type: ignore[arg-type]
     return cases
 
 
 def training_equals_the_unsplit_reference() -> None:
-    cases = parity_cases()
+    cases = parity_cases("0" * dist.get_world_size())
     assert {case.partition for case in cases} == set(PARTITIONS)
-    assert {case.tier for case in cases} == set(Tier)
-    failures = run_cases(cases)
-    assert not failures, "\n".join(failures)
+    assert {case.tier for case in cases} == {tier.value for tier in Tier}
+    found = run_cases(cases)
+    assert not found.failures, "\n".join(found.failures)
 
 
 def training_in_two_levels_equals_the_unsplit_reference() -> None:
     """On two pretended hosts."""
-    local = str(dist.get_world_size() // 2)
-    with mock.patch.dict("os.environ", {RANKS_PER_HOST: local}):
-        failures = run_cases([replace(case, levels=Levels.two) for case in parity_cases()[::3]])
-    assert not failures, "\n".join(failures)
+    each = dist.get_world_size() // 2
+    cases = parity_cases("0" * each + "1" * each)
+    with mock.patch.dict("os.environ"):
+        found = run_cases([replace(case, levels="two") for case in cases[::3]])
+    assert not found.failures, "\n".join(found.failures)
 
 
 class _Split:
@@ -427,7 +408,7 @@ def _losses(training: Training, begin: int, end: int) -> list[float]:
 
 def assert_same_tables(first: Training, second: Training) -> None:
     for training in (first, second):
-        training.pipeline.drain()
+        training.pipeline.flush()
     one, two = gather_tables(first.model), gather_tables(second.model)
     for table, weight in one.items():
         assert float((weight - two[table]).abs().max()) <= 1e-6, table
@@ -463,7 +444,7 @@ def _save_and_load(run: Run) -> None:
     _losses(first, 0, 2)
     _losses(second, 7, 8)
     for training in (first, second):
-        training.pipeline.drain()
+        training.pipeline.flush()
     checkpoints = Checkpoints(folder, facts={})
     path = save_checkpoint(checkpoints, Position(2, 64), first.model, first.optimizer, NoLoader())
     load_checkpoint(
@@ -494,7 +475,7 @@ def hot_rows_follow() -> None:
             assert _losses(first, step, step + 2) == pytest.approx(
                 _losses(second, step, step + 2), abs=1e-6
             ), stale
-            second.pipeline.drain()
+            second.pipeline.flush()
             moved += hot_set.adapt().num_moved
             check_replicas(second.model)
         assert moved > 5, stale

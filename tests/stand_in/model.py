@@ -272,5 +272,5 @@ class Training:
         return (self.batch(step) for step in range(begin, end))
 
     def close(self) -> None:
-        self.pipeline.drain()
+        self.pipeline.flush()
         self.pipeline.close()

@@ -53,7 +53,7 @@ def _train(run: Run, num_steps: int, pooled: str | None) -> tuple[list[float], C
                 if step % 2:  # the main thread's own
                     check_up({step: loss}, {}, dist.get_world_size())
                     all_gather_object(step)
-            training.pipeline.drain()
+            training.pipeline.flush()
         training.close()
     return [float(loss) for loss in losses], calls(log.entries)
 

@@ -27,8 +27,9 @@ from hotrec.types import (
 )
 from tests.distributed import test_program_sequences as programs
 from tests.distributed import test_sequence_models as models
-from tests.distributed.parity_cases import Case, make_sequence_cases, run_cases
 from tests.distributed.test_program_forms import make_batch, reference
+from tests.exact.case import CUDA_TIERS, draw_cases
+from tests.exact.training import run_cases
 from tests.helpers.checks import run_checks
 from tests.stand_in.checks import aloud, device, evaluated_between_steps
 from tests.stand_in.model import Run
@@ -121,25 +122,13 @@ def checkpoints_go_on(path: str, folder: str) -> None:
     assert not failures, "\n".join(failures)
 
 
-def _cases() -> list[Case]:
-    """In every tier; those with slots stay there."""
-    tiers = [tier for tier in Tier if tier is not Tier.CACHED]
-    return [
-        replace(
-            case,
-            device=str(device()),
-            tier=case.tier if case.tier is Tier.CACHED else tiers[at % len(tiers)],
-            row_fetch=(RowFetch.staged, RowFetch.mapped)[at % 2],
-        )
-        for at, case in enumerate(make_sequence_cases(16, 51))
-    ]
-
-
 def cases_equal_the_unsplit_reference() -> None:
-    cases = _cases()
-    assert {case.tier for case in cases} == set(Tier)
-    failures = run_cases(cases)
-    assert not failures, "\n".join(failures)
+    hosts, tiers = "0" * dist.get_world_size(), (*CUDA_TIERS, "cached", "cached")
+    given = {"output": "sequences", "device": str(device())}
+    cases = draw_cases(hosts, 20, 51, tiers, **given)
+    assert {case.tier for case in cases} == {tier.value for tier in Tier}
+    found = run_cases(cases)
+    assert not found.failures, "\n".join(found.failures)
 
 
 def programs_equal_the_unsplit_model() -> None:

@@ -21,6 +21,7 @@ from hotrec.artifact import (
     MANIFEST,
     Artifact,
     ArtifactError,
+    Verify,
     check_made_from,
     commit_artifact,
     read_artifact,
@@ -283,6 +284,7 @@ def test_what_a_killed_writer_of_another_artifact_left_is_removed(tmp_path: Path
     assert left_over(tmp_path) == [".mine.lock", "a", "b"]
 
 
+@pytest.mark.slow
 def test_what_is_being_read_is_not_replaced(tmp_path: Path) -> None:
     write(tmp_path / "a")
     opened = read_artifact(tmp_path / "a", kind="profile", stay_open=True)
@@ -435,6 +437,16 @@ def test_content_is_hashed_as_it_will_be_read(tmp_path: Path, content: dict[str,
         commit_artifact(scratch, tmp_path / "a", kind="profile", content=content)
     read = read_artifact(tmp_path / "a", kind="profile")
     assert read.content == json.loads(json.dumps(content))
+
+
+def test_files_apart_are_no_part_of_the_hash(tmp_path: Path) -> None:
+    """But each is as it was written."""
+    old, new = (write(tmp_path / text, text, apart=["counts/t.npy"]) for text in ("old", "new"))
+    assert old.files["counts/t.npy"] != new.files["counts/t.npy"]
+    assert old.content_hash == new.content_hash
+    put(tmp_path / "new" / "counts" / "t.npy", "odd")
+    with pytest.raises(ArtifactError, match=r"t\.npy: expected"):
+        read_artifact(tmp_path / "new", kind="profile", verify=Verify.full)
 
 
 def test_made_from(tmp_path: Path) -> None:

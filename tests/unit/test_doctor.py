@@ -273,6 +273,7 @@ def test_a_cuda_fbgemm_without_a_driver() -> None:
     assert problems(check_machine(container, cuda))["import torchrec"][2].startswith("nvidia-smi")
 
 
+@pytest.mark.slow
 def test_the_cause_of_a_failed_import_is_reported(tmp_path: Path) -> None:
     """torch raises one error for any library of fbgemm; the one behind it says why."""
     (tmp_path / "torchrec.py").write_text(

@@ -1,4 +1,4 @@
-"""Export and predict: runs, checkpoints and earlier exports that do not fit, and files to score."""
+"""Export and predict: runs and checkpoints that do not fit, and files to score."""
 
 # A case is a line, however long.
 # ruff: noqa: E501
@@ -6,18 +6,17 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from tests.faults import edits
 from tests.faults.case import Case, Change, either, fast, refused, unchanged, works
-from tests.faults.table.artifacts import BROKEN, CHECKPOINT, DAMAGES, EDITED, _set
+from tests.faults.table.artifacts import CHECKPOINT, DAMAGES
 from tests.faults.table.runs import beside, send
 from tests.faults.workspace import (
     DATASET,
     DAYS,
     DAYS_RUN,
-    DELTA,
     EXPORT,
     FIRST,
     ONE,
@@ -67,58 +66,13 @@ def _run_cases() -> Iterator[Case]:
 
 def _export_cases() -> Iterator[Case]:
     yield works("export/again", AGAIN, check=same_artifact(SERVED))
+    yield refused("export/in-artifact", f"{EXPORT} output={SERVED}/new", "output")
     yield refused("export/foreign-file", AGAIN, "mine.txt", edits.written(f"{SERVED}/mine.txt", "mine"))
     yield refused("export/split-unknown", f"{EXPORT} export.eval_split=dev", "dev", **NEW)
     yield refused("export/rows-unknown", f"{EXPORT} export.rows=fp8", "export.rows", **NEW)
     yield refused("export/test-damaged", EXPORT, "test-00000", edits.garbled(f"{DATASET}/chunks/test-00000.arrow"), **NEW)
     yield refused("export/partition-damaged", EXPORT, "hot_rows.npz", edits.cut(f"{PARTITION}/hot_rows.npz"), **NEW)
     yield either("export/two-at-once", AGAIN, SERVED, act=beside(AGAIN, "data/served/.model*.tmp", codes=(0, 1)), check=same_artifact(SERVED), variables=in_run("runs/new"))
-
-
-def _tensor(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], object]:
-    return lambda held: held.update({name: change(held[name])})
-
-
-TABLE, MODEL = f"{SERVED}/tables/t0.safetensors", f"{SERVED}/model.json"
-# What no export has, in an earlier one whose manifest agrees.
-FORGED: dict[str, tuple[Change, str]] = {
-    "nan": (edits.tensors(TABLE, _tensor("weight", lambda rows: rows * float("nan"))), "t0.safetensors"),
-    "fewer-rows": (edits.tensors(TABLE, _tensor("weight", lambda rows: rows[:-1].copy())), "t0.safetensors"),
-    "wider": (edits.tensors(TABLE, _tensor("weight", lambda rows: rows.astype("float64"))), "t0.safetensors"),
-    "int8-without-scale": (edits.tensors(TABLE, _tensor("weight", lambda rows: rows.astype("int8"))), "t0.safetensors"),
-    "rows-listed": (edits.tensors(TABLE, lambda held: held.update(row=held["weight"][:, 0].copy())), "t0.safetensors"),
-    "other-layers": (edits.tensors(f"{SERVED}/dense.safetensors", _tensor("top.0.bias", lambda bias: bias + 1)), "dense.safetensors"),
-    "pooling": (edits.edited(MODEL, _set("architecture/pooling", "max")), "pooling"),
-    "code": (edits.edited(MODEL, lambda model: model["architecture"].update(kind="own", target="antigravity.Model", features="x")), "model.json"),
-    "file-outside": (edits.edited(MODEL, _set("tables/0/file", "../../../runs/one/summary.json")), "model.json"),
-    "name-outside": (edits.edited(MODEL, _set("tables/0/name", "../t0")), "model.json"),
-    "rows-negative": (edits.edited(MODEL, _set("tables/0/num_rows", -1)), "model.json"),
-}
-
-
-def _delta_cases() -> Iterator[Case]:
-    yield works("export/delta", DELTA, check=lambda made: whole(made.folder / "data/new/delta"), **NEW)
-    yield refused("export/delta-missing", f"{DELTA} since=data/none", "data/none", **NEW)
-    yield refused("export/delta-of-dataset", f"{DELTA} since={DATASET}", DATASET, **NEW)
-    yield refused("export/delta-other-rows", f"{DELTA} export.rows=int8", "since", **NEW)
-    yield refused("export/delta-other-dataset", DELTA.replace(ONE, DAYS_RUN), "since", **NEW)
-    yield refused("export/delta-onto-base", f"{DELTA} output={SERVED}", SERVED)
-    for file in ("tables/t0.safetensors", "dense.safetensors", "model.json"):
-        for damage in ("cut", "flipped", "deleted", "directory", "looped"):
-            yield refused(f"export/delta-{file.replace('/', '-')}-{damage}", DELTA, file.rpartition("/")[2], DAMAGES[damage](f"{SERVED}/{file}"), **NEW)
-    manifest = f"{SERVED}/manifest.json"
-    changes = {fault: edits.written(manifest, content) for fault, content in BROKEN.items()}
-    changes |= {fault: edits.rehashed(SERVED, _set(*edit)) for fault, edit in EDITED.items() if fault not in ("inputs-null", "content-empty", "files-empty")}
-    for fault, change in changes.items():
-        # Nothing of the earlier export's own content is read.
-        yield refused(f"export/delta-manifest-{fault}", DELTA, SERVED, change, **NEW)
-    yield refused("export/delta-manifest-no-files", DELTA, SERVED, edits.rehashed(SERVED, _set("files", {})), **NEW)
-    for fault, (change, key) in FORGED.items():
-        yield refused(f"export/forged-{fault}", DELTA, key, edits.forged(SERVED, change), **NEW)
-    link = edits.several(edits.copied(TABLE, "data/elsewhere"), edits.deleted(TABLE), edits.linked(TABLE, "../../../elsewhere"))
-    yield refused("export/forged-link", DELTA, "t0.safetensors", link, **NEW)
-    for words, name in ((EXPORT, "model"), (DELTA, "delta")):
-        yield refused(f"export/{name}-in-artifact", f"{words} output={SERVED}/new", "output")
 
 
 def _input_cases() -> Iterator[Case]:
@@ -175,7 +129,6 @@ def _input_cases() -> Iterator[Case]:
 # Kibibytes that are too few.
 DISK: list[tuple[str, str, tuple[int, ...]]] = [
     ("export", EXPORT.replace("data/new", "small"), (4, 16, 28)),
-    ("delta", DELTA.replace("data/new", "small"), (4, 16, 28)),
     ("predict", PREDICT.replace("data/new", "small"), (4, 8)),
 ]
 
@@ -193,8 +146,8 @@ def _other_cases() -> Iterator[Case]:
             yield Case(f"signal/{command}-{name}", (words,), act=send("launcher", number, ready, 0), exit_codes=(128 + number,), is_exec=True, **quiet)
 
 
-FAST = ("export/tensors-flipped", "export/delta-other-rows", "predict/column-missing")
+FAST = ("export/tensors-flipped", "predict/column-missing")
 CASES = [
     fast(case) if case.name in FAST else case
-    for case in (*_run_cases(), *_export_cases(), *_delta_cases(), *_input_cases(), *_other_cases())
+    for case in (*_run_cases(), *_export_cases(), *_input_cases(), *_other_cases())
 ]

@@ -59,7 +59,7 @@ MUTANTS = [
         "hotrec/artifact.py",
         'for name, f in document["files"].items() if not f.get(_IS_APART)}',
         'for name, f in document["files"].items()}',
-        "unit/runs/test_delta.py::test_another_version_of_the_code_is_the_same_export",
+        "unit/test_artifact.py::test_files_apart_are_no_part_of_the_hash",
     ),
     mutant(
         "lock.one_writer",

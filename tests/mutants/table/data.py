@@ -270,7 +270,7 @@ MUTANTS = [
         "joins.missing_key",
         "A sample without a key is joined with nothing.",
         "hotrec/data/log.py",
-        "    found = np.where(key.values.is_null().to_numpy(zero_copy_only=False), -1, found)\n",
+        "    places = np.where(key.values.is_null().to_numpy(zero_copy_only=False), -1, places)\n",
         "",
         "unit/data/test_joins.py",
     ),

@@ -143,7 +143,7 @@ MUTANTS = [
         "hotrec/embedding/initialize.py",
         "rows = part.order.original(stored)",
         "rows = stored",
-        "distributed/test_spread_rows.py::test_spread_rows_cross_the_network_once_per_host",
+        "exact/test_training.py::test_it_trains_the_unsplit_model",
     ),
     mutant(
         "rows.spread_name",
@@ -159,7 +159,7 @@ MUTANTS = [
         "hotrec/train/spread_rows.py",
         "return torch.empty_like(arriving).index_copy_(0, place_K, arriving)",
         "return arriving",
-        "distributed/test_spread_rows.py::test_checkpoints_are_the_same_byte_for_byte",
+        "exact/test_checkpoints.py::test_any_checkpoint_goes_on_as_the_unsplit_model",
     ),
     mutant(
         "hot.touched_rows_mean",
@@ -255,8 +255,7 @@ MUTANTS = [
         "hotrec/embedding/prefetch/exchange.py",
         "parts.append(part.div_(self._world_size) if self._world_size > 1 else part)",
         "parts.append(part)",
-        "distributed/test_look_ahead.py::"
-        "test_every_pipeline_trains_the_unsplit_model_and_depth_changes_no_bit",
+        "exact/test_training.py::test_it_trains_the_unsplit_model",
     ),
     mutant(
         "look_ahead.urgent_rows",
@@ -264,8 +263,7 @@ MUTANTS = [
         "hotrec/embedding/prefetch/exchange.py",
         "is_late = last_read.index_select(0, places) != number",
         "is_late = torch.ones_like(places, dtype=torch.bool)",
-        "distributed/test_look_ahead.py::"
-        "test_every_pipeline_trains_the_unsplit_model_and_depth_changes_no_bit",
+        "exact/test_training.py::test_it_trains_the_unsplit_model",
     ),
     mutant(
         "look_ahead.final_rows",
@@ -273,8 +271,7 @@ MUTANTS = [
         "hotrec/embedding/prefetch/exchange.py",
         "lag_R.clamp_(max=self._depth).to(torch.uint8)",
         "lag_R.fill_(self._depth).to(torch.uint8)",
-        "distributed/test_look_ahead.py::"
-        "test_every_pipeline_trains_the_unsplit_model_and_depth_changes_no_bit",
+        "exact/test_training.py::test_it_trains_the_unsplit_model",
     ),
     mutant(
         "slots.in_flight_stay",
@@ -324,8 +321,7 @@ MUTANTS = [
         "if self._is_rounded and not self.slots.has_batches:",
         "if self._is_rounded and self.slots.has_batches:",
         "unit/embedding/test_cached_rows.py",
-        "distributed/test_cached_rows.py::"
-        "test_rows_in_half_precision_resume_bit_for_bit_and_are_loaded_by_any_placement",
+        "exact/test_checkpoints.py::test_any_checkpoint_goes_on_as_the_unsplit_model",
     ),
     mutant(
         "wire.fp16_scale",

@@ -1,4 +1,4 @@
-"""Faults in what leaves a run: warm starts, exports, deltas, scores and records."""
+"""Faults in what leaves a run: warm starts, exports, scores and records."""
 
 from __future__ import annotations
 
@@ -46,45 +46,12 @@ MUTANTS = [
         "unit/models/test_plain.py",
     ),
     mutant(
-        "delta.one_value",
-        "A row of which one value changed is in a delta.",
-        "hotrec/runs/delta.py",
-        "differs.reshape(len(values), -1).any(axis=1)",
-        "differs.reshape(len(values), -1).all(axis=1)",
-        "unit/runs/test_delta.py::test_rows_that_differ_in_a_bit_are_changed",
-    ),
-    mutant(
-        "delta.bits",
-        "Rows are compared bit by bit.",
-        "hotrec/runs/delta.py",
-        "values.view(bits) != before.view(bits)",
-        "values.view(bits).view(values.dtype) != before",
-        "unit/runs/test_delta.py::test_rows_that_differ_in_a_bit_are_changed",
-    ),
-    mutant(
-        "delta.of_its_base",
-        "A delta is applied only to the export that it was made for.",
-        "hotrec/runs/delta.py",
-        "    check_made_from(opened, opened_base)\n",
-        "",
-        "unit/runs/test_delta.py::test_what_does_not_fit_is_refused",
-    ),
-    mutant(
-        "delta.new_rows",
-        "A delta without some of the new rows is refused.",
-        "hotrec/runs/delta.py",
-        "or num_new != num_rows - num_before:",
-        "or num_new > num_rows - num_before:",
-        "unit/runs/test_delta.py::test_a_forged_delta_is_refused",
-    ),
-    mutant(
         "export.files_outside",
         "Nothing outside an exported directory is read.",
         "hotrec/models/plain.py",
         "    if path != os.path.join(os.path.realpath(directory), name):\n",
         "    if not path:\n",
-        "unit/models/test_plain.py",
-        "unit/runs/test_delta.py::test_a_forged_export_is_refused",
+        "unit/models/test_plain.py::test_links_are_not_followed",
     ),
     mutant(
         "export.code",
@@ -92,7 +59,7 @@ MUTANTS = [
         "hotrec/models/plain.py",
         "    if shape.kind == OWN and not allow_code:\n",
         "    if shape.kind == OWN and allow_code is None:\n",
-        "unit/runs/test_delta.py::test_the_class_that_a_description_names_is_not_imported",
+        "unit/models/test_plain.py::test_a_forged_export_is_refused",
         "e2e/test_serving.py::test_code_is_imported_only_where_it_is_allowed",
     ),
     mutant(
@@ -103,16 +70,7 @@ MUTANTS = [
         '            f"{path}: expected the layers of this model',
         "    if not found:\n        raise ValueError(\n"
         '            f"{path}: expected the layers of this model',
-        "unit/models/test_plain.py",
-        "unit/runs/test_delta.py::test_a_forged_export_is_refused",
-    ),
-    mutant(
-        "onnx.mean",
-        "The ONNX graph pools as the model.",
-        "hotrec/runs/onnx_file.py",
-        '            shape.pooling == "mean",\n',
-        '            shape.pooling == "none",\n',
-        "unit/runs/test_onnx_file.py::test_onnx_runtime_gives_the_logits",
+        "unit/models/test_plain.py::test_a_forged_export_is_refused",
     ),
     mutant(
         "encoder.last_of_a_list",
@@ -134,9 +92,25 @@ MUTANTS = [
         "encoder.whole_floats",
         "An id given as 1234.0 is 1234, as in training.",
         "hotrec/models/encoder.py",
-        "if text is None or not self._has_whole_ids else _whole(text)",
-        "if text is None or self._has_whole_ids else _whole(text)",
+        "return None if text is None or text in nulls else _whole(text)",
+        "return None if text is None or text in nulls else text",
         "unit/runs/test_encoder.py",
+    ),
+    mutant(
+        "encoder.value_types",
+        "A record whose value has another type or unit than the column's is refused.",
+        "hotrec/models/encoder.py",
+        "if found is not None and not (known.startswith(found) or found.startswith(known)):",
+        "if found is not None and not known:",
+        "unit/runs/test_value_types.py::test_records",
+    ),
+    mutant(
+        "value_types.check",
+        "A file whose column has another type or unit is refused.",
+        "hotrec/data/value_types.py",
+        "if not (own.name.startswith(found.name) or found.name.startswith(own.name)):",
+        "if not own.name:",
+        "unit/runs/test_value_types.py",
     ),
     mutant(
         "predict.rows_in_order",
@@ -150,8 +124,8 @@ MUTANTS = [
         "predict.unknown_ids",
         "A file most of whose ids the model does not know is refused.",
         "hotrec/runs/predict.py",
-        "if frac > most and num_ids >= _NUM_TELLING:",
-        "if frac > 1.0 and num_ids >= _NUM_TELLING:",
+        "if frac > most and num_ids >= NUM_TELLING:",
+        "if frac > 1.0 and num_ids >= NUM_TELLING:",
         "e2e/test_serving.py::test_ids_without_a_row_are_counted",
         "e2e/test_serving.py::test_refusals",
     ),

@@ -450,7 +450,7 @@ MUTANTS = [
         "hotrec/train/checkpoint.py",
         "    parts.set_num_updates(num_updates)\n",
         "    parts.set_num_updates(0)\n",
-        "distributed/test_portable.py::test_any_checkpoint_goes_on_as_the_unsplit_model",
+        "exact/test_checkpoints.py::test_any_checkpoint_goes_on_as_the_unsplit_model",
     ),
     mutant(
         "resume.hot_rows_are_saved",
@@ -459,7 +459,7 @@ MUTANTS = [
         "        value[rows_H[at:until] - first - low] = read_hot(at, until)\n",
         "        read_hot(at, until)\n",
         "unit/train/test_checkpoint.py::test_resumed_run_equals_the_uninterrupted_one",
-        "distributed/test_portable.py::test_any_checkpoint_goes_on_as_the_unsplit_model",
+        "exact/test_checkpoints.py::test_any_checkpoint_goes_on_as_the_unsplit_model",
     ),
     mutant(
         "resume.facts",
@@ -510,6 +510,6 @@ MUTANTS = [
         "for value in (self.weights_RD, *self.states.values()):",
         "for value in self.states.values():",
         "unit/embedding/test_snapshot.py",
-        "distributed/test_saving.py",
+        "exact/test_checkpoints.py::test_any_checkpoint_goes_on_as_the_unsplit_model",
     ),
 ]

@@ -323,6 +323,7 @@ def test_a_recorded_trial_is_of_these_candidates(
     assert "expected the record of a trial" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_trial_is_recorded_for_its_situation(folder: Path, one_rank: Any) -> None:
     file = propose_plan(folder, "placement=cost").trial_file
     rates = ("optimizer.learning_rate=0.5", "optimizer.schedule.decay=cosine")
@@ -343,6 +344,7 @@ def test_a_saved_partition_of_another_situation_is_told(
     assert "num_ranks 4 instead of 2, ranks_per_host 4 instead of 2. Another" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slower", [1, 100_000])
 def test_the_planner_chooses_the_number_of_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: int

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner.constants import kernel_bw_lookup
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -26,8 +30,8 @@ from torchrec.distributed.types import (
     ParameterSharding,
     ShardingPlan,
 )
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from hotrec.assemble.constraints import (
     cold_tier_for,
@@ -283,6 +287,31 @@ def test_torchrec_plans(one_rank: Ranks, variant: TorchrecPlan) -> None:
     expected = {TorchrecPlan.table_wise: by_table, TorchrecPlan.hand_tuned: by_table | replicated}
     assert types == expected.get(variant, types)
     assert plan_of(variant, machine()) == found
+
+
+def plan_of_sequences() -> dict[str, Any]:
+    """Column-wise shards of one part take as long as table-wise ones, by TorchRec's estimate."""
+    tables = [
+        EmbeddingConfig(name=n, num_embeddings=r, embedding_dim=64, feature_names=[f"f_{n}"])
+        for n, r in (("a", 10), ("b", 1000))
+    ]
+    model = EmbeddingCollection(tables=tables, device=META)
+    sharders: Any = [EmbeddingCollectionSharder(fused_params(SGD))]
+    constraints = torchrec_constraints(
+        tables, TorchrecPlan.planner, batch_size=64, may_replicate=False
+    )
+    return plan_document(make_plan(nn.Sequential(model), sharders, machine(), constraints))["0"]
+
+
+def test_ranks_with_other_hash_seeds_make_the_same_plan() -> None:
+    words = [sys.executable, "-c", f"from {__name__} import *; print(plan_of_sequences())"]
+    ranks = [
+        subprocess.Popen(words, env=os.environ | {"PYTHONHASHSEED": seed}, stdout=subprocess.PIPE)
+        for seed in ("1", "3")
+    ]
+    first, second = (rank.communicate()[0] for rank in ranks)
+    assert first == second
+    assert first.count(b"table_wise") == 2
 
 
 def test_document_is_json_and_the_text_says_the_same() -> None:

@@ -33,6 +33,7 @@ def make_workload(batch_size: int) -> CalibrationWorkload:
     return CalibrationWorkload(target, ALONE, group_alone(ALONE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch_size", "parts"), [(16, set(LOADER_PARTS)), (200, set(LOADER_PARTS)), (1, set())]
 )

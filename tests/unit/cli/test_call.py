@@ -34,6 +34,7 @@ def test_values_reach_the_configuration_as_they_are() -> None:
     assert config.data.source.files == ["a,b.tsv", "c.tsv"]
 
 
+@pytest.mark.slow
 def test_what_a_command_refuses_is_an_exception(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

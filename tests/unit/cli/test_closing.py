@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,6 +227,17 @@ def test_an_auc_that_is_too_good_names_columns() -> None:
     assert lines[1][0] == "suspicious"
     assert "an AUC of 0.9999 for clicked is implausibly high" in lines[1][1]
     assert "dwell_sec 0.9999, price 0.5100" in lines[1][1]
+
+
+def test_what_a_first_run_gets_wrong_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    def said(**changes: Any) -> str:
+        print_closing("train", {**TRAIN, "batch_size": 2048, "normalized_entropy": 0.9, **changes})
+        return capsys.readouterr().err
+
+    assert "too few" not in said(num_steps=100)
+    assert re.search("12, too few .* trainer.batch_size .*2,048.* .*num_epochs", said(num_steps=12))
+    assert "always predicting" not in said(normalized_entropy=1.0)
+    assert "8.49 times" in said(normalized_entropy=8.49)
 
 
 LAST = {"test": {"auc": 0.69}}

@@ -73,6 +73,15 @@ def test_a_table_becomes_a_dataset(started: list[dict[str, Any]], tmp_path: Path
     assert sorted(left) == ["conf", "data"]
 
 
+def test_a_column_that_cannot_be_kept_is_named_or_skipped(started: list[dict[str, Any]]) -> None:
+    table = {**TABLE, "odd": [1, "x"] * (NUM // 2)}
+    with pytest.raises(ValueError, match="^table column odd: "):
+        fit(table, label="clicked", name="events", quiet=True)
+    assert started == []
+    fit(table, label="clicked", name="events", quiet=True, columns={"odd": None})
+    assert "odd" not in source_of("events").columns
+
+
 def test_the_same_table_is_not_written_again(started: list[dict[str, Any]]) -> None:
     def times() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in Path().rglob("*") if path.is_file()}
@@ -181,6 +190,7 @@ def test_scores_stand_at_their_rows(
     """Whatever the log's labels are, and where a row could not be read."""
     columns = {"label" if len(labels) == 1 else name: ColumnSpec(ColumnKind.label, source=name)
                for name in labels}  # fmt: skip
+    columns |= {name: ColumnSpec(ColumnKind.dense) for name in ("user", "age", "price")}
     source = SourceSpec(SourceFormat.arrow, ["log"], columns=columns)
     trained = Config(
         dataset_name="events",
@@ -208,6 +218,7 @@ def test_scores_stand_at_their_rows(
     monkeypatch.setattr(module, "predict_run", score)
     table = {name: values[:3] for name, values in TABLE.items() if name in {
         *labels, "user", "age", "price"}}  # fmt: skip
+    table["not read"] = [1, "x", {}]
     scores = predict(Run(tmp_path / "run", tmp_path / "work", {}), table)
     expected = np.array([0.5, np.nan, 0.25], np.float32)
     if len(labels) == 1:

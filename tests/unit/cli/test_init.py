@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hotrec.cli import main
 
@@ -65,3 +67,23 @@ def test_several_labels_are_no_features(capfd: Printed) -> None:
 def test_labels_are_names(label: str, capfd: Printed) -> None:
     assert main(["init", "dt=2024-05-01/part.csv", f"label={label}"]) == 1
     assert "error: label: expected the name of a column" in capfd.readouterr().err
+
+
+def test_the_file_has_a_batch_size_that_gives_enough_steps(capfd: Printed) -> None:
+    figures, _ = init(capfd)
+    assert "batch_size" not in figures["next"]
+    for words, batch_size in (((), 64), (("trainer.batch_size=32",), 32)):
+        assert main(["train", "--cfg", "job", "data=part", *words]) == 0
+        shown = yaml.safe_load(capfd.readouterr().out)
+        assert shown["trainer"]["batch_size"] == batch_size
+        assert shown["data"]["source"]["files"] == ["dt=2024-05-01/part.csv"]
+
+
+@pytest.mark.slow
+def test_more_ranks_than_cores_are_said(capfd: Printed) -> None:
+    init(capfd)
+    cores = len(os.sched_getaffinity(0))
+    for num_ranks in (cores, cores + 1):
+        assert main(["run", "data=part", f"launch.num_ranks={num_ranks}"]) == 1  # a bad line
+        said = f"{cores + 1} ranks share {cores} cores" in capfd.readouterr().err
+        assert said == (num_ranks > cores)

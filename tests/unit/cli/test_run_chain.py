@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hotrec.artifact import commit_artifact, scratch_directory
 from hotrec.cli import run as run_module
 from hotrec.cli.run import _Chain
 from hotrec.cli.store import build_config, compose_config, quoted
@@ -85,7 +87,11 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
             return {"num_samples": {"valid": 9, "test": 9}}
         folder = self.folder / name
         if name in ("train", "torchrec", "counterpart"):
-            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            kept = folder / "checkpoints/step-00000010"
+            with scratch_directory(kept, kind="checkpoint") as scratch:
+                (scratch / "tensors").write_text("weights")
+                commit_artifact(scratch, kept, kind="checkpoint", content={})
+            (folder / "checkpoints/latest").write_text(kept.name)
             summary = {**machine.summary, "finished": not machine.is_killed}
             (folder / "summary.json").write_text(json.dumps(summary))
             return summary
@@ -122,6 +128,53 @@ def test_what_is_current_is_not_made_again(
     assert made == []
     assert again["run_dir"] == first["run_dir"]
     assert "6/7 evaluate: current, nothing to do" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("stage", "file"),
+    [
+        ("plan", "plan/compare.json"),
+        ("train", "train/checkpoints"),
+        ("train", "train/checkpoints/latest"),
+        ("train", "train/checkpoints/step-00000010/tensors"),
+        ("train", "train/summary.json"),
+        ("torchrec", "torchrec/checkpoints"),
+        ("compare", "compare/compare.json"),
+        ("report", "report/compare.json"),
+    ],
+)
+def test_a_stage_without_all_its_files_is_made_again(
+    machine: Machine, stage: str, file: str
+) -> None:
+    first, _ = machine.run("run.compare=true")
+    lost = Path(first["run_dir"], file)
+    text = "" if lost.is_dir() else lost.read_text()
+    shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
+    again, made = machine.run("run.compare=true")
+    assert stage in made
+    assert set(made) <= {stage, "evaluate", "report"}
+    assert again["run_dir"] == first["run_dir"]
+    assert lost.is_dir() or lost.read_text() == text
+    assert machine.run("run.compare=true")[1] == []
+    for other in (text[:-1], text[::-1]) if text else ():  # a part of it, or that of another run
+        lost.write_text(other)
+        assert stage in machine.run("run.compare=true")[1]
+        assert lost.read_text() == text
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_run_that_ended_when_this_program_was_killed(machine: Machine, is_whole: bool) -> None:
+    """Without a record of its files, and then without some of them."""
+    first, _ = machine.run()
+    trained = Path(first["run_dir"], "train")
+    lost = trained / "checkpoints/step-00000010/tensors"
+    (trained / "made.json").unlink()
+    if is_whole:
+        assert machine.run()[1] == []
+    lost.unlink()
+    assert "train" in machine.run()[1]
+    assert lost.exists()
+    assert machine.run()[1] == []
 
 
 def test_costs_that_are_not_to_be_trusted_are_measured_again_and_said(

@@ -33,6 +33,7 @@ def gain(costs, dim, lookups):
     return model.predict(cold).step_s - model.predict(hot).step_s
 
 
+@pytest.mark.slow
 def test_gain_changes_sign_where_it_says():
     answers = []
     for seed in range(120):

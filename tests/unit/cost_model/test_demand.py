@@ -115,6 +115,10 @@ def test_probabilities_that_are_tiny_or_one():
     assert prob_drawn(np.array([100.0]), 100, 1).tolist() == [1]
     assert prob_drawn(np.array([1.0, 99.0]), 100, 250).tolist() == [1, 1]
     assert prob_drawn(np.array([1.0, 100.0]), 100, 0).tolist() == [0, 0]
+    # A mean of less than one draw, and of one that may or may not exceed the other lookups.
+    assert prob_drawn(np.array([1.0]), 1, 0.25) == pytest.approx(0.25)
+    assert prob_drawn(np.array([7.0]), 7, 0.25) == pytest.approx(0.25)
+    assert prob_drawn(np.array([9.0]), 10, 1.25) == pytest.approx(0.9 + 0.1 * 0.25, abs=0.01)
     counts = np.array([1.0, 5.0, 10.0])
     one, three, six, none = (prob_drawn(counts, 10, num_draws) for num_draws in (1, 3, 6, 0))
     # Two draws of one lookup each out of ten: c/10 (c-1)/9. More draws than lookups: the product.

@@ -98,6 +98,7 @@ def test_the_longest_unseen_makes_room(tmp_path: Path) -> None:
     assert np.unique(np.concatenate([ids.values for ids in lists])).tolist() == [1, 2]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     first, second = (write_day(tmp_path, day, ["a", "b", "c"]) for day in (1, 2))
     early = write_day(tmp_path, 0, ["a"])
@@ -161,6 +162,7 @@ def grow_on_ranks(folder: str) -> str:
     ).content_hash
 
 
+@pytest.mark.slow
 def test_ranks_make_the_same_generation(tmp_path: Path) -> None:
     hashes = []
     for name, world_size in (("one", 1), ("two", 2)):

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hotrec.artifact import MANIFEST, ArtifactError
+from hotrec.artifact import ArtifactError
 from hotrec.config.data import ColumnKind, ColumnSpec, Encoding, SourceSpec, TableSpec
 from hotrec.data.chunks import Dataset, Jagged
 from hotrec.data.encode import encode_inputs, feature_columns, read_encoding
 from hotrec.data.log import open_log
 from hotrec.data.prepare import prepare
-from tests.unit.data.logs import delimited_spec, recommit, write_dataset
+from tests.unit.data.logs import delimited_spec, write_dataset
 
 LOG = "click,price,user,item,history\n1,2.5,u1,a,a b\n0,,u2,b,\n1,-4,u1,c,c c a\n0,7,,a,b\n"
 
@@ -63,33 +62,3 @@ def test_another_configuration_is_refused(spec: SourceSpec, tmp_path: Path) -> N
     other = replace(spec, tables={"user": TableSpec(Encoding.hashing, num_rows=8)})
     with pytest.raises(ArtifactError, match=r"data.source.tables.user as the run recorded"):
         read_encoding(dataset, other)
-
-
-def as_an_earlier_version(path: Path) -> Dataset:
-    """The dataset with what the version before vectors and whole ids recorded."""
-    manifest = path / MANIFEST
-    document = json.loads(manifest.read_text())
-    recorded = document["content"]["source"]["encoding"]
-    del recorded["whole_ids"]
-    for column in recorded["columns"].values():
-        for key in ("width", "values", "decimal", "thousands", "ignore"):
-            del column[key]
-    manifest.write_text(json.dumps(document))
-    recommit(path)
-    return Dataset.open(path)
-
-
-def test_a_record_of_an_earlier_version_is_read(spec: SourceSpec, tmp_path: Path) -> None:
-    prepare(replace(spec, tables={}), tmp_path / "dataset")
-    dataset = as_an_earlier_version(tmp_path / "dataset")
-    encoders, _ = read_encoding(dataset, replace(spec, tables={}))
-    assert encoders["user"].num_rows == 3
-
-
-def test_ids_that_an_earlier_version_may_have_kept_as_floats_are_refused(
-    spec: SourceSpec, tmp_path: Path
-) -> None:
-    prepare(spec, tmp_path / "dataset")
-    dataset = as_an_earlier_version(tmp_path / "dataset")
-    with pytest.raises(ArtifactError, match=r"expected table user without ids such as 1234\.0"):
-        read_encoding(dataset, spec)

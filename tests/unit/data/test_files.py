@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,40 +43,12 @@ FILES = {
 }
 
 
-@pytest.fixture(params=["memory", "s3"])
-def store(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[fsspec.AbstractFileSystem]:
-    """A store with the place ``log``; of S3 where moto, which stands in for it, is installed."""
-    pytest.importorskip("upath")
-    if request.param == "memory":
-        memory = fsspec.filesystem("memory")
-        yield memory
-        memory.rm("/log", recursive=True)
-        return
-    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0, verbose=False)
-    s3fs = pytest.importorskip("s3fs")
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        point_at(monkeypatch, f"http://{host}:{port}")
-        store = s3fs.S3FileSystem()
-        store.mkdir("log")
-        yield store
-        store.rm("log", recursive=True)  # moto's servers of a process share what they hold
-    finally:
-        server.stop()
-        s3fs.S3FileSystem.clear_instance_cache()
-
-
-def point_at(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "test")
-
-
-def url_of(store: fsspec.AbstractFileSystem) -> str:
-    return "memory://log" if store.protocol == "memory" else "s3://log"
+@pytest.fixture
+def store() -> Iterator[fsspec.AbstractFileSystem]:
+    """A store with the place ``log``, in memory: what is of one protocol is fsspec's."""
+    memory = fsspec.filesystem("memory")
+    yield memory
+    memory.rm("/log", recursive=True)
 
 
 @pytest.mark.parametrize("suffix", FILES)
@@ -86,7 +57,7 @@ def test_a_remote_log_is_read_as_a_local_one(suffix: str, store: fsspec.Abstract
     for name in ("b", "a", ".hidden"):
         store.pipe(f"/log/{name}.{suffix}", data)
     log_format = LogFormat(kind, ",")
-    url = url_of(store)
+    url = "memory://log"
     whole = find_files([url], kind)
     assert [file.name for file in whole] == [f"a.{suffix}", f"b.{suffix}"]
     assert find_files([f"{url}/[ab].{suffix}"], kind) == whole
@@ -100,22 +71,10 @@ def test_a_remote_log_is_read_as_a_local_one(suffix: str, store: fsspec.Abstract
 def test_init_looks_at_a_remote_directory(suffix: str, store: fsspec.AbstractFileSystem) -> None:
     kind, data = FILES[suffix]
     store.pipe(f"/log/a.{suffix}", data)
-    sample = read_sample(url_of(store))
+    sample = read_sample("memory://log")
     assert (sample.format, sample.num_rows) == (kind, 3)
     [pattern] = sample.files
     assert [file.name for file in find_files([pattern], kind)] == [f"a.{suffix}"]
-
-
-def test_a_store_that_does_not_answer_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    s3fs = pytest.importorskip("s3fs")
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    point_at(monkeypatch, f"http://localhost:{port}")
-    s3fs.S3FileSystem.clear_instance_cache()
-    with pytest.raises(ValueError, match=r"^files: expected a listing of 's3://log/a.csv', "):
-        find_files(["s3://log/a.csv"], SourceFormat.delimited)
-    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def test_a_file_of_this_host_may_have_a_protocol(tmp_path: Path) -> None:

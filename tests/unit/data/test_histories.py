@@ -196,6 +196,7 @@ def check(dataset: Dataset, rows: list[Row]) -> int:
     return num_full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_files", [1, 3])
 def test_histories_are_those_of_a_search(tmp_path, monkeypatch, num_files):
     monkeypatch.setattr(module, "_PLACES_PER_PART", 20)  # blocks of five samples
@@ -242,6 +243,7 @@ def prepare_on_ranks(directory: str) -> list[str]:
     return answers
 
 
+@pytest.mark.slow
 def test_any_number_of_ranks_makes_the_same_histories(tmp_path):
     for num_files in (1, 2, 5):
         (tmp_path / str(num_files)).mkdir()

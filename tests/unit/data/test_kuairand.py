@@ -31,6 +31,7 @@ def dataset(tmp_path_factory):
     return Dataset.open(path)
 
 
+@pytest.mark.slow
 def test_split_by_day(dataset):
     sizes = {split: dataset.num_samples(split) for split in ("train", "valid", "test")}
     assert sizes == {"train": 199_011, "valid": 13_737, "test": 15_581}
@@ -71,6 +72,7 @@ def test_values_are_sane(dataset):
             assert rates.size == 0 or rates.max() < 0.9, name
 
 
+@pytest.mark.slow
 def test_histories_are_the_earlier_impressions(tmp_path):
     source = build_config(compose_config("config", ["data=kuairand_histories"])).data.source
     source.files = [str(ROOT / file) for file in source.files]

@@ -242,6 +242,7 @@ def test_what_the_system_refuses_to_workers_is_said(path, monkeypatch, error, ad
         iter(loader(path, num_workers=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schema", "feature", "row", "num_workers"),
     [(SCHEMA, "bag", 1000, 0), (SCHEMA, "a", -1, 0), (ONE_HOT_SCHEMA, "b", 1000, 1)],
@@ -297,6 +298,7 @@ sys.keep = batches  # so that it is still there at exit, as it is in a traceback
 """
 
 
+@pytest.mark.slow
 def test_workers_outlive_other_peoples_sigterm_but_not_their_rank(path):
     # The environment of the tests may ignore SIGTERM, which children inherit.
     done = subprocess.run(
@@ -320,6 +322,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_workers_end_soon_after_their_rank_was_killed(path):
     command = [sys.executable, "-W", "ignore", "-c", KILLED, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:

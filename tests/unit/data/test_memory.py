@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +48,10 @@ def test_tables_of_any_kind(table: Any) -> None:
     assert to_arrow(table).to_pydict() == EXPECTED
 
 
+@pytest.mark.slow  # needs dev.lock
 def test_a_table_of_pandas_without_its_index() -> None:
-    pandas = pytest.importorskip("pandas")
+    import pandas
+
     table = pandas.DataFrame({**COLUMNS, "kind": pandas.Categorical(["u", None, "v"])})
     found = to_arrow(table[table["n"] > 1])
     assert found.to_pydict() == {
@@ -56,8 +60,10 @@ def test_a_table_of_pandas_without_its_index() -> None:
     }
 
 
+@pytest.mark.slow  # needs dev.lock
 def test_a_table_of_polars_with_its_categories(tmp_path: Path) -> None:
-    polars = pytest.importorskip("polars")
+    import polars
+
     table = polars.DataFrame(COLUMNS, strict=False).with_columns(
         polars.Series("kind", ["u", None, "v"], dtype=polars.Categorical),
         polars.Series("many", [["u"], [], ["v", "w"]]),
@@ -78,13 +84,28 @@ def test_a_table_of_polars_with_its_categories(tmp_path: Path) -> None:
         ([1, 2], "got list."),
         (None, "got NoneType."),
         ({"a": [1], "b": [1, 2]}, "length"),
-        ({"a": [1, "x"]}, "'x'"),
+        ({"good": [1, 2], "bad": [1, "x"]}, "column bad: "),
+        ({"good": [1], "bad": [object()]}, "column bad: "),
+        ({"good": [1], "bad": pa.array([1], pa.duration("s"))}, "column bad: "),
         ({"a": np.zeros((2, 2))}, "1-dimensional"),
         ({"a": object()}, "object"),
         (pa.table([[1], [2]], names=["a", "a"]), "twice in ['a', 'a']"),
     ],
 )
 def test_what_is_no_table_is_refused(table: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=r"^table: expected .*, got ") as caught:
+    with pytest.raises(ValueError, match=r"^table( column \w+)?: expected .*, got ") as caught:
         to_arrow(table)
     assert said in str(caught.value)
+
+
+def test_what_is_not_read_needs_no_type() -> None:
+    odd: dict[str, Any] = {"mixed": [1, "x"], "dicts": [{1}, {"a": 2}], "objects": [object()] * 2}
+    tables: list[Any] = [{"a": [1, 2], **odd}]
+    with suppress(ImportError):
+        pandas: Any = import_module("pandas")
+        bins = pandas.cut(pandas.Series([1, 2]), 2)
+        tables.append(pandas.DataFrame({"a": [1, 2], **odd, "bins": bins}))
+        with pytest.raises(ValueError, match="^table column bins: .* pandas.interval"):
+            to_arrow(tables[-1][["a", "bins"]])
+    for table in tables:
+        assert to_arrow(table, lambda name: name == "a")["a"].to_pylist() == [1, 2]

@@ -77,6 +77,7 @@ ROWS = st.lists(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(ROWS, st.integers(1, 3), st.integers(1, 9))
 def test_what_is_prepared_is_what_was_read(tmp_path_factory, rows, min_count, rows_per_chunk):
@@ -405,6 +406,7 @@ def child(code: str, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path):
     source = write_criteo(tmp_path / "day_0", 2000)
     process = child("prepare_with_a_small_disk(*sys.argv[1:])", source, tmp_path / "d")
@@ -425,6 +427,7 @@ def prepare_slowly(source: str, output: str) -> None:
     prepare(criteo_spec([Path(source)]), output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_old", [False, True])
 def test_a_killed_prepare_leaves_the_old_dataset_or_none(tmp_path, has_old):
     before = None
@@ -466,6 +469,7 @@ def prepare_on_ranks(directory: str) -> dict[str, str]:
     return answers
 
 
+@pytest.mark.slow
 def test_ranks_make_the_same_dataset_and_reach_the_same_verdict(tmp_path):
     for index in range(3):
         write_criteo(tmp_path / f"day_{index}", 100 + index, start=1000 * index)

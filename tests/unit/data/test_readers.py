@@ -157,8 +157,14 @@ def test_a_missing_column_is_named_with_those_that_are_there(tmp_path):
 
 def test_a_column_may_be_read_as_text_and_as_numbers(tmp_path):
     log = "click,date\n1,20220425\n0,20220426\n1,soon\n"
-    wanted = Wanted(ids=("date",), numbers=("click", "date"), labels=("click",), required=("date",))
-    with pytest.raises(ValueError, match="line 4: expected a finite number in column date, got 's"):
+    wanted = Wanted(
+        ids=("date",),
+        numbers=("click", "date"),
+        labels=("click",),
+        required=("date",),
+        times={"date": "ms"},
+    )
+    with pytest.raises(ValueError, match="line 4: expected a time in ms in column date, got 'soon"):
         read_csv(tmp_path, log, wanted)
     block = read_csv(tmp_path, log, wanted, **SKIP)
     assert values([block], "date") == ["20220425", "20220426"]
@@ -646,6 +652,7 @@ def test_a_stray_quote_costs_its_line(tmp_path, block_bytes):
 ODD = ("true", " 1", "1.0", "2", "", "\r", "\n", '"', '""', ",", "x", "\0", "\x1c", "\u2028", "nan", "NA", '"a\nb"', "+5")  # fmt: skip  # noqa: E501
 
 
+@pytest.mark.slow
 def test_both_parsers_leave_out_the_same_lines(tmp_path, monkeypatch):
     rng, path = random.Random(5), tmp_path / "log.csv"
     wanted = Wanted(("user",), ("click", "price"), labels=("click",))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import logging
 import os
 import shutil
@@ -17,7 +16,6 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from hotrec.artifact import MANIFEST, commit_artifact
 from hotrec.config.data import (
     ColumnKind,
     ColumnSpec,
@@ -30,7 +28,6 @@ from hotrec.config.data import (
 from hotrec.data.chunks import Dataset
 from hotrec.data.prepare import prepare
 from hotrec.data.repeats import (
-    SAMPLES_DIR,
     FileSamples,
     Samples,
     check_repeats,
@@ -325,27 +322,6 @@ def test_the_split_stays(tmp_path: Path, split: SplitSpec, key: str, times: Time
     spec = replace(spec_of(first, split=split), times={"at": times})
     with pytest.raises(ValueError, match=rf"data\.source\.{key}"):
         prepare(spec, tmp_path / "d", append=[second])
-
-
-def test_a_dataset_of_an_earlier_version_can_grow(tmp_path: Path) -> None:
-    """It has no record of its samples, and none of its split; what has times is still compared."""
-    first, second = (write(tmp_path / f"{day}.csv", lines_of(day)) for day in (1, 2))
-    spec, path = spec_of(first, split=BY_TIME), tmp_path / "d"
-    prepare(spec, path)
-    content = json.loads((path / MANIFEST).read_text())["content"]
-    for name in ("split", "unknown_ids"):
-        del content["source"][name]
-    shutil.rmtree(path / SAMPLES_DIR)
-    (path / MANIFEST).unlink()
-    path.rename(tmp_path / "altered")
-    commit_artifact(tmp_path / "altered", path, kind="dataset", content=content)
-    with pytest.raises(ValueError, match=r"append: expected training samples from .* in 1\.csv"):
-        prepare(spec, path, append=[first])
-    with pytest.raises(ValueError, match=r"split\.kind: expected time"):
-        prepare(spec_of(first), path, append=[second])
-    prepare(spec, path, append=[second])
-    with pytest.raises(ValueError, match="append: expected new training samples, got only"):
-        prepare(spec, path, append=[second])
 
 
 def test_a_label_that_came_later_does_not_hide_a_sample(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
 from decimal import Decimal
@@ -92,6 +93,43 @@ def test_the_beginning_of_a_file_tells_its_format(tmp_path: Path) -> None:
     sample = read(tmp_path / "day_0.csv", f"{line}\n" * 3)
     assert (sample.format, sample.num_rows) == (SourceFormat.criteo, 3)
     assert tuple(sample.table.column_names) == CRITEO_COLUMNS
+
+
+CSV = (HEADER + "".join(LINES)).encode()
+
+
+def parquet() -> bytes:
+    pq.write_table(
+        pa.table({"clicked": [0, 1], "user": ["a", "b"]}), sink := pa.BufferOutputStream()
+    )
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.csv.gz", CSV, "b'clicked,user_id,'"),
+        ("a.csv.zst", CSV, "b'clicked,user_id,'"),
+        ("a.csv.bz2", CSV, "b'clicked,user_id,'"),
+        ("a.csv.gz", gzip.compress(CSV)[:900], "as in gzip"),
+        ("a.csv.gz", bz2.compress(CSV), "as in bzip2"),
+        ("a.csv", gzip.compress(CSV, mtime=1), "as in gzip"),
+        ("a.csv", gzip.compress(CSV, mtime=10), "as in gzip"),  # the byte of a new line
+        ("a.csv", CSV.decode().encode("utf-16"), "as in UTF-16"),
+        ("a.csv", b"", "no bytes"),
+        ("a.parquet", b"", "no bytes"),
+        ("a.parquet", CSV, "b'clicked,user_id,'"),
+        ("a.parquet", parquet()[:200], "as in Parquet"),
+        ("a.arrow", parquet(), "as in Parquet"),
+    ],
+)
+def test_a_name_that_lies_is_told_with_the_first_bytes(
+    tmp_path: Path, name: str, content: bytes, said: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"{name}.*: expected .* got ") as caught:
+        read(tmp_path / name, content)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_parts_may_differ_in_type_and_columns(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def prepare_held_out(folder: str) -> dict[str, dict[str, tuple[int, int]]]:
     }
 
 
+@pytest.mark.slow
 def test_prepare_counts_them_by_column_and_split(tmp_path: Path) -> None:
     """On any number of ranks the same."""
     one = ["1,1,a,i,i j", "1,2,b,j,", "1,10,new,i,i k k", "1,11,,k,j"]

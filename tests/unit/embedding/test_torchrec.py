@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from hotrec.embedding import torchrec as adapter
 from hotrec.embedding.cpu_rows import ColdRowsOnCpu
@@ -70,16 +70,6 @@ def test_a_pipeline_shows_what_it_has_rewritten() -> None:
     for module, of_torchrec, own in adapter.rewritten_forwards(pipeline)[:2]:
         assert module.forward is of_torchrec
         assert own == type(module).forward.__get__(module)
-
-
-def test_only_the_base_pipeline_ignores_new_iterators() -> None:
-    for kind in (TrainPipelineBase, TrainPipelineSparseDist):
-        pipeline = kind(*build_tiny(), torch.device("cpu"))
-        source = iter(TinyLoader(num_batches=2))
-        pipeline.progress(source)
-        assert not adapter.is_exhausted(pipeline)
-        pipeline.progress(source)
-        assert adapter.is_exhausted(pipeline) is (kind is TrainPipelineBase)
 
 
 def test_rules_in_backward_are_noted_on_parameters() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -10,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.export import Dim, export
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.artifact import checksum_of
 from hotrec.models.plain import Architecture, Ids, PlainModel, TableRows, load_model
 from hotrec.models.zoo import build_architecture
 from hotrec.runs.export import by_layer, quantize
@@ -162,6 +165,7 @@ def test_a_logit_for_each_label(kind: ModelKind) -> None:
     torch.testing.assert_close(found, expected.detach(), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "is_int8"),
     [
@@ -188,6 +192,138 @@ def test_torch_export(kind: ModelKind, is_int8: bool) -> None:
     torch.testing.assert_close(program(dense[:2], fewer), model(dense[:2], fewer))
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that ``load_model`` reads."""
+    folder = tmp_path_factory.mktemp("exported")
+    model = plain(trained(ModelKind.dlrm, 0, PoolingType.SUM), ModelKind.dlrm, 0)
+    files = {table: f"tables/{table}.safetensors" for table in NUM_ROWS}
+    (folder / "tables").mkdir()
+    for name, table in model.tables.items():
+        save_file({"weight": table.weight}, folder / files[name])
+    save_file(model.layers.state_dict(), folder / DENSE)
+    description = {
+        "format_version": 2,
+        "architecture": asdict(model.shape),
+        "rows": "fp32",
+        "tables": [{"name": t, "num_rows": n, "file": files[t]} for t, n in NUM_ROWS.items()],
+        "dense_sha256": checksum_of(folder / DENSE, "sha256"),
+    }
+    (folder / MODEL).write_text(json.dumps(description))
+    load_model(folder)
+    return folder
+
+
+Change = Callable[[dict[str, Any]], object]
+MODEL, DENSE, TABLE = "model.json", "dense.safetensors", "tables/i.safetensors"
+
+
+def weight(change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[str, Change]:
+    return TABLE, lambda held: held.update(weight=change(held["weight"]))
+
+
+def shape(**changes: Any) -> tuple[str, Change]:
+    return MODEL, lambda description: description["architecture"].update(changes)
+
+
+def table(**changes: Any) -> tuple[str, Change]:
+    return MODEL, lambda description: description["tables"][0].update(changes)
+
+
+def put(row: int, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda rows: rows.index_fill(0, torch.tensor([row]), value)
+
+
+FORGED: dict[str, tuple[tuple[str, Change], str]] = {
+    "fewer-rows": (weight(lambda rows: rows[:3].clone()), r"of shape \(30, 8\), got \(3, 8\)"),
+    "fewer-rows-told": (table(num_rows=2), r"expected rows of shape \(2, 8\)"),
+    "no-rows-told": (table(num_rows=0), r"model.json: .*0 rows of table i"),
+    "nan": (weight(put(1, torch.nan)), r"i.safetensors: .*in weight of row 1"),
+    "infinite": (weight(put(0, torch.inf)), r"i.safetensors: .*in weight of row 0"),
+    "wider": (weight(torch.Tensor.double), r"expected weight of type torch.float32, got"),
+    "narrower": (weight(torch.Tensor.half), r"expected weight of type torch.float32, got"),
+    "int8-without-scale": (weight(torch.Tensor.char), r"got weight of type torch.int8"),
+    "scaled": (
+        (TABLE, lambda held: held.update(scale=torch.ones(30))),
+        r"expected weight of type torch.float32, got scale",
+    ),
+    "no-weight": (
+        (TABLE, lambda held: held.update(rows=held.pop("weight"))),
+        r"got rows of type",
+    ),
+    "other-layers": (
+        (DENSE, lambda held: held.update({name: value + 1 for name, value in held.items()})),
+        r"dense.safetensors: expected the layers of this model",
+    ),
+    "layers-of-other-sizes": (shape(over_layer_sizes=[64, 4, 1]), r"expected a whole exported"),
+    "unsigned": ((MODEL, lambda held: held.pop("dense_sha256")), r"with SHA-256 None"),
+    "pooling": (shape(pooling="max"), r"model.json: .*a pooling 'max'"),
+    "kind": (shape(kind="transformer"), r"model.json: .*a kind 'transformer'"),
+    "more-keys": (shape(heads=4), r"model.json: expected the description"),
+    "dimension": (shape(embedding_dim=2**40), r"expected rows of shape"),
+    "no-dimension": (shape(embedding_dim="8"), r"an embedding_dim of '8'"),
+    "feature-of-no-table": (shape(features=[["user", "guest"]]), r"model.json: .*'guest'"),
+    "rows-of-no-type": ((MODEL, lambda held: held.update(rows="fp8")), r"a rows 'fp8'"),
+    "file-elsewhere": (table(file=f"../whole/{TABLE}"), r"model.json: .*the file '../whole/"),
+    "name-elsewhere": (
+        (
+            MODEL,
+            lambda held: (
+                held["tables"][0].update(name="../i", file="tables/../i.safetensors"),
+                held["architecture"].update(features=[["item", "../i"], ["user", "u"]]),
+            ),
+        ),
+        r"model.json: .*a table '../i', whose files would be elsewhere",
+    ),
+    "table-twice": (
+        (MODEL, lambda held: held["tables"].append(held["tables"][0])),
+        r"model.json: .*tables",
+    ),
+    "code": (shape(kind="own", target="evil.Model"), r"class evil.Model. Call .*allow_code=True"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_export_is_refused(
+    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "evil.py").write_text("raise AssertionError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (file, change), message = FORGED[name]
+    path = Path(shutil.copytree(exported, tmp_path / "forged")) / file
+    held = json.loads(path.read_text()) if file == MODEL else load_file(path)
+    change(held)
+    if file == MODEL:
+        path.write_text(json.dumps(held))
+    else:
+        save_file(held, path)
+    with pytest.raises(ValueError, match=message) as error:
+        load_model(tmp_path / "forged")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [MODEL, DENSE, TABLE, "tables"])
+def test_links_are_not_followed(exported: Path, tmp_path: Path, name: str) -> None:
+    """Not even to the very file."""
+    path = Path(shutil.copytree(exported, tmp_path / "forged")) / name
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"(json|safetensors): expected a file in the directory"):
+        load_model(tmp_path / "forged")
+
+
+def test_layers_that_are_not_finite_are_refused(exported: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(exported, tmp_path / "forged")) / DENSE
+    held = load_file(path)
+    held["top.0.bias"][0] = torch.nan
+    save_file(held, path)
+    model = path.parent / MODEL
+    signed = {**json.loads(model.read_text()), "dense_sha256": checksum_of(path, "sha256")}
+    model.write_text(json.dumps(signed))
+    with pytest.raises(ValueError, match=r"safetensors: expected finite .* in top.0.bias"):
+        load_model(path.parent)
+
+
 def test_a_damaged_table_is_refused(tmp_path: Path) -> None:
     model = plain(trained(ModelKind.dlrm, 0, PoolingType.SUM), ModelKind.dlrm, 0)
     tables = [{"name": t, "num_rows": rows, "file": t} for t, rows in NUM_ROWS.items()]
@@ -200,9 +336,6 @@ def test_a_damaged_table_is_refused(tmp_path: Path) -> None:
     content = (tmp_path / "i").read_bytes()
     (tmp_path / "i").write_bytes(content[:-1])
     with pytest.raises(ValueError, match=r": expected a whole exported model, got "):
-        load_model(tmp_path)
-    save_file({"weight": torch.zeros(3, DIM)}, tmp_path / "i")
-    with pytest.raises(ValueError, match=r"expected rows of shape \(30, 8\), got \(3, 8\)"):
         load_model(tmp_path)
 
 

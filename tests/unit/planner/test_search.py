@@ -61,6 +61,7 @@ def used_frac(demands, choice, limits, ranks, *, is_cpu, is_routed_on_device):
     return float((used / np.maximum(limit_sizes(limits, is_cpu), 1)).max())
 
 
+@pytest.mark.slow
 def test_small_problems_against_every_placement():
     """The search finds the best of all placements."""
     ratios, kinds = [], dict.fromkeys(("infeasible", "hot", "pooled", "cached", "dense"), 0)

@@ -61,6 +61,9 @@ def test_the_mean_of_weighted_means_is_that_of_all_samples(
     factors = []
     for rank in range(3):
         monkeypatch.setattr("hotrec.program.feed.rank", lambda rank=rank: rank)
-        factors.append(factor_of(sizes))
-        assert factor_of([5, 5, 5]) == factor_of([5, -1, 7]) == 1.0
+        factors.append(factor_of(sizes, [3 * size for size in sizes]))
+        assert factor_of([5, 5, 5], [2, 2, 2]) == factor_of([0, 0, 0]) == 1.0
+        assert factor_of([5, -1, 7], [9, -1, 7]) is None
+        with pytest.raises(ValueError, match=r"\[3, 0, 7\] .* \[5, 5, 5\]"):
+            factor_of(sizes, [5, 5, 5])
     assert np.mean(np.multiply(factors, means)) == pytest.approx(values.mean())

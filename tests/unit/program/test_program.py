@@ -314,6 +314,9 @@ def test_a_profile_of_arrays_is_that_of_batches(tmp_path: Path) -> None:
         assert counted.counts["a"][1] == 2
         assert np.flatnonzero(counted.counts["b"]).tolist() == [0, 2]
     assert (found.batch_size, of_batches.batch_size) == (None, 3)
+    for number in (0, -1, 2.0, "3", float("nan"), 10**30):
+        with pytest.raises(ValueError, match=rf"^profile num_batches: .* got {number!r}\."):
+            hotrec.profile([batch], Model(), num_batches=number)
     of_batches.save(tmp_path / "profile")
     again = hotrec.profile(tmp_path / "profile")
     assert again.batch_size == 3
@@ -365,7 +368,7 @@ def test_a_log_has_the_reuse_that_its_loader_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ([], "expected at least one batch to count"),
+        ([], "expected at least one sample"),
         ({"a": np.array([1])}, "expected the feature 'b'"),
         (
             {"a": np.array([1]), "b": np.array([1, 2])},
@@ -391,13 +394,19 @@ def test_other_models_have_no_pipeline() -> None:
 
 
 @pytest.mark.parametrize("hot", ["off", Partition(ROWS, {"a": np.arange(3)})], ids=["off", "hot"])
-def test_a_choice_gives_the_same_again(one_rank: Ranks, hot: Any) -> None:
+def test_a_choice_gives_the_same_again_and_is_printed(
+    one_rank: Ranks, hot: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     given: Any = {"embedding_optimizer": RULE, "dense_optimizer": DENSE}
     first, _ = hotrec.parallelize(Model(), hot, batch_size=7, **given)
     choice = pickle.loads(pickle.dumps(hotrec.choice_of(first)))
     assert choice.batch_size == (None if hot == "off" else 7)
     again, _ = hotrec.parallelize(Model(), choice, **given)
     assert hotrec.choice_of(again).plan == choice.plan
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hotrec: ")]
+    assert lines == [f"hotrec: {choice}"] * 2
+    assert choice.name in lines[0]
+    assert choice.why in lines[0]
     assert again.state_dict().keys() == first.state_dict().keys()
 
 

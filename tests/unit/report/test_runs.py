@@ -63,6 +63,7 @@ def page_text(output: Path) -> str:
     return visible_text((output / "report.html").read_text())
 
 
+@pytest.mark.slow
 def test_golden_page(runs: list[Path], artifacts: dict[str, Path]) -> None:
     html = ""
     for _ in range(2):  # the second time over the first, with the same bytes

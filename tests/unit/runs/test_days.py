@@ -57,6 +57,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stop", "is_killed"), [(3, False), (10, False), (10, True)])
 def test_a_resumed_run_evaluates_the_same_days(
     dataset: Path, tmp_path: Path, one_rank: Ranks, stop: int, is_killed: bool
@@ -77,6 +78,7 @@ def test_a_resumed_run_evaluates_the_same_days(
         assert read_lines(tmp_path / "cut" / name) == read_lines(tmp_path / "whole" / name)
 
 
+@pytest.mark.slow
 def test_another_batch_goes_on_with_the_samples_of_the_day(
     dataset: Path, tmp_path: Path, one_rank: Ranks
 ) -> None:

@@ -36,9 +36,10 @@ from hotrec.data.encode import encode_inputs
 from hotrec.data.log import open_log
 from hotrec.data.prepare import prepare
 from hotrec.data.vocabulary import RowEncoder
-from hotrec.models.encoder import Encoder, _Hashed, load_encoder, padded
+from hotrec.models.encoder import Encoder, _Hashed, load_encoder
 from hotrec.runs import export
 from hotrec.runs.export import Trained
+from tests.unit.data.logs import spec_by_day, write_day
 
 NUM_RECORDS = 10_000
 Record = dict[str, Any]
@@ -131,7 +132,7 @@ def typed_records() -> Iterator[Record]:
             "user": odd_text(rng),
             "item": rng.choice([None, rng.randrange(50), 2**63 - 1, -5]),
             "when": odd_moment(rng),
-            "at": rng.choice([None, rng.randrange(4_000_000_000_000), -1]),
+            "at": rng.choice([None, rng.randrange(630_000_000_000, 4_000_000_000_000), -1]),
             "slot": rng.randrange(100),
             "tags": odd_list(rng),
             "seen": rng.choice([None, [], [rng.randrange(60), None, 3], [1] * rng.randrange(5)]),
@@ -225,7 +226,7 @@ def encoder_of(dataset: Dataset, spec: SourceSpec, directory: Path) -> Encoder:
     """The encoder of what ``hotrec export`` writes for a model on the dataset."""
     trained = Trained(cast("Any", None), dataset, Path(), 0, spec)
     directory.mkdir()
-    export._write_vocabularies(directory, trained, None)
+    export._write_vocabularies(directory, trained)
     tables = [{"name": t.name, "num_rows": t.num_rows} for t in dataset.schema.tables]
     document = {
         "format_version": 2,
@@ -266,11 +267,12 @@ def check_equal(dataset: Dataset, made: Encoder, records: list[Record]) -> None:
     assert begin == len(records)  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_records_of_types_as_tables_hold_them(tmp_path: Path, suffix: str) -> None:
-    records = list(typed_records())
+    records = [as_utc(record) for record in typed_records()]
     path = tmp_path / f"log.{suffix}"
-    write_table(path, [as_utc(record) for record in records])
+    write_table(path, records)
     spec = spec_of(path, format=SourceFormat[suffix])
     prepare(spec, tmp_path / "dataset")
     dataset = Dataset.open(tmp_path / "dataset")
@@ -282,6 +284,7 @@ def test_records_of_types_as_tables_hold_them(tmp_path: Path, suffix: str) -> No
     check_equal(dataset, made, list(without_none))
 
 
+@pytest.mark.slow
 def test_records_of_texts_as_lines_hold_them(tmp_path: Path) -> None:
     records, path = list(text_records()), tmp_path / "log.csv"
     write_text(path, records)
@@ -306,6 +309,7 @@ def json_records() -> Iterator[Record]:
         yield {name: value for name, value in made.items() if value is not None}
 
 
+@pytest.mark.slow
 def test_records_as_json_lines_hold_them(tmp_path: Path) -> None:
     records, path = list(json_records()), tmp_path / "log.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -390,7 +394,8 @@ def check_alike(path: Path, value: Any, name: str, **more: Any) -> None:
         expected = encode_inputs(block, log.columns, {table: RowEncoder(97)}, scaling)
     document = {
         "null_values": spec.null_values if path.suffix == ".csv" else [],
-        "whole_ids": True,
+        "names": ["x", "y", "z"],
+        "value_types": {},
         "columns": {
             key: {**asdict(column), "source": column.source or key, "table": column.table or key}
             for key, column in spec.columns.items()
@@ -452,15 +457,25 @@ def test_odd_types(tmp_path: Path, name: str) -> None:
 def test_what_is_no_record_is_refused(records: Any) -> None:
     """A name of no column would else be a missing value."""
     column = {**asdict(ODD_COLUMNS["id"]), "source": "x", "table": "t"}
-    document: dict[str, Any] = dict.fromkeys(("times", "means", "deviations"), {})
-    document |= {"null_values": [], "whole_ids": True, "columns": {"id": column}}
+    document: dict[str, Any] = dict.fromkeys(("times", "means", "deviations", "value_types"), {})
+    document |= {"null_values": [], "names": ["x"], "columns": {"id": column}}
     made = Encoder(document, [], {"t": _Hashed(97)})
     with pytest.raises(ValueError, match=r"^record [01]: expected a dict with columns among"):
         made.arrays(records)
 
 
-def test_padded_rows_are_those_of_the_bags() -> None:
-    rows = np.array([5, 6, 7]), np.array([0, 0, 2, 3])
-    assert padded(rows).tolist() == [[-1, -1], [5, 6], [7, -1]]
-    assert padded(np.array([5, 6])).tolist() == [[5], [6]]
-    assert padded((np.empty(0, np.int64), np.zeros(3, np.int64))).shape == (2, 0)
+def test_forged_hashes_are_refused(tmp_path: Path) -> None:
+    spec = spec_by_day(write_day(tmp_path, 0, ["a", "b", "b", "c", "c", "d", "d"]))
+    prepare(spec, tmp_path / "dataset")
+    encoder_of(Dataset.open(tmp_path / "dataset"), spec, tmp_path / "model")
+    path = tmp_path / "model/vocab/user.npy"
+    held = np.load(path)
+    for hashes, message in (
+        (held[:-1], r"expected \d hashes"),
+        (np.array(["a", None], object), r"user.npy: expected an array of numpy"),
+        (np.full_like(held, 7), r"different hash for each row"),
+        (held.astype(np.float64), r"of type uint64, got float64"),
+    ):
+        np.save(path, hashes, allow_pickle=True)
+        with pytest.raises(ValueError, match=message):
+            load_encoder(tmp_path / "model")

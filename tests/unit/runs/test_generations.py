@@ -60,6 +60,7 @@ def users_of(dataset: Path) -> dict[str, int]:
     return {user: row for row, user in enumerate(values, start=1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [0, 6], ids=["grown", "evicted"])
 def test_new_days_go_on_from_the_generation_before(
     tmp_path: Path, one_rank: Ranks, num_rows: int
@@ -93,6 +94,7 @@ def test_new_days_go_on_from_the_generation_before(
     assert again.step == warm.step == 2
 
 
+@pytest.mark.slow
 def test_a_run_stays_of_use_after_its_dataset_has_grown(tmp_path: Path, one_rank: Ranks) -> None:
     """It is evaluated, exported and resumed on its own generation, until that is pruned."""
     first, second = (write_day(tmp_path, day, users) for day, users in enumerate(DAYS))
@@ -126,6 +128,7 @@ def test_a_run_stays_of_use_after_its_dataset_has_grown(tmp_path: Path, one_rank
             call()
 
 
+@pytest.mark.slow
 def test_only_what_is_new_to_the_warm_start_can_be_skipped(tmp_path: Path, one_rank: Ranks) -> None:
     prepare(spec_by_day(write_day(tmp_path, 0, DAYS[0])), tmp_path / "dataset")
     run(tmp_path, "before", one_rank)

@@ -51,6 +51,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_with_a_leak_names_it(folder: Path, one_rank: Ranks) -> None:
     words = [
         *("data=synthetic", f"paths.dataset={folder}/dataset", "placement=torchrec"),

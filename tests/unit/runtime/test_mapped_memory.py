@@ -22,6 +22,7 @@ class Elsewhere(torch.Tensor):
         return self.address
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8])
 def test_the_host_sees_the_same_memory_and_keeps_it(dtype: torch.dtype) -> None:
     seen = torch.arange(6).to(dtype).view(2, 3)
@@ -53,6 +54,7 @@ def test_an_address_of_other_memory_is_refused(
     assert other.tolist() == [0.0] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forks_have_what_shares_pages_with_the_memory_and_not_the_memory() -> None:
     page = mmap.PAGESIZE

@@ -61,6 +61,7 @@ def expect_collectives() -> None:
         assert traffic.sent_bytes[collective] == traffic.total_bytes == num_bytes, collective
 
 
+@pytest.mark.slow
 def test_each_collective_has_the_bytes_of_its_formula() -> None:
     run_ranks(expect_collectives, world_size=3)
 
@@ -155,6 +156,7 @@ def test_bytes_between_hosts() -> None:
     run_ranks(expect_between_hosts, world_size=4)
 
 
+@pytest.mark.slow
 def test_compiled_layers_run_while_bytes_are_counted() -> None:
     compiled = torch.compile(
         lambda x: (2 * x).relu().sum(), backend="aot_eager", fullgraph=True, dynamic=True

@@ -79,6 +79,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines}
 
 
+@pytest.mark.slow
 def test_the_run_ends_when_the_loss_gets_no_lower(
     one_rank: Ranks, tmp_path: Path, evaluated: list[int]
 ) -> None:
@@ -139,6 +140,7 @@ class LoaderWithSigterm(TinyLoader):
             yield batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patience", [3, None])
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     one_rank: Ranks, tmp_path: Path, evaluated: list[int], patience: int | None
@@ -159,6 +161,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     assert names(cut) == names(whole)
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_saved_between_others(
     one_rank: Ranks, tmp_path: Path, evaluated: Sequence[int]
 ) -> None:
@@ -167,6 +170,7 @@ def test_the_best_checkpoint_is_saved_between_others(
     assert names(tmp_path) == ["step-00000004", "step-00000010"]
 
 
+@pytest.mark.slow
 def test_the_checkpoint_that_is_kept_is_the_one_reported(
     one_rank: Ranks, tmp_path: Path, evaluated: list[int]
 ) -> None:
@@ -183,6 +187,7 @@ def test_the_checkpoint_that_is_kept_is_the_one_reported(
     assert (last["step"], last["valid"]["log_loss"], last["test"]["log_loss"]) == (10, 0.52, 0.52)
 
 
+@pytest.mark.slow
 def test_it_is_reported_after_a_resume_too(
     one_rank: Ranks, tmp_path: Path, evaluated: list[int]
 ) -> None:
@@ -194,6 +199,7 @@ def test_it_is_reported_after_a_resume_too(
     assert list(again["quality"]) == ["valid", "test"]
 
 
+@pytest.mark.slow
 def test_without_a_kept_checkpoint_the_last_step_is_reported(
     one_rank: Ranks, tmp_path: Path, evaluated: list[int]
 ) -> None:

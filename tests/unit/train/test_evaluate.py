@@ -181,6 +181,12 @@ def test_a_weight_counts_as_so_many_samples() -> None:
     for name in ("auc", "log_loss", "normalized_entropy"):
         assert getattr(found, name) == pytest.approx(getattr(repeated, name), rel=1e-12)
     assert measure_all(logits, labels, np.ones(200)) == measure_quality(logits, labels)
+    weights = rng.random(200) + 0.1
+    order = rng.permutation(200)
+    whole, shuffled = (
+        measure_all(logits[at], labels[at], weights[at]) for at in (np.arange(200), order)
+    )
+    assert whole.auc == shuffled.auc
 
 
 def test_several_labels_are_summed_by_weight() -> None:

@@ -195,6 +195,7 @@ def losses_by_step(path: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in read_lines(path / "metrics.jsonl")}
 
 
+@pytest.mark.slow
 def test_logged_loss_is_that_of_the_step(one_rank: Ranks, tmp_path: Path) -> None:
     for log_every in (1, 7):
         loader, cadence = TinyLoader(num_batches=15), Cadence(log_every=log_every)
@@ -286,6 +287,7 @@ class LoaderWithSigterm(TinyLoader):
             yield batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["base", "sparse_dist"])
 def test_sigterm_saves_where_weights_and_loader_agree_and_resume_is_bitwise(
     kind: str, one_rank: Ranks, tmp_path: Path
@@ -315,6 +317,7 @@ def test_sigterm_saves_where_weights_and_loader_agree_and_resume_is_bitwise(
     assert again == {step: expected[step] for step in again}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["base", "sparse_dist"])
 def test_saving_by_time_changes_no_loss_and_skips_no_evaluation(
     kind: str, one_rank: Ranks, tmp_path: Path
@@ -345,6 +348,7 @@ def test_saving_by_time_changes_no_loss_and_skips_no_evaluation(
     assert again == {step: losses_by_step(tmp_path / "whole")[step] for step in again}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_the_numbers_of_an_uninterrupted_one(
     one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,6 +373,7 @@ def test_a_resumed_run_draws_the_numbers_of_an_uninterrupted_one(
     assert drawn == expected
 
 
+@pytest.mark.slow
 def test_no_checkpoint_by_time_where_it_is_off(one_rank: Ranks, tmp_path: Path) -> None:
     for save_every_s in (0.0, 1e6):
         checkpoints = Checkpoints(tmp_path / str(save_every_s), facts={}, keep_last=100)
@@ -390,6 +395,7 @@ class LoaderWithSignals(TinyLoader):
             yield batch
 
 
+@pytest.mark.slow
 def test_sigint_saves_like_sigterm_and_twice_ends_at_once(one_rank: Ranks, tmp_path: Path) -> None:
     term, interrupt = signal.SIGTERM, signal.SIGINT
     before = signal.signal(interrupt, signal.default_int_handler)
@@ -443,6 +449,7 @@ class StreamLoader(DataLoader[Batch]):
         raise NotImplementedError
 
 
+@pytest.mark.slow
 def test_loader_workers_outlive_the_sigterm_of_their_process_group(
     one_rank: Ranks, tmp_path: Path
 ) -> None:
@@ -485,6 +492,7 @@ def end_on_sigterm(_: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
+@pytest.mark.slow
 def test_no_process_is_forked_between_steps(
     one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -527,6 +535,7 @@ def test_no_process_is_forked_between_steps(
     assert frozen[1] > 100_000
 
 
+@pytest.mark.slow
 def test_checkpoints_in_the_background(
     one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,6 @@ def scrape(port: int) -> dict[str, float]:
 
 
 def test_the_newest_lines_are_gauges(tmp_path: Path, free_port: int) -> None:
-    pytest.importorskip("prometheus_client")
     with (
         serve_metrics(free_port) as listen,
         RunLog(tmp_path, start_step=0, listeners=[listen]) as log,
@@ -51,7 +50,6 @@ def test_the_newest_lines_are_gauges(tmp_path: Path, free_port: int) -> None:
 
 
 def test_a_port_that_is_taken_is_refused(free_port: int) -> None:
-    pytest.importorskip("prometheus_client")
     with (
         serve_metrics(free_port),
         pytest.raises(ValueError, match=rf"^trainer\.metrics_port: .* got {free_port} "),

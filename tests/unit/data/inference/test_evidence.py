@@ -56,6 +56,7 @@ def test_the_other_class_is_told_where_clicks_are_more() -> None:
     assert suspicion_of(look("x", skipped), True, [mostly]).endswith("rows with '1' are 0")
 
 
+@pytest.mark.slow
 def test_real_logs_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """KuaiRand's log, of which two columns are known after the click; and one as Criteo's."""
     monkeypatch.setattr(sampling, "MAX_TEXT_BYTES", 2 << 20)

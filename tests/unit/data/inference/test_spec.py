@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,71 @@ def test_init(
     # What it wrote is found without --config-dir.
     assert main(["prepare", "data=my_log_1", "paths.dataset=dataset"]) == 0
     assert json.loads(capsys.readouterr().out)["num_samples"]["train"] > 1000
+
+
+@pytest.mark.parametrize(
+    ("written", "kind", "said"),
+    [
+        (lambda n: f"user{n % 90}" + " " * (n % 2), "categorical", "'user1 '"),
+        (lambda n: " " * (n % 2) + f"user{n % 90}", "categorical", "' user1'"),
+        (lambda n: f"user{n % 90}" + "|" * (n % 2), "categorical", ""),
+        (lambda n: f"New_York {n % 9} b{n % 4}", "categorical_list", "'New_York 0 b0'"),
+        (lambda n: f"a{n % 9};b{n % 7}", "categorical_list", "separated by ';'"),
+        (lambda n: f"[a{n % 9}, b{n % 7}]", "categorical_list", ""),
+    ],
+)
+def test_a_guess_about_ids_in_text_is_said(
+    tmp_path: Path, written: Callable[[int], str], kind: str, said: str
+) -> None:
+    lines = [f'{int(logs.CLICKS[n])},"{written(n)}",i{n % 50}\n' for n in range(2000)]
+    (tmp_path / "a.csv").write_text("".join(["clicked,who,item\n", *lines]))
+    found = infer(read_sample(str(tmp_path / "a.csv")))
+    assert used(found)["who"]["kind"] == kind
+    remarks = [remark for remark in found.remarks if remark.startswith("who: ")]
+    assert len(remarks) == bool(said)
+    assert said in "".join(remarks)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "labels", "said"),
+    [
+        ("csv", [None, 0, 1, 1], ["'0' in 25", "'1' in 50", "no value in 25 rows", "line 2"]),
+        ("parquet", [0, 1, None, 1], ["'0' in 25", "no value in 25 rows", "line 3"]),
+        ("csv", [0, 1, 2, 1], ["'1' in 50", "'2' in 25"]),
+        ("csv", ["yes", "no", "maybe", "no"], ["'no' in 50", "'maybe' in 25"]),
+        ("parquet", [0.0, 0.5, 1.0, 0.5], ["'0.5' in 50"]),
+        ("csv", [0, 0, 0, 0], ["'0' in 100 rows"]),
+    ],
+)
+def test_a_label_that_is_none_is_refused_with_its_values(
+    tmp_path: Path, suffix: str, labels: list[Any], said: list[str]
+) -> None:
+    table = pa.table({"clicked": labels * 25, "user": [f"u{n % 7}" for n in range(100)]})
+    path = tmp_path / f"a.{suffix}"
+    pacsv.write_csv(table, path) if suffix == "csv" else pq.write_table(table, path)
+    sample = read_sample(str(path))
+    for asked in (["clicked"], None):
+        with pytest.raises(ValueError, match=r"^label: expected .* got .*clicked: ") as caught:
+            infer(sample, asked)
+        assert [part for part in said if part not in str(caught.value)] == []
+
+
+@pytest.mark.timeout(60)
+def test_init_renames_columns_whose_names_cannot_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As pandas and PyTorch have them, and such as the new names could be."""
+    monkeypatch.chdir(tmp_path)
+    names = ["__index_level_0__", "__a__", "____", "__", "_", "_a__", "_a___", "to", "to_"]
+    names += ["label", "('item', '')", "('item', 'x')", "\u65e5\u5fd7", "a.b", "a/b", "x" * 300]
+    names += ["user \U0001f600", "a\u2028b"]
+    write(log(**dict.fromkeys(names, ITEMS)), tmp_path / "log.parquet")
+    assert main(["init", "log.parquet", "label=clicked"]) == 0
+    assert main(["prepare", "data=log", "paths.dataset=dataset"]) == 0
+    written = yaml.safe_load(Path("conf/data/log.yaml").read_text())
+    columns = written["data"]["source"]["columns"]
+    assert {*names} <= {column.get("source", name) for name, column in columns.items()}
+    capsys.readouterr()
 
 
 # What is said of a log, and what its columns share.

@@ -1,0 +1,284 @@
+"""The oracle: an unsplit model in one process, in plain torch, without hotrec's code."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.exact.case import NUM_DENSE, Case, PlainTable, Samples, draw_samples
+
+# The rows int64 (R,) of a table that were at these, -1 where there was none.
+FindRows = Callable[[str, torch.Tensor], torch.Tensor]
+SEED, LATE = 5, 4
+# Where a gradient is near 0 a first step of Adagrad or Adam multiplies its rounding (1e-8) by
+# RATE / EPS, and ten steps of training multiply what came of it: with 0.3 and 1e-2 one case in 200
+# differed by more than 1e-5 from the unsplit model for that alone.
+RATE, EPS, BETAS, DENSE_RATE, DENSE_ADAM_RATE = 0.1, 3e-2, (0.9, 0.999), 0.1, 0.02
+
+
+def column_names(tables: Sequence[PlainTable]) -> list[str]:
+    """The keys of an output: table by table, with the table where several read a feature."""
+    read = [name for table in tables for name in table.features]
+    return [
+        f"{name}@{table.name}" if read.count(name) > 1 else name
+        for table in tables
+        for name in table.features
+    ]
+
+
+class Reader(nn.Module):
+    """Reads an output by its keys and once more by its values, in the order in which they come.
+
+    A leaf for the tracer of TorchRec's pipelines. Rows of sequences are weighted by their places,
+    so that their order matters.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[PlainTable],
+        output: str,
+        late: nn.Linear | None,
+        *,
+        reads_values: bool = True,
+    ) -> None:
+        super().__init__()
+        self.reads_values = reads_values
+        self.names = column_names(tables)[::-1]
+        self.dims = [table.dim for table in tables for _ in table.features]
+        self.first = [n for n in column_names(tables) if n.partition("@")[0].endswith("_0")]
+        self.is_sequence, self.layers = output != "bags", nn.ModuleDict()
+        if late is not None:
+            self.layers["late"] = late
+
+    def forward(self, found: Any) -> torch.Tensor:
+        if not self.is_sequence:
+            by_key = [found[name] for name in self.names]
+            # TorchRec's own collections order their values by sharding.
+            values = found.values() if self.reads_values else torch.cat(by_key[::-1], dim=1)
+            return torch.cat([*by_key, values.flip(1)], dim=1)
+        parts = [_by_place(found[name]) for name in self.names]
+        parts += [_by_place(one) / (2 + at) for at, one in enumerate(found.values())]
+        if "late" in self.layers:
+            of_ids = torch.tanh(self.layers["late"]([found[name] for name in self.first]))
+            parts.append(_sum_by_place(of_ids, found[self.first[0]].lengths()))
+        return torch.cat(parts, dim=1)
+
+
+def _by_place(found: Any) -> torch.Tensor:
+    if hasattr(found, "materialize"):
+        found = found.materialize()
+    return _sum_by_place(found.values(), found.lengths())
+
+
+def _sum_by_place(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    lengths = lengths.long()
+    begins = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+    weights = 1 / (1.0 + torch.arange(rows.shape[0], device=rows.device) - begins)
+    return torch.segment_reduce(rows * weights[:, None], "sum", lengths=lengths, initial=0.0)
+
+
+class Model(nn.Module):
+    """Dense features and rows -> one logit, over any collection of embeddings."""
+
+    def __init__(self, embeddings: nn.Module, reader: Reader) -> None:
+        super().__init__()
+        self.embeddings, self.reader = embeddings, reader
+        width = NUM_DENSE + 2 * sum(reader.dims) + LATE * len(reader.layers)
+        self.layers = nn.ModuleDict({"hidden": nn.Linear(width, 8), "out": nn.Linear(8, 1)})
+        generator = torch.Generator().manual_seed(11)
+        with torch.no_grad():
+            for parameter in [*reader.parameters(), *self.layers.parameters()]:
+                parameter.uniform_(-0.5, 0.5, generator=generator)
+
+    def forward(self, dense: torch.Tensor, sparse: Any) -> torch.Tensor:
+        read = self.reader(self.embeddings(sparse))
+        hidden = torch.tanh(self.layers["hidden"](torch.cat([dense, read], dim=1)))
+        logits: torch.Tensor = self.layers["out"](hidden)
+        return logits
+
+
+def layers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of the dense layers."""
+    return {
+        name.rpartition("layers.")[2]: parameter.detach().cpu()
+        for name, parameter in model.named_parameters()
+        if "layers." in name
+    }
+
+
+def first_rows(table: PlainTable) -> torch.Tensor:
+    """Uniform in +-1 / sqrt(rows): a hash (C. Wellons' lowbias32) of seed, table, row, column."""
+
+    def mix(x: Any) -> Any:
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+        return x ^ (x >> np.uint32(16))
+
+    key = np.full(table.num_rows, zlib.crc32(f"{SEED}/{table.name}".encode()), np.uint32)
+    of_row = mix(mix(key) ^ np.arange(table.num_rows, dtype=np.uint32))
+    columns = np.arange(table.dim, dtype=np.uint32) * np.uint32(0x9E3779B9)
+    bits = mix(of_row[:, None] + columns)
+    bound = table.num_rows**-0.5
+    parts = torch.from_numpy((bits >> np.uint32(8)).astype(np.float32))
+    return parts * (2 * bound / (1 << 24)) - bound
+
+
+class _Columns(dict[str, torch.Tensor]):
+    """Pooled vectors by key, as a ``KeyedTensor`` is read."""
+
+    def values(self) -> torch.Tensor:  # type: ignore[override]
+        return torch.cat([*super().values()], dim=1)
+
+
+class _Rows:
+    """The rows of a feature, as a ``JaggedTensor`` is read."""
+
+    def __init__(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
+        self._rows, self._lengths = rows, lengths
+
+    def values(self) -> torch.Tensor:
+        return self._rows
+
+    def lengths(self) -> torch.Tensor:
+        return self._lengths
+
+
+class _Late(nn.Linear):
+    """A layer of the rows of several features, one after the other."""
+
+    def forward(self, features: Sequence[_Rows]) -> torch.Tensor:
+        return super().forward(torch.cat([found.values() for found in features], dim=1))
+
+
+class _Embeddings(nn.Module):
+    """Looks each bag up in the whole tables, and pools it with its weights."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case, self.tables = case, case.tables()
+        self.rows = nn.ParameterDict({table.name: first_rows(table) for table in self.tables})
+
+    def forward(self, samples: Samples) -> Any:
+        names = iter(column_names(self.tables))
+        found: Any = {} if self.case.output != "bags" else _Columns()
+        for table in self.tables:
+            for feature in table.features:
+                bags = samples.ids[feature]
+                lengths = torch.tensor([len(bag) for bag in bags])
+                rows = F.embedding(torch.from_numpy(np.concatenate(bags)), self.rows[table.name])
+                if self.case.output != "bags":
+                    found[next(names)] = _Rows(rows, lengths)
+                    continue
+                if samples.weights is not None:
+                    weights = torch.from_numpy(np.concatenate(samples.weights[feature]))
+                    rows = rows * weights[:, None]
+                sums = torch.segment_reduce(rows, "sum", lengths=lengths, initial=0.0)
+                found[next(names)] = sums / lengths.clamp(min=1)[:, None] if table.is_mean else sums
+        return found
+
+
+def update_rows(
+    kind: str, weight: torch.Tensor, state: dict[str, torch.Tensor], rows: torch.Tensor, number: int
+) -> None:
+    """One update of the rows that a batch read; ``number`` is that of the update."""
+    assert weight.grad is not None
+    grad = weight.grad[rows]
+    change = grad
+    if kind in ("adagrad", "rowwise_adagrad"):
+        sums = state.setdefault("sum", torch.zeros_like(weight))
+        square = grad**2
+        sums[rows] += square.mean(1, keepdim=True) if kind == "rowwise_adagrad" else square
+        change = grad / (sums[rows].sqrt() + EPS)
+    if kind == "adam":
+        first, second = (state.setdefault(name, torch.zeros_like(weight)) for name in "mv")
+        first[rows] = BETAS[0] * first[rows] + (1 - BETAS[0]) * grad
+        second[rows] = BETAS[1] * second[rows] + (1 - BETAS[1]) * grad**2
+        mean, square = first[rows] / (1 - BETAS[0] ** number), second[rows]
+        change = mean / ((square / (1 - BETAS[1] ** number)).sqrt() + EPS)
+    weight[rows] -= RATE * change
+
+
+class Unsplit:
+    """The unsplit model, which is trained step by step on global batches."""
+
+    def __init__(self, case: Case) -> None:
+        tables = case.tables()
+        dims = [t.dim for t in tables for name in t.features if name.endswith("_0")]
+        late = _Late(sum(dims), LATE) if case.output == "packed" else None
+        self._embeddings = _Embeddings(case)
+        self._model = Model(self._embeddings, Reader(tables, case.output, late))
+        self._reset(case)
+
+    def _reset(self, case: Case) -> None:
+        """Begin with a new optimizer."""
+        self._number = 0
+        self._states: dict[str, dict[str, torch.Tensor]] = {t.name: {} for t in case.tables()}
+        layers = [p for name, p in self._model.named_parameters() if "layers." in name]
+        self._dense = (
+            torch.optim.Adam(layers, lr=DENSE_ADAM_RATE, eps=EPS)
+            if case.dense == "adam"
+            else torch.optim.SGD(layers, lr=DENSE_RATE)
+        )
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        tables = {name: rows.detach().clone() for name, rows in self._embeddings.rows.items()}
+        return tables | {name: value.clone() for name, value in layers_of(self._model).items()}
+
+    def move(self, case: Case, find_rows: FindRows, *, keeps_state: bool) -> None:
+        """Go on with a case whose rows were others before, or are new and begin as at first."""
+        for table in case.tables():
+            rows = find_rows(table.name, torch.arange(table.num_rows))
+            is_new = rows < 0
+            old = self._embeddings.rows[table.name].detach()
+            weight = torch.where(is_new[:, None], first_rows(table), old[rows])
+            self._embeddings.rows[table.name] = nn.Parameter(weight)
+            for name, value in self._states[table.name].items():
+                self._states[table.name][name] = value[rows].masked_fill(is_new[:, None], 0)
+        self._embeddings.tables = case.tables()
+        if not keeps_state:
+            self._reset(case)
+
+    def _loss_of(self, case: Case, step: int) -> tuple[torch.Tensor, Samples]:
+        samples, _ = draw_samples(case, step)
+        logits = self._model(samples.dense, samples).squeeze(-1)
+        return F.binary_cross_entropy_with_logits(logits, samples.labels), samples
+
+    def train(self, case: Case) -> list[float]:
+        """The losses of a case's steps, and of what it evaluates between them."""
+        losses = []
+        for segment in case.segments():
+            for step in segment:
+                self._model.zero_grad()
+                loss, samples = self._loss_of(case, step)
+                loss.backward()
+                losses.append(float(loss.detach()))
+                if not (case.skip and step == 2):
+                    self._update(case, samples)
+            if case.evaluate:
+                losses += [
+                    float(self._loss_of(case, 1000 + step)[0].detach())
+                    for step in (segment[0], segment[-1])
+                ]
+        return losses
+
+    @torch.no_grad()
+    def _update(self, case: Case, samples: Samples) -> None:
+        self._number += 1
+        for table in case.tables():
+            read = [bag for name in table.features for bag in samples.ids[name]]
+            rows = torch.from_numpy(np.unique(np.concatenate(read)))
+            weight, state = self._embeddings.rows[table.name], self._states[table.name]
+            update_rows(case.optimizer, weight, state, rows, self._number)
+        self._dense.step()
+
+
+def train(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and final weights of the unsplit model on the global batches."""
+    unsplit = Unsplit(case)
+    return unsplit.train(case), unsplit.weights()

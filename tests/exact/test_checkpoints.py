@@ -1,0 +1,387 @@
+"""A checkpoint of any ranks and placement goes on under any other as the unsplit model.
+
+Each route is a training that is saved, at once or in the background of its next steps, and another
+one that is loaded from it: with the same rows and state, or with other rows, as after new days of
+data, or for another optimizer. Both have the losses and weights of one process (to 1e-5), what is
+loaded is what was saved bit for bit, and a run that resumes as it was is the uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from hotrec.artifact import Verify, read_artifact
+from hotrec.embedding import snapshot
+from hotrec.embedding.snapshot import Snapshot
+from hotrec.runtime.ranks import all_gather_object
+from hotrec.train import tensor_files
+from hotrec.train.checkpoint import (
+    KIND,
+    Checkpoints,
+    Position,
+    Saving,
+    load_checkpoint,
+    load_rows,
+    save_checkpoint,
+)
+from tests.distributed.setups import pretend_hosts
+from tests.exact.case import TORCHREC_PLANS, Case, deal_to, draw_cases, fit
+from tests.exact.reference import Unsplit, first_rows
+from tests.exact.training import Found, Result, Training, other_bits, with_slots
+from tests.helpers.ranks import RanksError, run_ranks
+from tests.helpers.samples import is_whole
+from tests.helpers.tiny import TinyLoader
+
+HOSTS = ("0", "00", "000", "0011")
+_SPLIT = {"partition": "half", "placement": "row_wise"}
+_SLOTS = {**_SPLIT, "tier": "cached", "pipeline": "look_ahead", "slots": 0.6}
+# What each side of a route is, in turn, beside what is drawn.
+SIDES: tuple[dict[str, Any], ...] = (
+    {**_SPLIT, "adapt": True, "is_spread": False, "tier": "device"},
+    {**_SPLIT, "adapt": True, "is_spread": True, "tier": "device"},
+    {**_SLOTS, "adapt": True, "popular": 0.3},
+    {**_SLOTS, "adapt": False, "is_spread": False},
+    {**_SLOTS, "adapt": False, "is_spread": True},
+    {**_SLOTS, "adapt": False, "row_type": "fp16", "window": 3},
+    {**_SLOTS, "adapt": False, "row_type": "bf16"},
+    {**_SPLIT, "adapt": False, "is_spread": True, "tier": "device"},
+    {"partition": "random", "placement": "mixed", "output": "bags"},
+    {"partition": "half", "placement": "pooled", "output": "bags"},
+    {"partition": "half", "placement": "table_wise"},
+    {"partition": "all_cold", "placement": "row_wise"},
+    *({"placement": plan, "output": "bags"} for plan in TORCHREC_PLANS),
+)
+# How the loaded side follows the saved one: as it was, under other choices, with other rows, or for
+# another optimizer.
+KINDS = ("as_it_was", "elsewhere", "elsewhere", "other_rows", "other_optimizer")
+# Rows of 8 columns in a piece that is read at once, in a box and in a file.
+PIECE_BYTES, CHUNK_BYTES, FILE_BYTES = 3 * 32, 20 * 32, 90 * 32
+
+
+@dataclass(frozen=True)
+class Route:
+    """A training that is saved, and one that goes on.
+
+    Args:
+        saved: The first one, from step 0.
+        loaded: The other one, from where the first one ended.
+        kind: One of ``KINDS``.
+        in_background: Whether it is written while the first one goes on, which is trained two steps
+            at a time from then on, and so is the other one.
+    """
+
+    saved: Case
+    loaded: Case
+    kind: str
+    in_background: bool
+
+    def rest(self, case: Case) -> list[Case]:
+        """A side after the checkpoint, in parts."""
+        first, each = self.saved.steps, 2 if self.in_background else self.loaded.steps
+        last = first + self.loaded.steps
+        return [replace(case, first=at, steps=each) for at in range(first, last, each)]
+
+    def find_rows(self, table: str, rows: torch.Tensor) -> torch.Tensor:
+        """Another order of rows, every fourth of which is new."""
+        if self.kind != "other_rows":
+            return rows
+        num_rows = {found.name: found.num_rows for found in self.saved.tables()}[table]
+        is_new = (rows % 4 == 1) | (rows >= num_rows)
+        return torch.where(is_new, -1, num_rows - 1 - rows)
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.kind != "other_optimizer"
+
+
+def draw_routes(num: int, seed: int = 93) -> list[Route]:
+    """Routes in which every side is saved and loaded as often, by other ranks and choices."""
+    rng = np.random.default_rng([seed, num])
+    deal, sides = partial(deal_to, num, rng), deal_to(2 * num, rng, *SIDES)
+    dealt = zip(
+        sides[:num], sides[num:], deal(*HOSTS, *HOSTS[1:3]), deal(*HOSTS, *HOSTS[1:3]),
+        deal(*KINDS), deal(True, False),
+        deal("sgd", *["adagrad", "rowwise_adagrad"] * 3, "adam"), deal("sgd", "adam"),
+        deal("bags", "bags", "sequences", "packed"), deal(4, 6), deal(4, 6, 8), strict=True,
+    )  # fmt: skip
+    routes = []
+    for side, other, hosts, hosts_then, kind, in_background, optimizer, dense, *more in dealt:
+        output, steps, steps_then = more
+        if optimizer == "adam":
+            side = other = {"partition": "all_hot"}
+        if kind == "as_it_was":
+            other, hosts_then = side, hosts
+        if "output" in side or "output" in other:
+            output = "bags"
+        # Of weighted bags FBGEMM's CPU kernels take the mean without weights in backward.
+        may_weigh = output == "bags" and not {side.get("placement"), other.get("placement")} & {
+            *TORCHREC_PLANS
+        }
+        common = {
+            "optimizer": optimizer, "dense": dense, "output": output,
+            "is_weighted": may_weigh and bool(rng.integers(2)),
+            "is_uniform_dim": bool(rng.integers(2)), "order": "as_read", "skip": False, "twin": "",
+            "wire": "fp32",
+        }  # fmt: skip
+        saved, loaded = (
+            draw_cases(found, 1, int(rng.integers(1 << 30)), **(common | given))[0]
+            for found, given in ((hosts, side), (hosts_then, other))
+        )
+        table_seed = int(rng.integers(1 << 30))
+        saved = replace(saved, seed=table_seed, evaluate=False, steps=steps)
+        loaded = replace(loaded, seed=table_seed, evaluate=False)
+        if kind == "as_it_was":
+            loaded = saved
+        if kind == "other_rows":
+            loaded = replace(loaded, more_rows=int(rng.integers(2)) * 5)
+        if kind == "other_optimizer" and optimizer != "adam":
+            loaded = fit(replace(loaded, optimizer="sgd" if optimizer != "sgd" else "adagrad"))
+        elif kind == "other_optimizer":
+            kind = "elsewhere"
+        loaded = replace(loaded, first=steps, steps=steps_then)
+        routes.append(Route(saved, loaded, kind, in_background))
+    return routes
+
+
+class Turns:
+    """Lets the writer read so many pieces between two steps; the rest at the end."""
+
+    def __init__(self) -> None:
+        self._left = threading.Semaphore(0)
+        self.num_read = 0
+
+    def give(self, num: int) -> None:
+        self._left.release(num)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        def in_turn(read: Callable[..., Any]) -> Callable[..., Any]:
+            def take_turn(*given: Any) -> Any:
+                assert self._left.acquire(timeout=60)
+                self.num_read += 1
+                return read(*given)
+
+            return take_turn
+
+        with (
+            mock.patch.object(Snapshot, "_read_piece", in_turn(Snapshot._read_piece)),
+            mock.patch.object(Snapshot, "_read_rows", in_turn(Snapshot._read_rows)),
+        ):
+            yield
+
+
+def files_of(path: Path) -> dict[str, Any]:
+    return dict(read_artifact(path, kind=KIND, verify=Verify.full).files)
+
+
+def moves_of(training: Training, route: Route) -> list[int]:
+    """How many rows became hot in each decision after the checkpoint."""
+    return [found.num_moved for found in training.decisions][-route.loaded.steps // 2 :]
+
+
+class Routes(Found):
+    """What came of routes on a rank; ``folder`` has a directory for each."""
+
+    def save(self, route: Route, folder: Path) -> Iterator[str]:
+        """Train the first side, save it, and go on with it."""
+        yield from with_slots(route.saved, lambda case: self._save(route, case, folder))
+
+    def _save(self, route: Route, case: Case, folder: Path) -> list[str]:
+        unsplit, turns, wrong = Unsplit(case), Turns(), list[str]()
+        is_rounded = case.row_type != "fp32"
+        to = [
+            Checkpoints(folder / name, facts={"route": 1}, lineage="0" * 32)
+            for name in ("at_once", "in_background")
+        ]
+        with Training(case) as training, ExitStack() as stack:
+            found = training.train(), training.weights()
+            expected = unsplit.train(case), unsplit.weights()
+            wrong += self.from_unsplit(found, expected, is_rounded)
+            given = (
+                Position(case.steps, 10 * case.steps), training.model, training.optimizer,
+                TinyLoader(num_batches=1), training.hot_set,
+            )  # fmt: skip
+            saving = None
+            if route.in_background:
+                stack.enter_context(turns.taken())
+                saving = Saving(to[1], *given, in_background=True)
+            try:
+                path = save_checkpoint(to[0], *given)
+                losses = []
+                for part in route.rest(case):
+                    turns.give(5)
+                    losses += training.train(part)
+                turns.give(10_000)
+                if saving is not None:
+                    in_background = saving.finish()
+            except ValueError:  # of slots, after which it is tried again
+                turns.give(10_000)
+                if saving is not None:
+                    saving.abandon()
+                raise
+            went_on, moved = (losses, training.weights()), moves_of(training, route)
+            then = [loss for part in route.rest(case) for loss in unsplit.train(part)]
+            wrong += self.from_unsplit(went_on, (then, unsplit.weights()), is_rounded)
+        if saving is not None:
+            if dist.get_rank() == 0 and files_of(path) != files_of(in_background):
+                wrong.append("other files if they are written in the background")
+            is_read = sum(all_gather_object(turns.num_read)) > 0
+            rows = case.hot_rows()
+            has_cold = any(len(rows[table.name]) < table.num_rows for table in case.tables())
+            if has_cold and not case.is_torchrecs and not is_read:
+                wrong.append("no table was read in the background")
+        if dist.get_rank() == 0:
+            torch.save((case.slots, found[1], went_on, moved), folder / "went_on.pt")
+        return wrong
+
+    def load(self, route: Route, folder: Path) -> Iterator[str]:
+        """Load the other side and train it on."""
+        slots, saved, went_on, moved = torch.load(folder / "went_on.pt", weights_only=False)
+        case = route.loaded
+        if route.kind == "as_it_was":
+            case = replace(case, slots=slots)
+        self.num_cases += 1
+        differences, found, then_moved = with_slots(
+            case, lambda case: self._load(route, case, folder, saved)
+        )
+        yield from differences
+        unsplit = Unsplit(route.saved)
+        unsplit.train(route.saved)
+        if route.kind in ("other_rows", "other_optimizer"):
+            unsplit.move(case, route.find_rows, keeps_state=route.keeps_state)
+        losses = [loss for part in route.rest(case) for loss in unsplit.train(part)]
+        is_rounded = {route.saved.row_type, case.row_type} != {"fp32"}
+        yield from self.from_unsplit(found, (losses, unsplit.weights()), is_rounded)
+        if route.kind == "as_it_was":
+            self.num_twins += 1
+            yield from other_bits(found, went_on)
+            if then_moved != moved:
+                yield f"{then_moved} rows moved, expected {moved}"
+
+    def _load(
+        self, route: Route, case: Case, folder: Path, saved: dict[str, torch.Tensor]
+    ) -> tuple[list[str], Result, list[int]]:
+        name = "in_background" if route.in_background else "at_once"
+        path = folder / name / f"step-{route.saved.steps:08d}"
+        wrong = []
+        with Training(case) as training:
+            model, optimizer = training.model, training.optimizer
+            if route.kind in ("other_rows", "other_optimizer"):
+                kept = optimizer if route.keeps_state else None
+                num = load_rows(path, model=model, optimizer=kept, find_rows=route.find_rows)
+            else:
+                position = load_checkpoint(
+                    path, model=model, optimizer=optimizer, facts={"route": 1},
+                    hot_set=training.hot_set,
+                )  # fmt: skip
+                wrong += [f"{position}"] * (position != Position(case.first, 10 * case.first))
+                num = None
+            weights = training.weights()
+            for table in case.tables():
+                rows = route.find_rows(table.name, torch.arange(table.num_rows))
+                if num is not None and num[table.name] != int((rows >= 0).sum()):
+                    wrong.append(f"{num} rows of {table.name} were found")
+                old = saved[table.name][rows]
+                saved[table.name] = torch.where(rows[:, None] < 0, first_rows(table), old)
+            for key, value in weights.items():
+                is_same = value == saved[key]
+                if case.row_type != "fp32":
+                    half = torch.float16 if case.row_type == "fp16" else torch.bfloat16
+                    is_same |= value == saved[key].to(half).float()
+                wrong += [f"{key} is not what was saved"] * (not bool(is_same.all()))
+            losses = [loss for part in route.rest(case) for loss in training.train(part)]
+            return wrong, (losses, training.weights()), moves_of(training, route)
+
+
+def run_routes(routes: dict[int, Route], folder: Path, *, is_saved: bool) -> Routes:
+    """On a rank: save routes, or load them."""
+    torch.set_num_threads(1)
+    found = Routes()
+    with (
+        mock.patch.object(snapshot, "_PIECE_BYTES", PIECE_BYTES),
+        mock.patch.object(tensor_files, "_CHUNK_BYTES", CHUNK_BYTES),
+        mock.patch.object(tensor_files, "MAX_FILE_BYTES", FILE_BYTES),
+    ):
+        for index, route in routes.items():
+            hosts = (route.saved if is_saved else route.loaded).hosts
+            (folder / f"{dist.get_rank()}.txt").write_text(f"{route!r}")
+            if len(set(hosts)) > 1:
+                pretend_hosts(hosts)
+            own = folder / str(index)
+            own.mkdir(exist_ok=True)
+            differences = found.save(route, own) if is_saved else found.load(route, own)
+            found.failures += [f"{route!r}: {text}" for text in differences]
+    found.seconds = time.process_time()
+    return found
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """All routes, or the one that was given, or none where another test's case was."""
+    if "routes" not in metafunc.fixturenames:
+        return
+    given, num_cases = (metafunc.config.getoption(name) for name in ("--case", "--cases"))
+    routes = draw_routes(40 if is_whole() or (num_cases or 0) >= 600 else 12)
+    if given:
+        routes = [eval(given, {"Case": Case, "Route": Route})] if given.startswith("Route") else []
+    metafunc.parametrize("routes", [routes] if routes else [], ids=[len(routes)] if routes else [])
+
+
+def test_any_checkpoint_goes_on_as_the_unsplit_model(
+    routes: list[Route], tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    seconds = 0.0
+    for is_saved in (True, False):
+        for hosts in HOSTS:
+            chosen = {
+                at: route
+                for at, route in enumerate(routes)
+                if (route.saved if is_saved else route.loaded).hosts == hosts
+            }
+            try:
+                found = run_ranks(
+                    run_routes, len(hosts), timeout_s=60 + 5.0 * len(chosen),
+                    routes=chosen, folder=tmp_path, is_saved=is_saved,
+                )  # fmt: skip
+            except RanksError as error:  # of a hang only the route in it is known
+                last = {path.read_text() for path in tmp_path.glob("*.txt")}
+                raise RanksError("\n".join(["in", *sorted(last), str(error)])) from None
+            for of_rank in found:
+                assert not of_rank.failures, "\n".join(of_rank.failures)
+            seconds += sum(of_rank.seconds for of_rank in found)
+    record_property("routes", {"num": len(routes), "seconds": seconds})
+
+
+def test_every_side_is_on_a_route() -> None:
+    """Each with what it is for, of the ways that the sides of drawn routes are."""
+    routes = draw_routes(12)
+    saved, loaded = [route.saved for route in routes], [route.loaded for route in routes]
+    sides = [*saved, *loaded]
+    assert {side.placement for side in sides} >= {"row_wise", "table_wise", "pooled", "mixed"}
+    assert {side.placement for side in sides} >= {*TORCHREC_PLANS}
+    assert {side.row_type for side in sides} == {"fp32", "fp16", "bf16"}
+    for kind in KINDS:
+        assert any(route.kind == kind for route in routes)
+    as_it_was = [route.saved for route in routes if route.kind == "as_it_was"]
+    assert any(side.adapt for side in as_it_was)
+    assert any(side.row_type != "fp32" for side in as_it_was)
+    both_adapt = [route for route in routes if route.saved.adapt and route.loaded.adapt]
+    assert any(route.saved.hosts != route.loaded.hosts for route in both_adapt)
+    in_background = [route.saved for route in routes if route.in_background]
+    for is_spread in (True, False):
+        assert any(side.tier == "cached" and side.is_spread is is_spread for side in in_background)
+    assert any(side.levels == "two" for side in saved)
+    assert any(side.more_rows for side in loaded)
+    assert {side.optimizer for side in saved} == {"sgd", "adagrad", "rowwise_adagrad", "adam"}

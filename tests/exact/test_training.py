@@ -1,0 +1,55 @@
+"""The main test: any partition, placement, optimizer, pipeline and batch train the unsplit model.
+
+The same losses and weights as one process in plain torch (to 1e-5), and the same bits at every
+depth of look-ahead, with slots or without, and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tests.exact.case import Case, draw_cases
+from tests.exact.training import run_cases
+from tests.helpers.ranks import RanksError, run_ranks
+from tests.helpers.samples import is_whole
+
+# The host of each rank, and the share of the cases.
+GROUPS = {"0": 0.18, "00": 0.24, "000": 0.4, "0011": 0.12, "001": 0.06}
+# Where there are many cases.
+MORE_GROUPS = {"0000": 0.04, "0101": 0.02, "0001": 0.01, "001122": 0.02, "000111": 0.02}
+MANY = 500
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test of each group, or one of the case that was given."""
+    if "cases" not in metafunc.fixturenames:
+        return
+    given, num = metafunc.config.getoption("--case"), metafunc.config.getoption("--cases")
+    num = num or (600 if is_whole() else 170)
+    if given:  # or a route of another test
+        cases = [[eval(given, {"Case": Case})]] if given.startswith("Case") else []
+        metafunc.parametrize("cases", cases, ids=["given"] * len(cases))
+        return
+    groups = GROUPS | (MORE_GROUPS if num >= MANY else {})
+    each = num / sum(groups.values())
+    drawn = {hosts: draw_cases(hosts, round(share * each)) for hosts, share in groups.items()}
+    metafunc.parametrize("cases", drawn.values(), ids=drawn)
+
+
+def test_it_trains_the_unsplit_model(
+    cases: list[Case], tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    hosts, timeout_s = cases[0].hosts, 60 + 4.0 * len(cases)
+    try:
+        found = run_ranks(run_cases, len(hosts), timeout_s=timeout_s, cases=cases, folder=tmp_path)
+    except RanksError as error:  # of a hang only the case in it is known
+        last = {path.read_text() for path in tmp_path.iterdir()}
+        raise RanksError("\n".join(["in training", *sorted(last), str(error)])) from None
+    for of_rank in found:
+        assert not of_rank.failures, "\n".join(of_rank.failures)
+    seconds = sum(of_rank.seconds for of_rank in found)
+    record_property("exact", {**asdict(found[0]), "num_ranks": len(hosts), "seconds": seconds})
