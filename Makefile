@@ -85,7 +85,7 @@ test: $(INSTALLED_TEST) ## Install what the tests need, then show in five minute
 
 test-all: JOBS = 2
 test-all: $(INSTALLED_DEV) ## Run all tests, and whole tables of generated cases.
-	HOTREC_TESTS_WHOLE=1 $(PYTEST) $(ALL_TESTS) $(ARGS)
+	$(PYTEST) --cases=600 $(ALL_TESTS) $(ARGS)
 
 faults: $(INSTALLED_DEV) ## Run every case of damaged files, bad data and signals.
 	$(BIN)/python -m tests.faults run $(ARGS)
@@ -112,10 +112,11 @@ test-wheel: ## Install the wheel with the extra cpu into a bare environment by p
 test-docker: ## Build the CPU image and train on the two hosts of docker/compose.yaml; needs a Docker engine.
 	docker/try.sh $(ARGS)
 
-lint: $(INSTALLED_DEV) ## Run ruff, mypy, and the tests of the code itself: layers, names, size, pins, commands in docs.
+lint: $(INSTALLED_DEV) ## Run ruff, mypy, and the tests of the code itself: faults that fit, layers, names, size, pins, commands in docs.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.mutants check
 	$(PYTEST) tests/policy
 
 format: $(INSTALLED_DEV) ## Fix with ruff what it can fix.

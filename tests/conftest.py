@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 from tests.helpers.quiet import compose_once
-from tests.helpers.samples import is_whole
+from tests.helpers.samples import draw, is_whole
 
 if TYPE_CHECKING:
     from hotrec.runtime.ranks import Ranks
@@ -22,13 +22,19 @@ if TYPE_CHECKING:
 # the same ones in every run.
 settings.register_profile("test", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("all", deadline=None, print_blob=True)
-settings.load_profile("all" if is_whole() else "test")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How many cases ``tests/exact`` draws, or which one it repeats."""
-    parser.addoption("--cases", type=int, help="generated trainings of tests/exact")
+    """How many cases tables draw, or which one ``tests/exact`` repeats."""
+    text = "generated trainings of tests/exact; from 500 on, other tables run whole"
+    parser.addoption("--cases", type=int, help=text)
     parser.addoption("--case", default="", help="only this one, as a failure prints it")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tables are cut to their samples as test modules are imported."""
+    draw(config.getoption("--cases") or 0)
+    settings.load_profile("all" if is_whole() else "test")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import sys
 import threading
 import time
 import warnings
@@ -61,12 +60,11 @@ def main(
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore", module="torch|torchrec|fbgemm_gpu")
     if not torch.cuda.is_available():
-        print(
+        parser.exit(
+            NO_DEVICE,
             f"gpu_day: expected a CUDA device, got none visible to torch {torch.__version__}. "
-            "Run it on a machine with a GPU, or with --rehearse.",
-            file=sys.stderr,
+            "Run it on a machine with a GPU, or with --rehearse.\n",
         )
-        return NO_DEVICE
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     machine = machine_facts()

@@ -332,8 +332,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """All routes, or the one that was given, or none where another test's case was."""
     if "routes" not in metafunc.fixturenames:
         return
-    given, num_cases = (metafunc.config.getoption(name) for name in ("--case", "--cases"))
-    routes = draw_routes(40 if is_whole() or (num_cases or 0) >= 600 else 12)
+    given = metafunc.config.getoption("--case")
+    routes = draw_routes(40 if is_whole() else 12)
     if given:
         routes = [eval(given, {"Case": Case, "Route": Route})] if given.startswith("Route") else []
     metafunc.parametrize("routes", [routes] if routes else [], ids=[len(routes)] if routes else [])

@@ -21,7 +21,6 @@ from tests.helpers.samples import is_whole
 GROUPS = {"0": 0.18, "00": 0.24, "000": 0.4, "0011": 0.12, "001": 0.06}
 # Where there are many cases.
 MORE_GROUPS = {"0000": 0.04, "0101": 0.02, "0001": 0.01, "001122": 0.02, "000111": 0.02}
-MANY = 500
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -29,12 +28,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cases" not in metafunc.fixturenames:
         return
     given, num = metafunc.config.getoption("--case"), metafunc.config.getoption("--cases")
-    num = num or (600 if is_whole() else 170)
+    num = num or 170
     if given:  # or a route of another test
         cases = [[eval(given, {"Case": Case})]] if given.startswith("Case") else []
         metafunc.parametrize("cases", cases, ids=["given"] * len(cases))
         return
-    groups = GROUPS | (MORE_GROUPS if num >= MANY else {})
+    groups = GROUPS | (MORE_GROUPS if is_whole() else {})
     each = num / sum(groups.values())
     drawn = {hosts: draw_cases(hosts, round(share * each)) for hosts, share in groups.items()}
     metafunc.parametrize("cases", drawn.values(), ids=drawn)

@@ -2,6 +2,5 @@
 
 ``python -m tests.mutants run`` puts one fault after the other into a copy of the checkout and runs
 the tests named with it. A fault that no test notices shows that a contract is not protected; so a
-change that cuts or moves tests has to leave all of them caught. ``results.json`` records what
-caught each fault, and how long that took.
+change that cuts or moves tests has to leave all of them caught.
 """

@@ -1,133 +1,165 @@
-"""``python -m tests.mutants run``: faults in a copy of the code, and whether tests notice them.
+"""``python -m tests.mutants``: faults in copies of the code, and whether tests notice them.
 
-run [NAMES]    the faults of these names, or whose names begin so; what has a result for just this
-               code and these tests is not run again
-check          that the tests which caught faults pass without them, as run does for those it ran
-summary        of the results so far
-list           the faults, their contracts and tests
+run [NAMES]    the tests of the faults whose names begin so must fail
+check          every fault fits the code, and its tests are there
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
+import re
+import shutil
+import subprocess
 import sys
-from collections import Counter
+import tempfile
+import time
+import tomllib
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
 
-from tests.faults.process import REPOSITORY
-from tests.mutants.judge import VERDICTS
-from tests.mutants.mutant import Mutant
-from tests.mutants.run import LIMIT_S, Result, digest_of, failing_without, run_mutants
-from tests.mutants.table import all_mutants
+REPOSITORY = Path(__file__).parents[2]
+FAULTS = Path(__file__).parent / "faults"
+# What any test would notice, whatever it is for.
+_CANNOT_RUN = re.compile(r"^E .*\b(Import|ModuleNotFound|Name|Syntax|UnboundLocal)Error: ", re.M)
+_LATE = re.compile(r"^E .*(Timeout [(>]|\] hung: killed after the limit)", re.M)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.M)
 
-_USUAL_S = {"unit": 10.0, "policy": 10.0, "distributed": 100.0, "e2e": 200.0}
-RESULTS = REPOSITORY / "tests" / "mutants" / "results.json"
+
+@dataclass(frozen=True)
+class Fault:
+    """A text that occurs once in a file, what stands there instead, and tests that then fail."""
+
+    name: str
+    contract: str
+    file: str
+    old: str
+    new: str
+    tests: list[str]
+
+    def change(self, root: Path) -> str:
+        """The text of the file with the fault.
+
+        Raises:
+            ValueError: If the fault does not fit.
+        """
+        text = (root / self.file).read_text(encoding="utf-8")
+        if (number := text.count(self.old)) != 1 or self.old == self.new:
+            raise ValueError(f"expected its text once in {self.file}, got it {number} times")
+        changed = text.replace(self.old, self.new)
+        if self.file.endswith(".py"):
+            compile(changed, self.file, "exec")
+        return changed
+
+
+def all_faults() -> list[Fault]:
+    """Those of all files, in their order."""
+    tables = [tomllib.loads(path.read_text("utf-8")) for path in sorted(FAULTS.glob("*.toml"))]
+    return [Fault(name, **of) for table in tables for name, of in table.items()]
+
+
+def misfits(faults: Sequence[Fault]) -> list[str]:
+    """What does not fit, a line each."""
+    names, contracts = ([getattr(one, of) for one in faults] for of in ("name", "contract"))
+    twice = _repeated(names) | _repeated(contracts)
+    found = [f"{text}: expected once, got twice" for text in sorted(twice)]
+    for fault in faults:
+        try:
+            fault.change(REPOSITORY)
+        except (OSError, SyntaxError, ValueError) as error:
+            found.append(f"{fault.name}: {error}. Adapt the fault; do not drop the contract.")
+        for test in fault.tests:
+            file, *functions = test.partition("[")[0].split("::")
+            path = REPOSITORY / "tests" / file
+            text = path.read_text(encoding="utf-8") if path.is_file() else ""
+            if not path.exists() or not all(f"def {name}(" in text for name in functions):
+                found.append(f"{fault.name}: expected tests/{test}, got no such test")
+    return found
+
+
+def _repeated(texts: Sequence[str]) -> set[str]:
+    return {text for text in texts if texts.count(text) > 1}
+
+
+def copy_of_code(folder: Path) -> Path:
+    """A copy of what git lists or would add."""
+    words = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    listed = subprocess.run(words, cwd=REPOSITORY, capture_output=True, check=True, text=True)
+    for name in filter(None, listed.stdout.split("\0")):
+        if (REPOSITORY / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, folder / name)
+    return folder
+
+
+def verdict_of(fault: Fault, copy: Path, limit_s: float) -> tuple[str, str]:
+    """``caught``, ``survived``, ``broken`` or ``late``, and by which test or how."""
+    path = copy / fault.file
+    text = path.read_text(encoding="utf-8")
+    path.write_text(fault.change(copy), encoding="utf-8")
+    # A file compiled before is current by time and size, and both can be those of the fault.
+    words = [sys.executable, "-B", "-m", "pytest", "-qx", "-p", "no:cacheprovider", "--tb=short"]
+    words += [f"tests/{test}" for test in fault.tests]
+    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    try:
+        done = subprocess.run(
+            words, cwd=copy, env=environment, capture_output=True, text=True, timeout=limit_s
+        )
+    except subprocess.TimeoutExpired:
+        return "late", f"not done in {limit_s:g} s"
+    finally:
+        path.write_text(text, encoding="utf-8")
+    failed = _FAILED.findall(done.stdout)
+    if done.returncode == 0:
+        return "survived", done.stdout.strip().splitlines()[-1]
+    if done.returncode != 1 or not failed or _CANNOT_RUN.search(done.stdout):
+        return "broken", f"pytest's exit code {done.returncode}: {done.stdout.strip()[-200:]!r}"
+    return ("late" if _LATE.search(done.stdout) else "caught"), failed[0]
+
+
+def run(faults: Sequence[Fault], jobs: int, limit_s: float) -> int:
+    """Try the faults, ``jobs`` at a time; the exit code."""
+    missed = 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copies: Queue[Path] = Queue()
+        for job in range(jobs):
+            copies.put(copy_of_code(Path(folder) / f"{job}"))
+
+        def try_one(fault: Fault) -> tuple[Fault, str, str, float]:
+            copy, start_s = copies.get(), time.monotonic()
+            verdict, how = verdict_of(fault, copy, limit_s)
+            copies.put(copy)
+            return fault, verdict, how, time.monotonic() - start_s
+
+        with ThreadPoolExecutor(jobs) as pool:
+            for fault, verdict, how, seconds in pool.map(try_one, faults):
+                missed += verdict != "caught"
+                print(f"{verdict:9}{seconds:6.1f} s  {fault.name}  {how}", flush=True)
+    print(f"{len(faults) - missed} of {len(faults)} faults were caught")
+    return int(missed > 0)
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("action", choices=["run", "check", "summary", "list"])
-    parser.add_argument("names", nargs="*", help="only these faults")
+    parser.add_argument("action", choices=["run", "check"])
+    parser.add_argument("names", nargs="*", help="only faults whose names begin so")
     parser.add_argument("--jobs", type=int, default=1, help="faults at a time")
-    parser.add_argument("--again", action="store_true", help="also those that have a result")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="for the tests of a fault")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the document to go on with")
+    parser.add_argument("--limit-s", type=float, default=900, help="for the tests of a fault")
     args = parser.parse_args(arguments)
-    faults = [one for one in all_mutants() if _is_meant(one, args.names)]
-    if not faults:
-        parser.error(f"expected names of faults, got {args.names}; see the action list")
-    match args.action:
-        case "list":
-            for one in faults:
-                print(f"{one.name}\n    {one.contract}\n    {one.file}: {', '.join(one.tests)}")
-            return 0
-        case "summary":
-            return _summarize(faults, read_results(args.results))
-        case "check":
-            results = read_results(args.results)
-            _check(faults, results, args)
-            return _summarize(faults, results)
-        case _:
-            return _run(faults, args)
-
-
-def _is_meant(fault: Mutant, names: Sequence[str]) -> bool:
-    return not names or any(fault.name.startswith(name) for name in names)
-
-
-def _run(faults: Sequence[Mutant], args: argparse.Namespace) -> int:
-    results = read_results(args.results)
-    due = [
-        one
-        for one in faults
-        if args.again or one.name not in results or results[one.name].digest != digest_of(one)
-    ]
-    due.sort(key=lambda one: _expected_s(one, results))
-    done = 0
-
-    def report(result: Result) -> None:
-        nonlocal done
-        done += 1
-        results[result.name] = result
-        _write(results, args.results)
-        print(f"{done:4}/{len(due)} {result.verdict:9}{result.seconds:6.1f} s {result.name}")
-        print(f"{'':26}{result.by or result.how}", flush=True)
-
-    run_mutants(due, jobs=args.jobs, limit_s=args.limit_s, report=report)
-    _check(due, results, args)
-    return _summarize(faults, results)
-
-
-def _check(faults: Sequence[Mutant], results: dict[str, Result], args: argparse.Namespace) -> None:
-    """Run the tests that caught these faults on the code as it is."""
-    found = [results[one.name] for one in faults if one.name in results]
-    caught = [result for result in found if result.verdict in ("caught", "unsure")]
-    failing = failing_without(sorted({result.by for result in caught}), args.limit_s)
-    for result in caught:
-        verdict = "unsure" if result.by in failing else "caught"
-        results[result.name] = replace(result, verdict=verdict)
-    _write(results, args.results)
-
-
-def _expected_s(fault: Mutant, results: dict[str, Result]) -> float:
-    """The seconds that its tests took before, or about what those of their folder take."""
-    if fault.name in results:
-        return results[fault.name].seconds
-    return _USUAL_S.get(fault.tests[0].partition("/")[0], 20.0)
-
-
-def read_results(path: Path) -> dict[str, Result]:
-    """What was recorded, by the name of the fault."""
-    if not path.exists():
-        return {}
-    return {name: Result(name, **of) for name, of in json.loads(path.read_text()).items()}
-
-
-def _write(results: dict[str, Result], path: Path) -> None:
-    known = {one.name for one in all_mutants()}
-    document = {name: asdict(results[name]) for name in sorted(known & results.keys())}
-    for of in document.values():
-        del of["name"]
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(document, indent=1) + "\n")
-    partial.replace(path)
-
-
-def _summarize(faults: Sequence[Mutant], results: dict[str, Result]) -> int:
-    found = [results[one.name] for one in faults if one.name in results]
-    counts = Counter(result.verdict for result in found)
-    for verdict, meaning in VERDICTS.items():
-        print(f"{counts[verdict]:4} {verdict:9} {meaning}")
-    for result in found:
-        if result.verdict != "caught":
-            print(f"{result.verdict}: {result.name} {result.how}")
-    total_s = sum(result.seconds for result in found)
-    print(f"{len(found)} of {len(faults)} faults were tried, in {total_s / 60:.0f} minutes")
-    return int(counts["caught"] < len(faults))
+    faults = all_faults()
+    for misfit in (found := misfits(faults)):
+        print(misfit)
+    if found or args.action == "check":
+        return int(bool(found))
+    meant = [one for one in faults if one.name.startswith(tuple(args.names) or "")]
+    if not meant:
+        parser.error(f"expected beginnings of the names of faults, got {args.names}")
+    return run(meant, args.jobs, args.limit_s)
 
 
 if __name__ == "__main__":
