@@ -450,7 +450,6 @@ def plan_job(config: Config, schema: Schema, ordered: Collection[str] = ()) -> P
             "profile": Path(paths.profile),
             "trials": Path(paths.trials),
         },
-        replayed=(config.cache.num_batches, config.cache.skip_frac),
         parameters=_policy_parameters(placement),
         trial_facts=_trial_facts(config),
         predicts_sensitivity=config.plan.sensitivity is not False,

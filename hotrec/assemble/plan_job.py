@@ -86,7 +86,6 @@ class PlanJob:
         folders: Directories of the measured "costs", of the "profile" and of the "trials".
         parameters: Settings of the policy, which reports show with a new partition.
         trial_facts: Facts that a step depends on besides the candidates and the machine.
-        replayed: Number of batches to replay through slots, and the share of them not counted.
         predicts_sensitivity: Whether to also predict other budgets, batches and ranks.
         spread: Tables whose rows are spread over their owners; None for those of a saved partition.
     """
@@ -100,7 +99,6 @@ class PlanJob:
     routes_in_loader: bool
     costs: str
     folders: Mapping[str, Path]
-    replayed: tuple[int, float]
     parameters: Mapping[str, object] = field(default_factory=dict)
     trial_facts: Mapping[str, Any] = field(default_factory=dict)
     predicts_sensitivity: bool = True
@@ -179,7 +177,6 @@ class PlanJob:
                 with_slots = replace(cold, cache_load_frac=load_frac)
                 return self._place(with_slots, placed.partition, machine, profile)
 
-        num_batches, skip_frac = self.replayed
         read = partial(
             SlotReplay.read,
             self.order.on_one_rank(machine.world_size),
@@ -187,8 +184,6 @@ class PlanJob:
             profile,
             placed.partition,
             self.pipeline,
-            num_batches=num_batches,
-            skip_frac=skip_frac,
         )
         return replace(
             given,

@@ -1,25 +1,17 @@
-"""Replays the rows of batches through caches of host rows, and counts the rows that move.
+"""Replays the rows of batches through the slots of look-ahead, and counts the rows that move.
 
-A cache holds all rows of a batch while it is computed. Every row that is read is changed, so each
-evicted row is written back. The policies differ in the rows that they evict:
+Every row that is read is changed, so each evicted row is written back. The policy is that of
+``hotrec.embedding.slots``, by its own code.
 
-    look_ahead      hotrec's, by its own code (``hotrec.embedding.slots``), with the known batches
-    lru             those read longest ago
-    frequency       those with the fewest lookups in the profile (Colossal-AI's cache)
-    belady          those read again last in the whole stream: no policy moves fewer rows (Belady,
-                    IBM Systems Journal 5(2), 1966), except for rows of batches in flight
-
-Look-ahead is equal to belady with depth 0, no popular rows and a window as long as the stream.
-
-Misses by number of slots are also predicted by replay, with a sample of the rows and slots in
-proportion (SHARDS: Waldspurger et al., FAST 2015). So the policy is exact, and the only error is
-that of sampling.
+Misses by number of slots are predicted with a sample of the rows and slots in
+proportion (SHARDS: Waldspurger et al., FAST 2015). So the only error
+is that of sampling.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -34,7 +26,9 @@ from hotrec.embedding.slots import SlotMap, TooFewSlotsError
 from hotrec.planner.request import Replayed
 from hotrec.types import Partition, PipelineSpec, PopularRows, Rows
 
-LOOK_AHEAD = "look_ahead"
+# Global batches to replay, fewer if the data ends before; the share of them that is not counted, from
+# the first.
+NUM_BATCHES, SKIP_FRAC = 400, 0.25
 # Maximum number of ids of the sampled rows in a stream, and minimum number of slots of a sample.
 # When batches in flight fill nearly all slots, misses were off by up to 1.1 points with half of
 # these slots, and by 0.13 with all of them.
@@ -53,25 +47,12 @@ class Stream:
         counts: Lookups of every row in the profile, int64 (R,).
         every: Sampling interval: one of ``every`` rows is in the stream, and one of ``every`` slots
             in a cache.
-        all_lookups: Lookups of each batch, including rows that are not in the stream; if empty,
-            they are estimated from the lookups in the stream.
     """
 
     rows: Sequence[Rows]
     lookups: Sequence[Rows]
     counts: Rows
     every: int = 1
-    all_lookups: Sequence[int] = ()
-
-    def sample(self, numbers: Rows, every: int) -> Stream:
-        """The stream of the rows that ``sample_rows`` numbered."""
-        rows, lookups = [], []
-        for read, times in zip(self.rows, self.lookups, strict=True):
-            found = numbers[read]
-            rows.append(found[found >= 0])
-            lookups.append(times[found >= 0])
-        all_lookups = [int(times.sum()) for times in self.lookups]
-        return Stream(rows, lookups, self.counts[numbers >= 0], every, all_lookups)
 
 
 def sample_rows(counts: Rows, every: int) -> Rows:
@@ -107,13 +88,11 @@ def number_rows(rows: Mapping[str, Rows], counts: Mapping[str, Rows]) -> Rows:
 
 
 def number_popular(
-    popular: Mapping[str, PopularRows], counts: Mapping[str, Rows], numbers: Rows | None = None
+    popular: Mapping[str, PopularRows], counts: Mapping[str, Rows], numbers: Rows
 ) -> PopularRows:
     """Popular rows by table as rows of a stream, see ``read_stream``."""
     of_all = np.concatenate([popular[table] for table in counts])
     of_all["row"] = number_rows({table: popular[table]["row"] for table in counts}, counts)
-    if numbers is None:
-        return of_all
     of_all["row"] = numbers[of_all["row"]]
     return of_all[of_all["row"] >= 0]
 
@@ -124,8 +103,8 @@ def read_stream(
     counts: Mapping[str, Rows],
     *,
     num_batches: int,
-    numbers: Rows | None = None,
-    every: int = 1,
+    numbers: Rows,
+    every: int,
 ) -> Stream:
     """The first global batches of training, in its order.
 
@@ -134,7 +113,7 @@ def read_stream(
         dataset: Its dataset.
         counts: Lookups of the rows of each table in the profile.
         num_batches: The number of batches.
-        numbers: Numbers of the rows to replay, see ``sample_rows``; None for all.
+        numbers: Numbers of the rows to replay, see ``sample_rows``.
         every: Sampling interval: one of ``every`` rows has a number.
     """
     begins = np.cumsum([0, *(of_table.size for of_table in counts.values())])
@@ -155,17 +134,11 @@ def read_stream(
         ids = batch.sparse.values().long().numpy()
         starts = [begin_of[table_of[name]] for name in batch.sparse.keys()]  # noqa: SIM118 (a KJT)
         read = ids + np.repeat(starts, batch.sparse.length_per_key())
-        batches.append(np.unique(_numbered(read, numbers), return_counts=True))
+        found = numbers[read]
+        batches.append(np.unique(found[found >= 0], return_counts=True))
     of_all = np.concatenate(list(counts.values()))
-    of_stream = of_all if numbers is None else of_all[numbers >= 0]
-    return Stream([rows for rows, _ in batches], [times for _, times in batches], of_stream, every)
-
-
-def _numbered(read: Rows, numbers: Rows | None) -> Rows:
-    if numbers is None:
-        return read
-    found = numbers[read]
-    return found[found >= 0]
+    rows, lookups = zip(*batches, strict=True)
+    return Stream(rows, lookups, of_all[numbers >= 0], every)
 
 
 def draw_stream(
@@ -202,14 +175,12 @@ class SlotReplay:
         numbers: Numbers of the sampled rows that may be in slots, int64 (R,); -1 of all others.
         stream: What the batches read of these rows.
         pipeline: Look-ahead, which fills the slots.
-        skip_frac: Share of the batches, the first ones, that are not counted.
     """
 
     counts: Mapping[str, Rows]
     numbers: Rows
     stream: Stream
     pipeline: PipelineSpec
-    skip_frac: float
 
     @classmethod
     def read(
@@ -220,15 +191,13 @@ class SlotReplay:
         partition: Partition,
         pipeline: PipelineSpec,
         *,
-        num_batches: int,
-        skip_frac: float,
         min_load_frac: float,
     ) -> SlotReplay:
         """Reads a sample of the rows that is large enough for the fewest slots to be replayed."""
         counts = profile.counts
         of_all = np.concatenate(list(counts.values()))
         num_ids = of_all.sum() / profile.num_samples * order.batch_size
-        num_batches = max(2, min(num_batches, int(MAX_READ / max(num_ids, 1.0))))
+        num_batches = max(2, min(NUM_BATCHES, int(MAX_READ / max(num_ids, 1.0))))
         every = sampling_step(num_ids * num_batches, min_load_frac * of_all.size)
         numbers = sample_rows(of_all, every)
         numbers[number_rows({t: partition.hot(t) for t in counts}, counts)] = -1
@@ -244,7 +213,7 @@ class SlotReplay:
             )
         else:
             stream = draw_stream(of_all, numbers, every, num_ids=num_ids, num_batches=num_batches)
-        return cls(counts, numbers, stream, pipeline, skip_frac)
+        return cls(counts, numbers, stream, pipeline)
 
     def predict(self, load_frac: float, popular_rows: Mapping[str, PopularRows]) -> Replayed | None:
         """Replay look-ahead over the slots of all ranks.
@@ -260,9 +229,8 @@ class SlotReplay:
         num_slots = math.ceil(load_frac * self.numbers.size)
         return replay(
             stream,
-            LOOK_AHEAD,
             max(num_slots, stream.every * _min_slots(stream, depth)),
-            int(self.skip_frac * len(stream.rows)),
+            int(SKIP_FRAC * len(stream.rows)),
             depth=depth,
             window=self.pipeline.batches_foreseen,
             popular=number_popular(popular_rows, self.counts, self.numbers),
@@ -278,13 +246,8 @@ def _min_slots(stream: Stream, depth: int) -> int:
     return max(held)
 
 
-# The missing rows of a batch, bool (U,), and the number of evicted rows.
-Step = tuple[np.ndarray, int]
-
-
 def replay(
     stream: Stream,
-    policy: str,
     num_slots: int,
     num_skipped: int,
     *,
@@ -292,112 +255,45 @@ def replay(
     window: int,
     popular: PopularRows,
 ) -> Replayed | None:
-    """Replay a stream through a policy.
+    """Replay a stream through look-ahead's slots.
 
     Args:
-        policy: One of POLICIES.
         num_slots: Slots for all rows; a sampled stream has its share of them.
         num_skipped: Number of first batches that are not counted.
-        depth: Batches that hold slots in look-ahead besides the one that is computed.
-        window: Number of further batches that look-ahead knows.
-        popular: Rows of the stream that are in look-ahead's slots at first.
+        depth: Batches that hold slots besides the one that is computed.
+        window: Number of further batches that are known.
+        popular: Rows of the stream that are in slots at first.
 
     Returns:
         None if the batches in flight read more rows than there are slots.
     """
     every = stream.every
     size = max(1, round(num_slots / every))
-    if policy == LOOK_AHEAD:
-        steps = _look_ahead(stream, size, depth, window, popular)
-    else:
-        steps = _ranked(stream, size, RANKINGS[policy](stream))
-    num_rows = num_lookups = missed_lookups = num_in = num_out = 0
+    slots = SlotMap(stream.counts.size, size, popular, torch.device("cpu"))
+    known = num_rows = num_lookups = missed_lookups = num_in = num_out = 0
     try:
-        for number, (is_missing, num_left) in enumerate(steps):
-            if number >= num_skipped:
-                lookups = stream.lookups[number]
-                num_rows += is_missing.size
-                if stream.all_lookups:
-                    num_lookups += stream.all_lookups[number]
-                else:
-                    num_lookups += every * int(lookups.sum())
-                missed_lookups += every * int(lookups[is_missing].sum())
-                num_in += int(np.count_nonzero(is_missing))
-                num_out += num_left
+        for number, (rows, lookups) in enumerate(zip(stream.rows, stream.lookups, strict=True)):
+            while window and known <= min(max(number, depth) + window, len(stream.rows) - 1):
+                slots.foresee(torch.from_numpy(stream.rows[known]), known)
+                known += 1
+            if number > depth:
+                slots.release(number - depth - 1, is_changed=True)
+            _, moves = slots.reserve(torch.from_numpy(rows), number)
+            if number < num_skipped:
+                continue
+            is_missing = np.isin(rows, moves.in_rows.numpy(), assume_unique=True)
+            num_rows += rows.size
+            num_lookups += every * int(lookups.sum())
+            missed_lookups += every * int(lookups[is_missing].sum())
+            num_in += int(np.count_nonzero(is_missing))
+            num_out += moves.out_rows.numel()
     except TooFewSlotsError:
         return None
     of_batch = every / (len(stream.rows) - num_skipped)
     return Replayed(
-        policy,
         num_slots,
         1 - num_in / max(num_rows, 1),
         1 - missed_lookups / max(num_lookups, 1),
         num_in * of_batch,
         num_out * of_batch,
     )
-
-
-def _look_ahead(
-    stream: Stream, num_slots: int, depth: int, window: int, popular: PopularRows
-) -> Iterator[Step]:
-    slots = SlotMap(stream.counts.size, num_slots, popular, torch.device("cpu"))
-    known = 0
-    for number, rows in enumerate(stream.rows):
-        while window and known <= min(max(number, depth) + window, len(stream.rows) - 1):
-            slots.foresee(torch.from_numpy(stream.rows[known]), known)
-            known += 1
-        if number > depth:
-            slots.release(number - depth - 1, is_changed=True)
-        _, moves = slots.reserve(torch.from_numpy(rows), number)
-        is_missing = np.isin(rows, moves.in_rows.numpy(), assume_unique=True)
-        yield is_missing, moves.out_rows.numel()
-
-
-# The eviction rank of each row of a batch; the lowest is evicted first.
-Ranking = Callable[[int], np.ndarray]
-
-
-def _ranked(stream: Stream, num_slots: int, ranks_of: Ranking) -> Iterator[Step]:
-    """A cache that evicts rows of the lowest rank, except for those of the computed batch."""
-    slot_of_row = np.full(stream.counts.size, -1, np.int64)
-    row_of_slot = np.full(num_slots, -1, np.int64)
-    ranks = np.full(num_slots, -np.inf)
-    for number, rows in enumerate(stream.rows):
-        slots = slot_of_row[rows]
-        is_missing = slots < 0
-        ranks[slots[~is_missing]] = np.inf
-        missing = rows[is_missing]
-        num_free = int(np.count_nonzero(ranks < np.inf))
-        if missing.size > num_free:
-            raise TooFewSlotsError(num_slots - num_free + missing.size, num_slots)
-        taken = np.argpartition(ranks, max(missing.size - 1, 0))[: missing.size]
-        left = row_of_slot[taken]
-        slot_of_row[left[left >= 0]] = -1
-        row_of_slot[taken], slot_of_row[missing] = missing, taken
-        ranks[slot_of_row[rows]] = ranks_of(number)
-        yield is_missing, int(np.count_nonzero(left >= 0))
-
-
-def _by_recency(stream: Stream) -> Ranking:
-    # Within a batch in the order of its rows.
-    return lambda number: number + np.linspace(0, 1, stream.rows[number].size, endpoint=False)
-
-
-def _by_profile(stream: Stream) -> Ranking:
-    return lambda number: stream.counts[stream.rows[number]].astype(np.float64)
-
-
-def _by_next_use(stream: Stream) -> Ranking:
-    # Rows that are not read again leave first, of these the ones with the fewest lookups; but empty
-    # slots, whose rank is infinite, are taken before.
-    next_use = len(stream.rows) + 1 - stream.counts / (stream.counts.max() + 1)
-    following = []
-    for number in range(len(stream.rows) - 1, -1, -1):
-        following.append(next_use[stream.rows[number]])
-        next_use[stream.rows[number]] = number
-    following.reverse()
-    return lambda number: -following[number]
-
-
-RANKINGS = {"lru": _by_recency, "frequency": _by_profile, "belady": _by_next_use}
-POLICIES = (LOOK_AHEAD, *RANKINGS)

@@ -54,10 +54,6 @@ COMMANDS = {
         "choose the hot rows and the sharding plan for a number of ranks",
         sections=("paths", *_PLAN),
     ),
-    "cache": Command(
-        "replay the dataset's rows through caches of several sizes and policies",
-        sections=("cache", "placement", "paths", *_MODEL),
-    ),
     "train": Command(
         "train a model; one process, or many under torchrun",
         is_parallel=True,

@@ -428,28 +428,6 @@ class CalibrateConfig:
 
 
 @dataclass
-class CacheConfig:
-    """What ``hotrec cache`` replays."""
-
-    num_batches: int = key(
-        "number of global batches to replay; fewer if the data ends before", 400, ge=2
-    )
-    skip_frac: float = key(
-        "fraction of these batches, from the first, that is excluded from the counts",
-        0.25,
-        ge=0,
-        lt=1,
-    )
-    load_fracs: list[float] = key(
-        "sizes of the cache, as fractions of all rows",
-        [0.002, 0.005, 0.01, 0.015, 0.02, 0.05, 0.1, 0.2, 0.5],
-        gt=0,
-        le=1,
-        size=1,
-    )
-
-
-@dataclass
 class BenchVariant:
     """A case with its own name; null keys are as in bench."""
 
@@ -667,7 +645,6 @@ class Config:
     planner: PlannerConfig = section("the machine that the plan is for", PlannerConfig)
     plan: PlanConfig = section("the machine for `hotrec plan`, and trials of plans", PlanConfig)
     calibrate: CalibrateConfig = section("what `hotrec calibrate` measures", CalibrateConfig)
-    cache: CacheConfig = section("what `hotrec cache` replays", CacheConfig)
     run: RunConfig = section("additional settings of `hotrec run`", RunConfig)
     launch: LaunchConfig = section("the processes on this host", LaunchConfig)
     paths: PathsConfig = section("the directories of each stage", PathsConfig)

@@ -28,10 +28,9 @@ IN_LINE = (PipelineKind.sparse_dist, PipelineKind.base)
 
 @dataclass(frozen=True)
 class Replayed:
-    """Result of a cache policy with a number of slots, over the batches after the first ones.
+    """Traffic of look-ahead with a number of slots, over the batches after the first ones.
 
     Args:
-        policy: Name of the policy.
         num_slots: Slots over all ranks.
         row_hit_frac: Hits among the distinct rows of batches.
         lookup_hit_frac: Hits among lookups.
@@ -39,7 +38,6 @@ class Replayed:
         num_out: Rows written back per batch.
     """
 
-    policy: str
     num_slots: int
     row_hit_frac: float
     lookup_hit_frac: float

@@ -245,53 +245,6 @@ def _trim_zeros(text: str) -> str:
     return re.sub(r"\.?0+(?= )", "", text) if "." in text else text
 
 
-def draw_caches(document: Content) -> Figure:
-    """Hits and bytes of replayed caches by size, a line per policy; see ``hotrec cache``.
-
-    A dashed line is a plan's prediction for look-ahead.
-    """
-    panels = {
-        "Lookups that hit": (lambda one: one["lookup_hit_frac"], PercentFormatter(1.0, decimals=0)),
-        "Bytes per batch, both ways": (
-            lambda one: one["read_bytes"] + one["written_bytes"],
-            FuncFormatter(lambda value, _: show_bytes(value)),
-        ),
-    }
-    policies = list(dict.fromkeys(one["policy"] for one in document["replayed"]))
-    ticks = sorted({one["num_slots"] / document["num_rows"] for one in document["replayed"]})
-    with report_style():
-        figure = Figure(figsize=(11, 4.2), layout="constrained")
-        for axes, (title, (value_of, formatter)) in zip(
-            figure.subplots(1, 2), panels.items(), strict=True
-        ):
-            for position, policy in enumerate(policies):
-                of_policy = [one for one in document["replayed"] if one["policy"] == policy]
-                sizes = [one["num_slots"] / document["num_rows"] for one in of_policy]
-                values = [value_of(one) for one in of_policy]
-                # The first one on top of lines close to it.
-                line = {"color": run_color(position), "zorder": 3 - position / len(policies)}
-                axes.plot(sizes, values, "o-", label=policy, **line)
-            predicted = document["predicted"]
-            axes.plot(
-                [one["num_slots"] / document["num_rows"] for one in predicted],
-                [value_of(one) for one in predicted],
-                "k--",
-                label="look_ahead, predicted",
-                zorder=4,
-            )
-            axes.set_title(title)
-            axes.set_xscale("log")
-            axes.set_xticks(ticks, [f"{100 * frac:.3g}%" for frac in ticks])
-            axes.yaxis.set_major_formatter(formatter)
-            axes.set_ylim(bottom=0)
-            axes.set_xlabel(f"slots, share of {show_count(document['num_rows'])} rows (log scale)")
-            light_grid(axes, "both")
-            axes.minorticks_off()
-        handles, labels = axes.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=legend_columns(labels))
-    return figure
-
-
 def plot_coverage(profile: Path, png_path: Path) -> None:
     """Draw a profile's coverage curves.
 
