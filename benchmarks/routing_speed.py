@@ -32,7 +32,7 @@ TARGET_IDS_PER_S = 10e6
 
 
 def make_router(bench: BenchConfig, tables: ZipfTables) -> Router:
-    partition = choose_hot_rows(bench, tables.count(bench.profile_samples), world_size=2)
+    partition = choose_hot_rows(bench, tables.count(bench.profile_samples))
     columns = [
         Column(feature.name, feature.name, feature.table, is_mean=False)
         for feature in tables.schema.features

@@ -137,7 +137,7 @@ def variants() -> Iterator[tuple[str, ...]]:
         yield pipeline, "grad_clip_norm", "trainer.grad_clip_norm=0.05"
 
     # A placement chooses rows before training starts, whatever the pipeline; one is enough.
-    policies = ("cost", "fraction", "break_even", "fae", "freq_cache", "scars", "saved")
+    policies = ("cost", "fraction", "fae", "freq_cache", "scars", "saved")
     for name in policies:
         yield "sparse_dist", f"placement={name}", f"placement={name}"
     budget = ("placement=budget", "placement.hot_budget_mib=0.02")

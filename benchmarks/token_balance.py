@@ -27,7 +27,7 @@ from benchmarks.locality_samples import dataset_source
 from benchmarks.yambda_like import KIND_PCT, LOG_EVENTS, LOG_EVENTS_DEVIATION, MAX_EVENTS
 from hotrec.config.groups import OrderAssign
 from hotrec.data.locality import ByOwner, ShardOwner
-from hotrec.data.tokens import ByTokens, ByTokensAndOwner, SampleWork, assign_by_work
+from hotrec.data.tokens import ByTokens, SampleWork, assign_by_work
 from hotrec.report.render import markdown_table
 from hotrec.report.units import show_count
 from hotrec.types import Rows
@@ -186,7 +186,6 @@ def count_rows(path: Path, sequence: str, num_batches: int) -> list[dict[str, An
             for table in schema.tables
         }
         by_owner = ByOwner(schema, shards, {})
-        by_both = ByTokensAndOwner(by_tokens, by_owner)
         found: dict[OrderAssign, list[tuple[float, float]]] = {kind: [] for kind in OrderAssign}
         for ids in source.read(num_ranks, batch_size, num_batches):
             batch = make_batch(ids, schema, hot)
@@ -200,7 +199,6 @@ def count_rows(path: Path, sequence: str, num_batches: int) -> list[dict[str, An
                 (OrderAssign.as_read, batch.today()),
                 (OrderAssign.by_owner, by_owner(values, lengths, shares_W)),
                 (OrderAssign.by_tokens, by_tokens(lengths, num_ranks)),
-                (OrderAssign.by_tokens_and_owner, by_both(values, lengths, shares_W)),
             ):
                 work_W = np.bincount(rank_S, work_S, minlength=num_ranks)
                 sent = sent_bytes(batch, rank_S)["cold"]

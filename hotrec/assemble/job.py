@@ -20,7 +20,6 @@ from hotrec.config.groups import (
     AllColdPlacement,
     AllHotOrder,
     AllHotPlacement,
-    BreakEvenPlacement,
     BudgetPlacement,
     CostPlacement,
     CoveragePlacement,
@@ -63,7 +62,6 @@ from hotrec.planner.policies import (
     choose_budget,
     choose_coverage,
     choose_fraction,
-    choose_min_accesses,
 )
 from hotrec.planner.request import ByCost, check_pipeline
 from hotrec.runtime.memory import MIB
@@ -452,7 +450,6 @@ def plan_job(config: Config, schema: Schema, ordered: Collection[str] = ()) -> P
         },
         parameters=_policy_parameters(placement),
         trial_facts=_trial_facts(config),
-        predicts_sensitivity=config.plan.sensitivity is not False,
         spread=spread,
     )
 
@@ -526,16 +523,6 @@ def policy_of(placement: TieredConfig) -> Policy:
             )
         case BudgetPlacement(hot_budget_mib=budget):
             return Policy(partial(_choose_budget, int(budget * MIB)), **given)
-        case BreakEvenPlacement(min_accesses_per_step=accesses):
-            return Policy(
-                lambda tables, on: choose_min_accesses(
-                    tables,
-                    min_accesses_per_step=accesses,
-                    global_batch_size=on.global_batch_size,
-                    num_samples=on.profile.num_samples,
-                ),
-                **given,
-            )
         case FaePlacement(hot_budget_mib=budget, small_table_mib=small):
             return Policy(
                 lambda tables, on: choose_fae(

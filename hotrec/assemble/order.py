@@ -15,7 +15,7 @@ from torchrec.distributed.types import (
 )
 
 from hotrec.artifact import Artifact
-from hotrec.config.groups import BY_OWNERS, OrderAssign, OrderKind
+from hotrec.config.groups import OrderAssign, OrderKind
 from hotrec.data.all_hot import (
     AllHotSamples,
     SampleSubset,
@@ -28,7 +28,7 @@ from hotrec.data.days import check_time_order, days_of
 from hotrec.data.items import Negatives, training_items
 from hotrec.data.loader import make_loader, num_steps, step_sequence
 from hotrec.data.locality import Assign, ByOwner, ShardOwner
-from hotrec.data.tokens import ByTokens, ByTokensAndOwner, SampleWork
+from hotrec.data.tokens import ByTokens, SampleWork
 from hotrec.runtime.cores import num_workers
 from hotrec.runtime.hosts import gather_host_of_rank
 from hotrec.runtime.ranks import Ranks, same_verdict
@@ -133,7 +133,7 @@ def check_assign(order: TrainingOrder, placement: Placement | None) -> None:
     Raises:
         ValueError: If no table has cold rows that are exchanged as rows.
     """
-    if order.assign not in BY_OWNERS:
+    if order.assign is not OrderAssign.by_owner:
         return
     if placement is not None and owned_tables(placement):
         return
@@ -162,7 +162,7 @@ def adapts(
     """
     if asked is None:
         return None
-    if order.blocks is not None or order.assign in BY_OWNERS:
+    if order.blocks is not None or order.assign is OrderAssign.by_owner:
         found = f"order={order.kind.name} order.assign={order.assign.name}"
         raise ValueError(
             f"order: expected shuffled or time and samples as read if hot rows follow the data, "
@@ -194,29 +194,25 @@ def choose_assign(
         schema: Features and tables of the dataset.
         placement: Placement that passed ``check_assign``.
         plan: Sharding plan of the tables.
-        work: The work of a sample; needed for by_tokens and by_tokens_and_owner.
+        work: The work of a sample; needed for by_tokens.
     """
     if order.assign is OrderAssign.as_read:
         return None
-    name, by_tokens = f"order.assign={order.assign.name}", None
-    if order.assign is not OrderAssign.by_owner:
+    name = f"order.assign={order.assign.name}"
+    if order.assign is OrderAssign.by_tokens:
         assert work is not None
         logger.info(
             "%s: samples are assigned for even work, so that ranks have different numbers of them",
             name,
         )
-        by_tokens = ByTokens(schema.feature_names, work)
-        if order.assign is OrderAssign.by_tokens:
-            return by_tokens
+        return ByTokens(schema.feature_names, work)
     assert placement is not None
     logger.info(
-        "%s: each training sample%s goes to the rank that holds most of its cold rows; loader "
+        "%s: each training sample goes to the rank that holds most of its cold rows; loader "
         "workers read the ids of the whole global batch",
         name,
-        " of those with the same work" if by_tokens else "",
     )
-    owners = by_owner(schema, placement, plan)
-    return ByTokensAndOwner(by_tokens, owners) if by_tokens else owners
+    return by_owner(schema, placement, plan)
 
 
 def by_owner(schema: Schema, placement: Placement, plan: ShardingPlan) -> ByOwner:
@@ -303,8 +299,7 @@ def check_order(order: TrainingOrder, dataset: Dataset) -> None:
         ArtifactError: If its samples are not in order of time, or the required days are unknown.
         ValueError: If there is no day to evaluate ahead, or all samples have the same lengths.
     """
-    by_tokens = (OrderAssign.by_tokens, OrderAssign.by_tokens_and_owner)
-    if order.assign in by_tokens and not has_lengths(dataset.schema):
+    if order.assign is OrderAssign.by_tokens and not has_lengths(dataset.schema):
         raise ValueError(
             f"order.assign: expected a column of several ids for {order.assign.name}, got one id "
             f"in each of {list(dataset.schema.feature_names)}. Choose order.assign=as_read."

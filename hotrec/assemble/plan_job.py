@@ -86,7 +86,6 @@ class PlanJob:
         folders: Directories of the measured "costs", of the "profile" and of the "trials".
         parameters: Settings of the policy, which reports show with a new partition.
         trial_facts: Facts that a step depends on besides the candidates and the machine.
-        predicts_sensitivity: Whether to also predict other budgets, batches and ranks.
         spread: Tables whose rows are spread over their owners; None for those of a saved partition.
     """
 
@@ -101,7 +100,6 @@ class PlanJob:
     folders: Mapping[str, Path]
     parameters: Mapping[str, object] = field(default_factory=dict)
     trial_facts: Mapping[str, Any] = field(default_factory=dict)
-    predicts_sensitivity: bool = True
     spread: Collection[str] | None = ()
 
     def costs_on(self, machine: Machine) -> tuple[Costs, str | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +41,6 @@ from hotrec.planner.propose import (
     ON_HOST,
     Decision,
     in_doubt,
-    predict_sensitivity,
     propose,
     unpredicted,
 )
@@ -119,7 +118,6 @@ class Proposal:
         histograms: The profile's histogram of every table.
         situation: The predicted situation; None without predictions.
         decision: The choice by prediction; None without predictions.
-        sensitivity: Predictions with other budgets, batches and ranks.
     """
 
     job: PlanJob
@@ -132,7 +130,6 @@ class Proposal:
     histograms: Mapping[str, CountHistogram] = field(default_factory=dict)
     situation: Situation | None = None
     decision: Decision | None = None
-    sensitivity: Sequence[Mapping[str, Any]] = ()
 
     @cached_property
     def candidates(self) -> dict[str, SettledPlan]:
@@ -222,7 +219,6 @@ class Proposal:
                 decision,
                 partition=settled.partition,
                 counts=self.counted[0].counts,
-                sensitivity=self.sensitivity,
                 trial=trial,
             )
             settled = replace(settled, prediction=document)
@@ -254,7 +250,7 @@ def make_proposal(
         job: The planner's inputs from the job.
         dataset: Its dataset.
         machine: The ranks to plan for.
-        is_plan: Whether to also predict TorchRec's plans and the sensitivity, for ``hotrec plan``.
+        is_plan: Whether to also predict TorchRec's plans, for ``hotrec plan``.
 
     Raises:
         ArtifactError: If the profile or the saved partition is missing, or of another dataset.
@@ -312,12 +308,9 @@ def make_proposal(
         # Who asks for a plan of TorchRec's gets it; a choice must not change what is trained.
         return inexact if inexact is not None and isinstance(job.tables, ByCost) else found
 
-    sensitivity: list[dict[str, Any]] = []
     try:
         situation = describe(machine)
         decision = propose(request, situation, shardings, with_baselines=is_plan)
-        if isinstance(job.tables, ByCost) and is_plan and job.predicts_sensitivity:
-            sensitivity = predict_sensitivity(request, decision, situation, describe)
     except CostsError as error:
         if isinstance(job.tables, ByCost):
             raise
@@ -333,7 +326,6 @@ def make_proposal(
         placement=decision.placement,
         situation=situation,
         decision=decision,
-        sensitivity=sensitivity,
     )
 
 

@@ -26,8 +26,8 @@ from hotrec.embedding.slots import SlotMap, TooFewSlotsError
 from hotrec.planner.request import Replayed
 from hotrec.types import Partition, PipelineSpec, PopularRows, Rows
 
-# Global batches to replay, fewer if the data ends before; the share of them that is not counted, from
-# the first.
+# Global batches to replay, fewer if the data ends before, and the share of them, from the first on,
+# that is not counted.
 NUM_BATCHES, SKIP_FRAC = 400, 0.25
 # Maximum number of ids of the sampled rows in a stream, and minimum number of slots of a sample.
 # When batches in flight fill nearly all slots, misses were off by up to 1.1 points with half of

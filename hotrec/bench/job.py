@@ -22,7 +22,6 @@ from hotrec.config.roots import (
     BenchRootConfig,
     BenchRouting,
     BenchVariant,
-    HotRowsRule,
     TrainerConfig,
 )
 from hotrec.cost_model.profile import Profile, Sampling
@@ -32,7 +31,6 @@ from hotrec.planner.policies import (
     choose_all_cold,
     choose_all_hot,
     choose_fraction,
-    choose_min_accesses,
     choose_popular_rows,
 )
 from hotrec.runtime.ranks import Ranks
@@ -91,15 +89,8 @@ def subject_of(config: BenchRootConfig, schema: Schema) -> Subject:
     return replace(subject, hbm_gib=planner.hbm_gib, host_gib=planner.host_gib)
 
 
-def choose_hot_rows(bench: BenchConfig, counts: Mapping[str, Rows], world_size: int) -> Partition:
+def choose_hot_rows(bench: BenchConfig, counts: Mapping[str, Rows]) -> Partition:
     """The hot rows of the case hot_cold."""
-    if bench.hot_rows is HotRowsRule.break_even:
-        return choose_min_accesses(
-            counts,
-            min_accesses_per_step=bench.min_accesses_per_step,
-            global_batch_size=bench.batch_size * world_size,
-            num_samples=bench.profile_samples,
-        )
     total_rows = sum(of_table.size for of_table in counts.values())
     if bench.num_hot_rows > total_rows:
         raise ValueError(
@@ -176,8 +167,8 @@ def _hot_rows(
     if variant.placement is BenchCase.all_hot:
         return choose_all_hot(counts)
     if variant.num_hot_rows is not None:
-        bench = replace(bench, hot_rows=HotRowsRule.top, num_hot_rows=variant.num_hot_rows)
-    return choose_hot_rows(bench, counts, world_size)
+        bench = replace(bench, num_hot_rows=variant.num_hot_rows)
+    return choose_hot_rows(bench, counts)
 
 
 def make_turns(bench: BenchConfig) -> Turns:

@@ -53,8 +53,6 @@ def _is_in_sweep() -> bool:
 
 def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
     config = _use_outline(config)
-    if config.plan.sensitivity is None:
-        config = replace(config, plan=replace(config.plan, sensitivity=not _is_in_sweep()))
     dataset = Dataset.open(config.paths.dataset, config.paths.verify)
     machine = _machine(config)
     # Each job of a sweep keeps its own partition.

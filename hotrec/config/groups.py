@@ -21,12 +21,11 @@ from hotrec.types import (
 # Enumerations in lower case: YAML shows their names.
 PlacementKind = StrEnum(
     "PlacementKind",
-    "cost fraction coverage budget break_even fae freq_cache scars all_hot all_cold saved torchrec",
+    "cost fraction coverage budget fae freq_cache scars all_hot all_cold saved torchrec",
 )
 Routing = StrEnum("Routing", "loader device")
 OrderKind = StrEnum("OrderKind", "shuffled all_hot time")
-OrderAssign = StrEnum("OrderAssign", "as_read by_owner by_tokens by_tokens_and_owner")
-BY_OWNERS = (OrderAssign.by_owner, OrderAssign.by_tokens_and_owner)
+OrderAssign = StrEnum("OrderAssign", "as_read by_owner by_tokens")
 ProfilerKind = StrEnum("ProfilerKind", "none trace")
 Pooling = StrEnum("Pooling", "sum mean")
 Decay = StrEnum("Decay", "constant linear cosine polynomial")
@@ -41,11 +40,9 @@ MAX_LAYER_SIZE = 2**20
 MEMORY = "memory for hot rows and their optimizer state, in MiB per device"
 AVAILABLE_MEMORY = f"maximum {MEMORY}; null: all free memory"
 CACHE_LOAD = "fraction of the sharded rows that fused_uvm_caching and cached keep on the device"
-ACCESSES = "minimum expected lookups of a hot row per global batch"
 ASSIGN = (
     "rank that computes each sample of a global batch: as_read (the one that reads it), by_owner "
-    "(the owner of most of its cold rows), by_tokens (samples of different lengths in even work) "
-    "or by_tokens_and_owner (the same, and by owner among samples with the same work)"
+    "(the owner of most of its cold rows) or by_tokens (samples of different lengths in even work)"
 )
 
 
@@ -183,13 +180,6 @@ class BudgetPlacement(PolicyConfig):
     """The rows that fit in a budget, by accesses per byte."""
 
     hot_budget_mib: float = key(MEMORY, ge=0)
-
-
-@option("placement", PlacementKind.break_even)
-class BreakEvenPlacement(PolicyConfig):
-    """Rows that a step reads often enough for a replica to pay."""
-
-    min_accesses_per_step: float = key(ACCESSES, 1.0, gt=0)
 
 
 @option("placement", PlacementKind.fae)

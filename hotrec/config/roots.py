@@ -11,7 +11,6 @@ from hotrec.artifact import Verify
 from hotrec.config.data import DataSpec
 from hotrec.config.fields import VARIANTS, Rules, key, section
 from hotrec.config.groups import (
-    ACCESSES,
     ASSIGN,
     CACHE_LOAD,
     AllHotOrder,
@@ -44,7 +43,6 @@ ProfileMode = StrEnum("ProfileMode", "exact sample")
 # The stages of `hotrec run` that can be repeated.
 Stage = StrEnum("Stage", "prepare profile calibrate plan train evaluate compare report")
 BenchCase = StrEnum("BenchCase", "hot_cold all_cold all_hot table_wise planner hand_tuned")
-HotRowsRule = StrEnum("HotRowsRule", "top break_even")
 BenchRouting = StrEnum("BenchRouting", "main loader")
 RowType = StrEnum("RowType", "fp32 fp16 int8")
 HOT_COLD_CASES = (BenchCase.hot_cold, BenchCase.all_cold, BenchCase.all_hot)
@@ -388,11 +386,6 @@ class PlanConfig:
     world_size: int = key("number of ranks", 2, ge=1, le=2**20)
     ranks_per_host: int | None = key("number of ranks per host; null: all on one", None, ge=1)
     device: Device = key(DEVICE, Device.auto)
-    sensitivity: bool | None = key(
-        "also predict half and twice the memory, batch and ranks; null: true except in jobs of a "
-        "sweep, which varies them itself",
-        None,
-    )
     min_samples_per_s: float | None = key(
         "minimum rate of the machine that a sweep recommends; null: any rate", None, gt=0
     )
@@ -533,11 +526,7 @@ class BenchConfig:
     block_skip: int = key("number of first steps of a block that are not timed", 2, ge=0)
     warmup_rounds: int = key("number of steps of each case before the first timed block", 4, ge=1)
     counted_steps: int = key("number of steps whose bytes are counted; they are not timed", 2, ge=1)
-    hot_rows: HotRowsRule = key(
-        "hot rows: top (num_hot_rows) or break_even (min_accesses_per_step)", HotRowsRule.top
-    )
-    num_hot_rows: int = key("number of hot rows with hot_rows=top", 20000, ge=0)
-    min_accesses_per_step: float = key(f"{ACCESSES} with hot_rows=break_even", 1.0, gt=0)
+    num_hot_rows: int = key("number of hot rows: those that are accessed most", 20000, ge=0)
     profile_samples: int = key(
         "number of samples from which the hot rows are chosen", 1000000, ge=1
     )

@@ -7,16 +7,12 @@ Bytes on the wire are counted as ``hotrec.runtime.traffic`` counts them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from scipy.optimize import brentq
-
 from hotrec.cost_model.costs import Costs, Line, World
 from hotrec.cost_model.forms import (
-    BYTES_OF,
     BYTES_PER_FLOAT,
     BYTES_PER_ID,
     SPARSE_DIST,
@@ -393,75 +389,3 @@ def _add_covers(stages: Mapping[str, StageForm], workload: Workload) -> None:
     stages["grads_exchange"].cover.add_form(dense, workload.bottom_frac * 2 / 3)
     stages["hot_exchange"].cover.add_form(stages["row_update"].compute)
     stages["other"].cover.add_form(stages["row_update"].compute)
-
-
-def break_even(
-    costs: Costs,
-    world: World,
-    workload: Workload,
-    dim: int,
-    quantities: Mapping[str, float] | None = None,
-) -> float | None:
-    """Expected lookups of a row per step, over all ranks, above which a replica is faster.
-
-    With m lookups over W ranks, Poisson distributed, a rank reads the row with probability
-    q = 1 - e^(-m/W), and any rank with Q = 1 - e^(-m). With marginal seconds c of a
-    distinct cold row of a rank, h of a hot one, u of a hot row of any rank and r of a replica, read
-    or not, a replica is faster if
-
-        (c - h) q - u Q - r > 0
-
-    Q / q falls as m grows, so this falls at first, if at all, and then rises to c - h - u - r.
-    Memory and message groups are not considered: the rule is for one row among many.
-
-    Args:
-        dim: Embedding dim D of the row.
-        quantities: A rank's quantities in the step without this row; messages count only if their
-            stage is not hidden. None assumes that nothing is hidden.
-
-    Returns:
-        Lookups per step; 0.0 if a replica is faster at any rate; None if it never is.
-
-    Raises:
-        CostsError: If the costs lack the link between hosts.
-    """
-    model = make_step_model(costs, world, workload)
-    cold, hot, union, replica = (
-        marginal_s(model, {items: 1.0, BYTES_OF[items]: BYTES_PER_FLOAT * dim}, quantities)
-        for items in ("rows_device", "hot_rows", "union_rows", "replica_rows")
-    )
-
-    def gain(lookups: float) -> float:
-        by_rank, by_any = -math.expm1(-lookups / world.num_ranks), -math.expm1(-lookups)
-        return (cold - hot) * by_rank - union * by_any - replica
-
-    if cold - hot - union - replica <= 0:
-        return None
-    if gain(MIN_LOOKUPS) > 0:
-        return 0.0
-    # With this many lookups every rank reads the row almost surely, and gain is at its limit.
-    low, high = math.log(MIN_LOOKUPS), math.log(50.0 * world.num_ranks)
-    if gain(math.exp(high)) <= 0:
-        return None
-    return float(math.exp(brentq(lambda log: gain(math.exp(log)), low, high)))
-
-
-def marginal_s(
-    model: StepModel, added: Mapping[str, float], quantities: Mapping[str, float] | None
-) -> float:
-    """Marginal seconds of added quantities in a step of ``quantities``.
-
-    Computation counts in all stages; communication, less its cover, counts in stages where it is
-    not hidden. None assumes that no communication is hidden.
-    """
-    total = 0.0
-    for form in model.stages.values():
-        total += sum(form.compute.terms.get(q, 0.0) * n for q, n in added.items())
-        hides = 0.0
-        if quantities is not None:
-            hides = model.overlap
-            if form.wire.value(quantities) <= hides * form.cover.value(quantities):
-                continue
-        total += sum(form.wire.terms.get(q, 0.0) * n for q, n in added.items())
-        total -= hides * sum(form.cover.terms.get(q, 0.0) * n for q, n in added.items())
-    return total

@@ -35,7 +35,7 @@ from hotrec.data.items import ItemColumn
 from hotrec.data.locality import Assign
 from hotrec.data.order import GlobalBatch, SampleOrder, StepSequence, num_steps_of, select_pieces
 from hotrec.data.packing import Packed, pack
-from hotrec.data.tokens import ByTokens, ByTokensAndOwner, SampleWork
+from hotrec.data.tokens import ByTokens, SampleWork
 from hotrec.types import Rows
 
 _RANK_CHECK_S = 1.0
@@ -199,11 +199,8 @@ def make_loader(
         steps = step_sequence(dataset, split, global_batch, by_day=by_day, drop_last=drop_last)
     else:
         steps = StepSequence((order.num_samples,), global_batch, drop_last=drop_last)
-    if is_all_hot:  # all ranks have the rows of its samples, so it does not matter who owns them
-        if isinstance(assign, ByTokensAndOwner):
-            assign = assign.by_tokens
-        elif not isinstance(assign, ByTokens):
-            assign = None
+    if is_all_hot and not isinstance(assign, ByTokens):
+        assign = None  # all ranks have the rows of its samples, so it does not matter who owns them
     batches = Batches(
         Gatherer(dataset, split),
         order,

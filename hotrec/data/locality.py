@@ -59,66 +59,28 @@ def assign_by_owner(
         The rank of each sample, int64 (S,). Sums are in the order of the ids, so that ranks on
         different processors get the same result.
     """
-    num_samples = int(shares_W.sum())
-    scores = OwnerScores.of(owner_K, row_K, sample_K, num_samples, shares_W.size, host_W)
-    return scores.assign(np.arange(num_samples), shares_W)
+    num_samples, num_ranks = int(shares_W.sum()), shares_W.size
+    is_owned = owner_K != NOBODY
+    owner_K, row_K, sample_K = owner_K[is_owned], row_K[is_owned], sample_K[is_owned]
+    _, place_K, num_U = np.unique(row_K, return_inverse=True, return_counts=True)
+    weight_K = (1.0 / num_U)[place_K]
 
+    def score(place_K: Rows, num_places: int) -> npt.NDArray[np.float64]:
+        cell_K = sample_K * num_places + place_K
+        sums = np.bincount(cell_K, weight_K, minlength=num_samples * num_places)
+        return sums.reshape(num_samples, num_places).astype(np.float64, copy=False)
 
-@dataclass(frozen=True)
-class OwnerScores:
-    """The scores of ``assign_by_owner`` of the samples of a global batch.
-
-    Args:
-        score_SW: float64 (S, W), on each rank.
-        score_SH: float64 (S, H), on each host; None if ranks alone decide.
-        host_W: As there.
-    """
-
-    score_SW: npt.NDArray[np.float64]
-    score_SH: npt.NDArray[np.float64] | None
-    host_W: Rows | None
-
-    @classmethod
-    def of(
-        cls,
-        owner_K: Rows,
-        row_K: Rows,
-        sample_K: Rows,
-        num_samples: int,
-        num_ranks: int,
-        host_W: Rows | None = None,
-    ) -> OwnerScores:
-        """The scores; see ``assign_by_owner``."""
-        is_owned = owner_K != NOBODY
-        owner_K, row_K, sample_K = owner_K[is_owned], row_K[is_owned], sample_K[is_owned]
-        _, place_K, num_U = np.unique(row_K, return_inverse=True, return_counts=True)
-        weight_K = (1.0 / num_U)[place_K]
-
-        def score(place_K: Rows, num_places: int) -> npt.NDArray[np.float64]:
-            cell_K = sample_K * num_places + place_K
-            sums = np.bincount(cell_K, weight_K, minlength=num_samples * num_places)
-            return sums.reshape(num_samples, num_places).astype(np.float64, copy=False)
-
-        num_hosts = 1 if host_W is None else int(host_W.max()) + 1
-        by_host = None
-        if host_W is not None and num_hosts not in (1, num_ranks):
-            by_host = score(host_W[owner_K], num_hosts)
-        return cls(score(owner_K, num_ranks), by_host, host_W)
-
-    def assign(self, samples: Rows, shares_W: Rows) -> Rows:
-        """The ranks of some of the samples, int64 (N,), within the shares, whose sum is N."""
-        score_SW = self.score_SW[samples]
-        if self.score_SH is None:
-            return _fill(score_SW, shares_W)
-        assert self.host_W is not None
-        num_hosts = self.score_SH.shape[1]
-        shares_H = np.bincount(self.host_W, shares_W, minlength=num_hosts).astype(np.int64)
-        host_S = _fill(self.score_SH[samples], shares_H)
-        rank_S = np.empty(samples.size, np.int64)
-        for host in range(num_hosts):
-            here, ranks = np.flatnonzero(host_S == host), np.flatnonzero(self.host_W == host)
-            rank_S[here] = ranks[_fill(score_SW[np.ix_(here, ranks)], shares_W[ranks])]
-        return rank_S
+    score_SW = score(owner_K, num_ranks)
+    num_hosts = 1 if host_W is None else int(host_W.max()) + 1
+    if host_W is None or num_hosts in (1, num_ranks):
+        return _fill(score_SW, shares_W)
+    shares_H = np.bincount(host_W, shares_W, minlength=num_hosts).astype(np.int64)
+    host_S = _fill(score(host_W[owner_K], num_hosts), shares_H)
+    rank_S = np.empty(num_samples, np.int64)
+    for host in range(num_hosts):
+        here, ranks = np.flatnonzero(host_S == host), np.flatnonzero(host_W == host)
+        rank_S[here] = ranks[_fill(score_SW[np.ix_(here, ranks)], shares_W[ranks])]
+    return rank_S
 
 
 def _fill(score_SW: npt.NDArray[np.float64], shares_W: Rows) -> Rows:
@@ -220,19 +182,11 @@ class ByOwner:
 
     def __call__(self, values_K: Rows, lengths_FS: npt.NDArray[np.int32], shares_W: Rows) -> Rows:
         """The rank of each sample, int64 (S,); see ``Assign``."""
-        num_samples = int(shares_W.sum())
-        scores = self.scores(values_K, lengths_FS, num_samples, shares_W.size)
-        return scores.assign(np.arange(num_samples), shares_W)
-
-    def scores(
-        self, values_K: Rows, lengths_FS: npt.NDArray[np.int32], num_samples: int, num_ranks: int
-    ) -> OwnerScores:
-        """The scores of the samples of a global batch, given as in ``Assign``."""
-        lengths = lengths_FS.reshape(self._num_features, num_samples)
+        lengths = lengths_FS.reshape(self._num_features, -1)
         key_K = values_K + np.repeat(self._begin_F, lengths.sum(axis=1))
-        sample_K = np.repeat(np.tile(np.arange(num_samples), self._num_features), lengths_FS)
-        owner_K = self.owners(key_K)
-        return OwnerScores.of(owner_K, key_K, sample_K, num_samples, num_ranks, self._host_W)
+        samples = np.arange(lengths.shape[1])
+        sample_K = np.repeat(np.tile(samples, self._num_features), lengths_FS)
+        return assign_by_owner(self.owners(key_K), key_K, sample_K, shares_W, self._host_W)
 
 
 def _bit(key_K: Rows) -> npt.NDArray[np.uint8]:

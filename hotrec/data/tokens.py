@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from hotrec.data.locality import ByOwner
 from hotrec.types import Rows
 
 
@@ -104,32 +103,3 @@ class ByTokens:
     def __call__(self, lengths_FS: npt.NDArray[np.int32], num_ranks: int) -> Rows:
         """The rank of each sample of a global batch, int64 (S,), from int32 (F * S,)."""
         return assign_by_work(self.work.of(self.features, lengths_FS), num_ranks)
-
-
-@dataclass(frozen=True)
-class ByTokensAndOwner:
-    """``ByTokens``, but samples with the same work go to the ranks that own most of their rows.
-
-    Every rank has the same work as by ``ByTokens``, since it has as many samples of each work;
-    which of them, ``assign_by_owner`` decides. Often half of the histories have the maximum length.
-
-    Args:
-        by_tokens: The deal that decides the work of each rank.
-        by_owner: The owners of the rows.
-    """
-
-    by_tokens: ByTokens
-    by_owner: ByOwner
-
-    def __call__(self, values_K: Rows, lengths_FS: npt.NDArray[np.int32], shares_W: Rows) -> Rows:
-        """The rank of each sample, int64 (S,), as ``Assign``; of the shares only W matters."""
-        work_S = self.by_tokens.work.of(self.by_tokens.features, lengths_FS)
-        num_ranks = shares_W.size
-        rank_S = assign_by_work(work_S, num_ranks)
-        scores = self.by_owner.scores(values_K, lengths_FS, work_S.size, num_ranks)
-        order = np.argsort(work_S, kind="stable")
-        ends = np.flatnonzero(np.diff(work_S[order])) + 1
-        for alike in np.split(order, ends):
-            places_W = np.bincount(rank_S[alike], minlength=num_ranks)
-            rank_S[alike] = scores.assign(alike, places_W)
-        return rank_S

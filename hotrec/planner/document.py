@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ from hotrec.cost_model.quantities import (
     cached_rows,
     served_by_shard,
 )
-from hotrec.cost_model.step import break_even
 from hotrec.planner.plan import Plan, SplitTables
 from hotrec.planner.predict import Prediction, predict_shardings, predict_split
 from hotrec.planner.propose import Decision, fastest_of
@@ -40,7 +39,6 @@ def prediction_document(
     *,
     partition: Partition | None,
     counts: Mapping[str, Rows],
-    sensitivity: Sequence[Mapping[str, Any]],
     trial: Trial | None = None,
 ) -> dict[str, Any]:
     """Returns the document, which is shown on the plan's page and compared with a run.
@@ -50,7 +48,6 @@ def prediction_document(
         decision: The predictions and the choice.
         partition: Partition of the chosen split, or None for TorchRec's plans.
         counts: The profile's int64 (R,) counts by table.
-        sensitivity: Predictions with other budgets, batches and ranks.
         trial: The measurements of the candidates, by digest, if a trial chose among them.
     """
     costs, predictions = situation.costs, decision.predictions
@@ -88,19 +85,8 @@ def prediction_document(
             _table_entry(situation, demand, split, best, before.get(demand.name))
             for demand in situation.demands
         ],
-        "break_even": {
-            str(dim): break_even(
-                costs,
-                situation.world,
-                situation.workload,
-                dim=dim,
-                quantities=predictions[best].quantities,
-            )
-            for dim in sorted({demand.dim for demand in situation.demands})
-        },
         "balance": balance_of_owners(situation, partition, split, counts),
         "expected": None if split is None else _expected(situation, split, predictions[best]),
-        "sensitivity": sensitivity,
         "trial": None if trial is None else trial.document(labels),
     }
 

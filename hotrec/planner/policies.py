@@ -132,25 +132,6 @@ def choose_budget(
     return tables.partition(num_hot, f"budget {budget_bytes:,} bytes per device")
 
 
-def choose_min_accesses(
-    counts: Counts | CountedTables,
-    *,
-    min_accesses_per_step: float,
-    global_batch_size: int,
-    num_samples: int,
-) -> Partition:
-    """The rows that a global batch is expected to access often enough: the break-even rule.
-
-    A row is hot if ``count * global_batch_size / num_samples >= min_accesses_per_step``.
-    """
-    tables = CountedTables.of(counts)
-    needed = min_accesses_per_step * num_samples
-    return tables.partition(
-        tables.num_where(lambda values: values * global_batch_size >= needed),
-        f"at least {min_accesses_per_step:g} accesses per step of {global_batch_size} samples",
-    )
-
-
 def _take_densest(
     histograms: Mapping[str, CountHistogram], row_bytes: Mapping[str, int], budget: int
 ) -> dict[str, int]:

@@ -9,8 +9,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -28,7 +26,7 @@ from hotrec.planner.predict import (
 )
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
 from hotrec.planner.search import Limits, search_placement
-from hotrec.planner.situation import Situation, resized
+from hotrec.planner.situation import Situation
 from hotrec.planner.slots import check_slots, choose_slots
 from hotrec.types import (
     ColdTier,
@@ -455,54 +453,3 @@ def show_interval(step_s: float, costs: Costs) -> str:
     """Such as ``12.9 ms (12.1 to 14.0)``."""
     low_s, high_s = costs.interval_s(step_s)
     return f"{1e3 * step_s:.3g} ms ({1e3 * low_s:.3g} to {1e3 * high_s:.3g})"
-
-
-def predict_sensitivity(
-    request: PlanRequest,
-    decision: Decision,
-    situation: Situation,
-    situation_of: Callable[[Machine], Situation],
-) -> list[dict[str, Any]]:
-    """Predicts the fastest split with half and twice the hot budget, the batch and the ranks.
-
-    Args:
-        request: The request: a choice by cost.
-        decision: The decision.
-        situation: The situation of the decision.
-        situation_of: Returns the situation on another machine.
-    """
-    by_cost = request.tables
-    assert isinstance(by_cost, ByCost), request.name
-    splits = {plan: of for plan, of in decision.predictions.items() if plan.is_hotrec}
-    best = fastest_of(splits)
-
-    def vary(what: str, by_cost: ByCost, describe: Callable[[], Situation]) -> dict[str, Any]:
-        try:
-            changed = describe()
-            plan, prediction = fastest_split(request, by_cost, best.pipeline, changed)
-        except ValueError as error:  # too little memory, or costs without the link between hosts
-            return {"what": what, "step_s": None, "hot_rows": None, "why": str(error)}
-        return {
-            "what": what,
-            "step_s": prediction.step_s,
-            "samples_per_s": changed.global_batch_size / prediction.step_s,
-            "hot_rows": plan.num_hot,
-            "sent_bytes": prediction.step.total_sent_bytes,
-        }
-
-    row_bytes = {demand.name: demand.row_bytes for demand in situation.demands}
-    hot_bytes = sum(n * row_bytes[name] for name, n in _split(best).num_hot.items())
-    entries = []
-    for factor in (0.5, 2.0):
-        limited = dataclasses.replace(by_cost, hot_budget_bytes=hot_bytes * factor)
-        entries.append(vary(f"hot budget x {factor:g}", limited, lambda: situation))
-    for what, world_factor, batch_factor in (
-        ("batch x 0.5", 1, 0.5),
-        ("batch x 2", 1, 2),
-        ("ranks x 0.5", 0.5, 1),
-        ("ranks x 2", 2, 1),
-    ):
-        machine = resized(situation.machine, situation.costs, world_factor, batch_factor)
-        if machine != situation.machine:
-            entries.append(vary(what, by_cost, partial(situation_of, machine)))
-    return entries

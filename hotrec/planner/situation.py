@@ -285,25 +285,3 @@ def _with_reuse(demand: TableDemand, excess: float) -> TableDemand:
         by_both_G=again(demand.by_rank_G, demand.by_both_G),
         by_host_both_G=again(demand.by_host_G, demand.by_host_both_G),
     )
-
-
-def resized(machine: Machine, costs: Costs, world_factor: float, batch_factor: float) -> Machine:
-    """Returns the machine with more or fewer ranks, or another batch per rank.
-
-    Ranks are added as hosts of the same kind, or to the one host if the costs have no link between
-    hosts. A world smaller than a host is one host with fewer ranks.
-    """
-    world_size = max(1, round(machine.world_size * world_factor))
-
-    def resized_host(ranks: int) -> int:
-        local = world_size if costs.inter is None else min(ranks, world_size)
-        return local if world_size % local == 0 else 1
-
-    domain = machine.ranks_per_domain
-    return dataclasses.replace(
-        machine,
-        world_size=world_size,
-        local_world_size=resized_host(machine.local_world_size),
-        ranks_per_domain=None if domain is None else resized_host(domain),
-        batch_size=max(1, round(machine.batch_size * batch_factor)),
-    )

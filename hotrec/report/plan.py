@@ -201,7 +201,6 @@ def plan_sections(prediction: RecordedPrediction) -> dict[str, list[Block]]:
         "Tables": _tables(prediction),
         "What a step is expected to read": _expected(prediction.document),
         "Memory and balance of the ranks": _ranks(prediction),
-        "What if": _sensitivity(prediction),
     }
 
 
@@ -326,12 +325,6 @@ def _expected(document: Document) -> list[Block]:
         for text, name, show in EXPECTED
         if expected.get(name) is not None
     ]
-    break_even = document.get("break_even") or {}
-    for dim, rate in sorted(break_even.items(), key=lambda pair: int(pair[0])):
-        pays = "is never faster as a replica"
-        if rate is not None:
-            pays = f"is faster as a replica above {rate:.3g} lookups per step of all ranks"
-        blocks.append(f"With sparse_dist a row of D={dim} {pays}.")
     return blocks
 
 
@@ -370,29 +363,3 @@ def _balance(balance: Document) -> list[Block]:
             "their owners (placement.spread_rows)."
         )
     return blocks
-
-
-def _sensitivity(prediction: RecordedPrediction) -> list[Block]:
-    entries = prediction.document.get("sensitivity") or ()
-    if not entries:
-        return []
-    varied = prediction.placed or prediction.chosen
-    base = prediction.plans[varied]
-    blocks: list[Block] = [
-        f"Compared with the prediction of {prediction.name(varied)} above: "
-        f"{show_seconds(base['step_s'])}, {show_rate(base['samples_per_s'])}."
-    ]
-    blocks += [
-        f"{entry['what']}: {entry.get('why') or 'not predicted.'}"
-        for entry in entries
-        if entry.get("step_s") is None
-    ]
-    columns: list[Column] = [
-        ("if", "what", str),
-        ("step", "step_s", show_seconds),
-        ("of the above", "step_s", lambda step_s: show_ratio(step_s, base["step_s"])),
-        ("samples", "samples_per_s", show_rate),
-        ("of the above", "samples_per_s", lambda rate: show_ratio(rate, base["samples_per_s"])),
-        ("hot rows", "hot_rows", show_count),
-    ]
-    return [*blocks, record_table(entries, columns)]

@@ -37,7 +37,7 @@ from hotrec.assemble.planning import (
 )
 from hotrec.assemble.trainable import Trainable, assemble
 from hotrec.config.fields import MISSING
-from hotrec.config.groups import BY_OWNERS
+from hotrec.config.groups import OrderAssign
 from hotrec.config.roots import Config, PathsConfig
 from hotrec.config.validate import validate
 from hotrec.data.all_hot import AllHotSamples
@@ -430,7 +430,7 @@ def _try_candidates(
     """
     if job.trial_s == 0 or job.order.blocks is not None:
         return None
-    if job.order.assign in BY_OWNERS:
+    if job.order.assign is OrderAssign.by_owner:
         return None
 
     def describe() -> tuple[dict[str, SettledPlan], Trial | None, float, float]:
