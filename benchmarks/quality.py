@@ -2,7 +2,7 @@
 
 With exactly one GPU, one rank.
 
-    python benchmarks/quality.py [--seeds 0 1 2 3 4] [--variants exact fp16 ...] [--data kuairand]
+    python benchmarks/quality.py [--seeds 0 1 2 3 4] [--variants exact bf16 ...] [--data kuairand]
         [--work runs/quality] [--page benchmarks/results/quality.md] [--max-steps N]
 
 Prepares and profiles the data if needed, trains every variant with every seed, seed by seed, and
@@ -46,11 +46,8 @@ SLOTS = (
 VARIANTS: Mapping[str, Sequence[str]] = {
     EXACT: (),
     "look_ahead": ("pipeline=look_ahead",),
-    "fp16": ("pipeline.wire=fp16",),
     "bf16": ("pipeline.wire=bf16",),
-    "look_ahead_fp16": ("pipeline=look_ahead", "pipeline.wire=fp16"),
     "look_ahead_bf16": ("pipeline=look_ahead", "pipeline.wire=bf16"),
-    "slots_fp16": (*SLOTS, "placement.cold_rows=fp16"),
     "slots_bf16": (*SLOTS, "placement.cold_rows=bf16"),
     "dense_bf16": ("trainer.precision=bf16",),
     "dense_tf32": ("trainer.precision=tf32",),

@@ -128,8 +128,7 @@ def variants() -> Iterator[tuple[str, ...]]:
             yield pipeline, f"optimizer={name}", f"optimizer={name}"
         for name in ("touched_rows", "owners", "dense"):
             yield pipeline, f"hot_exchange={name}", f"placement.hot_exchange={name}"
-        for name in ("fp16", "bf16"):
-            yield pipeline, f"wire={name}", f"pipeline.wire={name}"
+        yield pipeline, "wire=bf16", "pipeline.wire=bf16"
         for name in ("all_hot", "all_cold"):
             yield pipeline, f"placement={name}", f"placement={name}"
         yield pipeline, "order=all_hot", *ALL_HOT_ORDER

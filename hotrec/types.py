@@ -286,7 +286,6 @@ class WireType(Enum):
     """The type in which rows and gradients travel between ranks, or rows lie in host memory."""
 
     fp32 = "fp32"
-    fp16 = "fp16"
     bf16 = "bf16"
 
 

@@ -149,7 +149,7 @@ def build_unsharded(
     if isinstance(plan.tables, TorchrecTables):
         made = EmbeddingBagCollection if is_pooled else EmbeddingCollection
         embeddings = made(tables=tables, device=META)
-        codecs = wire_codecs(pipeline.wire, [spec.architecture.embedding_dim])
+        codecs = wire_codecs(pipeline.wire)
         made = EmbeddingBagCollectionSharder if is_pooled else EmbeddingCollectionSharder
         sharders = [made(fused_params(spec.embedding), codecs)]
         constraints = torchrec_constraints(

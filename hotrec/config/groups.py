@@ -131,7 +131,7 @@ class TieredConfig(HotColdConfig):
         ColdTier.auto,
     )
     cold_rows: WireType = key(
-        "type of the rows in host memory with cold_tier=cached: fp32, fp16 or bf16; in slots, "
+        "type of the rows in host memory with cold_tier=cached: fp32 or bf16; in slots, "
         "rows and optimizer state are fp32, and rows are rounded stochastically when written back",
         WireType.fp32,
     )

@@ -74,7 +74,7 @@ LEVELS = (
     "host, and is distributed inside it){}"
 )
 MICRO_BATCHES = "in look_ahead, first compute the samples that need no row of another rank"
-WIRE = "type of rows and gradients in messages: fp32 (exact), fp16 or bf16"
+WIRE = "type of rows and gradients in messages: fp32 (exact) or bf16"
 
 
 @dataclass

@@ -206,7 +206,7 @@ class RowMover:
                 if host.dtype is values.dtype:
                     put_rows(host, index, values)
                 else:  # as integers, since numpy lacks bf16
-                    rounded = round_randomly(values, host.dtype, key, index)
+                    rounded = round_randomly(values, key, index)
                     put_rows(host.view(torch.int16), index, rounded.view(torch.int16))
             if any(host.is_cuda for host, _, _ in self._parts):  # FBGEMM's state of a float a row
                 torch.cuda.current_stream(self._device).synchronize()

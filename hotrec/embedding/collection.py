@@ -192,7 +192,6 @@ class SequenceLayout(OutputLayout[dict[str, JaggedTensor]]):
 
 _DATA_TYPES = {
     WireType.fp32: DataType.FP32,
-    WireType.fp16: DataType.FP16,
     WireType.bf16: DataType.BF16,
 }
 

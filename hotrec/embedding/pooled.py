@@ -36,8 +36,7 @@ class ShardedPooledBags(ShardedEmbeddingBagCollection):
         for config in module.embedding_bag_configs():
             # Row-wise sharding sends every pooled vector once per rank; replicas are hot rows.
             check_sharding(config.name, sharding[config.name], (ShardingType.TABLE_WISE,))
-        dims = [config.embedding_dim for config in module.embedding_bag_configs()]
-        codecs, fused = wire_codecs(settings.wire_type, dims), fused_params(settings.spec)
+        codecs, fused = wire_codecs(settings.wire_type), fused_params(settings.spec)
         super().__init__(
             module, sharding, settings.env, fused, settings.device, codecs, settings.module_fqn
         )

@@ -28,23 +28,21 @@ def random_bits(key: int, rows_R: torch.Tensor, dim: int) -> torch.Tensor:
     return _mix(key_R[:, None] + columns_D * -1640531527)  # 2^32 / phi
 
 
-def round_randomly(
-    values_RD: torch.Tensor, dtype: torch.dtype, key: int, rows_R: torch.Tensor
-) -> torch.Tensor:
-    """Round float32 (R, D) to one of the two neighbours in fp16 or bf16, on average to the value.
+def round_randomly(values_RD: torch.Tensor, key: int, rows_R: torch.Tensor) -> torch.Tensor:
+    """Round float32 (R, D) to one of the two neighbours in bf16, on average to the value.
 
     A value x between neighbours a < b becomes b with probability (x - a) / (b - a) (stochastic
     rounding: Gupta et al., ICML 2015), by the ``random_bits`` of the key and the row. Values above
-        the type's largest number are clamped to it.
+    the largest number of bf16 are clamped to it.
     """
-    info = torch.finfo(dtype)
-    mantissa = -math.frexp(info.eps)[1] + 1  # 10 or 7
+    info = torch.finfo(torch.bfloat16)
+    mantissa = -math.frexp(info.eps)[1] + 1  # 7
     least = math.frexp(info.smallest_normal)[1]
     exponents = torch.frexp(values_RD).exponent.clamp_(min=least) - (mantissa + 1)
-    # The bits of float32 beyond those of the type, so that the sum below is exact.
+    # The bits of float32 beyond those of bf16, so that the sum below is exact.
     num_bits = 23 - mantissa
     bits_RD = random_bits(key, rows_R, values_RD.shape[1])
     uniform_RD = ((bits_RD >> 8) & ((1 << num_bits) - 1)).float().mul_(2.0**-num_bits)
     # In units of the distance between neighbours.
     found = torch.ldexp(torch.ldexp(values_RD, -exponents).add_(uniform_RD).floor_(), exponents)
-    return found.clamp_(-info.max, info.max).to(dtype)
+    return found.clamp_(-info.max, info.max).bfloat16()

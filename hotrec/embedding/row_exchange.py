@@ -243,7 +243,7 @@ class ShardedRows(RowCollection):
             wanted = HOT_SHARDINGS if is_hot else COLD_SHARDINGS
             check_sharding(config.name, sharding[config.name], wanted)
         env, device, spec = settings.env, settings.device, settings.spec
-        codecs = wire_codecs(settings.wire_type, [module.embedding_dim()])
+        codecs = wire_codecs(settings.wire_type)
         name = settings.module_fqn
         super().__init__(module, sharding, env, fused_params(spec), device, codecs, module_fqn=name)
         self.hot: HotReplicas | None = None

@@ -1,9 +1,7 @@
-"""Exchanges of float values over a process group, in 32 or 16 bits, that count sent bytes.
+"""Exchanges of float values over a process group, in fp32 or bf16, that count sent bytes.
 
-fp16 has 5 exponent bits: gradients of a mean loss (1e-8 and less) would underflow. So each message
-has a scale, a power of two that brings its largest value near fp16's largest; multiplying by it is
-exact. bf16 has fp32's range and needs none. A rank's own share stays in fp32, except where all
-ranks have to add up the same values.
+bf16 has fp32's range, so that the small gradients of a mean loss survive. A rank's own share stays
+in fp32, except where all ranks have to add up the same values.
 """
 
 from __future__ import annotations
@@ -17,54 +15,15 @@ from hotrec.runtime.ranks import Group, backend_of
 from hotrec.runtime.traffic import counted_by_sender
 from hotrec.types import WireType
 
-DTYPES = {WireType.fp16: torch.float16, WireType.bf16: torch.bfloat16}
-_HEADER = 2  # the factor, a float32, in front of a message in fp16
-
-
-def fp16_shift(most: torch.Tensor) -> torch.Tensor:
-    """The exponent, int (...), that brings magnitudes (...) near 2^15; fp16 ends below 2^16."""
-    return (15 - torch.frexp(most).exponent).clamp(-126, 126)
-
-
-def power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """2^exponent, int (...) in -126..127 -> float32 (...); exp2 is not exact on every device."""
-    return ((exponents.int() + 127) << 23).view(torch.float32)
-
-
-def wire_numel(num_values: int, wire_type: WireType) -> int:
-    """The number of elements on the wire for ``num_values`` values."""
-    return num_values + _HEADER if wire_type is WireType.fp16 and num_values else num_values
-
 
 def encode(values: torch.Tensor, wire_type: WireType) -> torch.Tensor:
-    """Float32 (n,) -> (wire_numel(n),) of the wire's type.
-
-    fp16 is off by at most 2**-11 of each value and 2**-39 of the largest one, bf16 by 2**-8 of each
-    value. Infinities and NaNs are preserved; other values of their message may become infinite in
-    fp16.
-    """
-    if wire_type is WireType.fp32:
-        return values  # integers too
-    dtype = DTYPES[wire_type]
-    if wire_type is WireType.bf16 or values.numel() == 0:
-        return values.to(dtype)
-    low, high = torch.aminmax(values)
-    factor = power_of_two(fp16_shift(torch.maximum(-low, high))).view(1)
-    message = torch.empty(values.numel() + _HEADER, dtype=dtype, device=values.device)
-    message[:_HEADER] = factor.view(dtype)
-    message[_HEADER:] = values * factor
-    return message
+    """Float32 (n,) -> (n,) of the wire's type; bf16 is off by at most 2**-8 of each value."""
+    return values if wire_type is WireType.fp32 else values.bfloat16()
 
 
 def decode(message: torch.Tensor, wire_type: WireType) -> torch.Tensor:
     """The values of a message, float32 (n,)."""
-    if wire_type is WireType.fp32:
-        return message
-    if wire_type is WireType.bf16 or message.numel() == 0:
-        return message.float()
-    # A copy: the header may be at any offset in a buffer, and a float must be aligned.
-    factor = message[:_HEADER].clone().view(torch.float32)
-    return message[_HEADER:].float().div_(factor)
+    return message if wire_type is WireType.fp32 else message.float()
 
 
 class Wire:
@@ -105,7 +64,7 @@ class Wire:
         own = parts[self.rank]
         # This rank's own part is not sent: an empty part replaces it.
         parts[self.rank] = own[:0]
-        arriving = [wire_numel(size, wire_type) for size in sizes_from]
+        arriving = list(sizes_from)
         arriving[self.rank] = 0
         messages = [encode(part, wire_type) for part in parts]
         received = self._exchange("all_to_all", messages, arriving).split(arriving)
@@ -121,15 +80,12 @@ class Wire:
         if self.world_size == 1:
             return source
         wire_type = self.type_of(source)
-        arriving = [wire_numel(size, wire_type) for size in sizes]
         message = encode(source, wire_type)
         if backend_of(self.group, source.device) == "gloo":
-            received = self._exchange("all_gather", [message] * self.world_size, arriving)
+            received = self._exchange("all_gather", [message] * self.world_size, sizes)
         else:
-            received = self._gather(message, arriving)
-        if wire_type is not WireType.fp16:
-            return decode(received, wire_type)
-        return torch.cat([decode(part, wire_type) for part in received.split(arriving)])
+            received = self._gather(message, sizes)
+        return decode(received, wire_type)
 
     def type_of(self, values: torch.Tensor) -> WireType:
         """The type in which these values travel."""

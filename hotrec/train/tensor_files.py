@@ -285,9 +285,8 @@ def _row_reader(
 
 
 def _canonical(value: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, in fp32 if the rows are stored in half precision."""
-    is_half = value.dtype in (torch.float16, torch.bfloat16)
-    return (value.float() if is_half else value).contiguous().cpu()
+    """A copy on the host, in fp32 if the rows are stored in bf16."""
+    return (value.float() if value.dtype is torch.bfloat16 else value).contiguous().cpu()
 
 
 def make_index(pieces: Sequence[FilePiece]) -> dict[str, Any]:
@@ -484,8 +483,7 @@ def _check_cover(path: Path, name: str, pieces: Sequence[FilePiece]) -> None:
 
 def _canonical_type(dtype: torch.dtype) -> str:
     """The type in which values of a type are saved, see ``_canonical``."""
-    is_half = dtype in (torch.float16, torch.bfloat16)
-    return str(torch.float32 if is_half else dtype).removeprefix("torch.")
+    return str(torch.float32 if dtype is torch.bfloat16 else dtype).removeprefix("torch.")
 
 
 def _overlap(

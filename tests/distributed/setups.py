@@ -251,7 +251,7 @@ def build(
             )
     else:
         collections = [EmbeddingBagCollection(tables=configs(s, dims), device=meta) for s in splits]
-        codecs = wire_codecs(wire_type, dims.values())
+        codecs = wire_codecs(wire_type)
         sharder = EmbeddingBagCollectionSharder(fused_params(spec), qcomm_codecs_registry=codecs)
         # The batch decides what an expert replicates: tables below 20 rows here.
         constraints = torchrec_constraints(tables, partition, batch_size=20, tier=tier)
