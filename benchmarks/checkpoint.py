@@ -1,7 +1,7 @@
 """Measures checkpoints: seconds to write and to read, and memory besides the tables.
 
     python benchmarks/checkpoint.py [--gb 6] [--save-ranks 2] [--load-ranks 3] [--folder FOLDER]
-        [--slots 0.015 [--steps 100] [--batch 2048]] [--background [--batch 2048]]
+        [--slots 0.015 [--steps 100] [--batch 2048]]
 
 Untrained tables of this total size, float32 with a row-wise Adagrad state and 1% hot rows, are
 written by some ranks and read by others. Memory is the increase of a rank's resident anonymous
@@ -11,10 +11,6 @@ last line on stdout is one JSON object.
 With --slots all rows are cold, behind slots for that fraction of them, and are trained for some
 steps on Zipf 1.05 samples before they are written. The peak of each rank, private or shared memory,
 since before the creation of the tables is compared with the prediction.
-
-With --background they are written during training, with look-ahead and the same samples: the
-seconds for which training pauses at the beginning and at the end, and the median step before and
-meanwhile. Seconds are then those from the beginning to the end.
 """
 
 from __future__ import annotations
@@ -58,7 +54,6 @@ from hotrec.runtime.ranks import Ranks, all_gather_object, barrier, process_grou
 from hotrec.train.checkpoint import (
     Checkpoints,
     Position,
-    Saving,
     load_checkpoint,
     save_checkpoint,
 )
@@ -184,41 +179,6 @@ def make_steps(pipeline: Pipeline, batches: Iterator[Batch], num_steps: int) -> 
     return steps_s
 
 
-def save_while_training(
-    model: nn.Module, optimizer: Any, num_rows: int, given: argparse.Namespace, ranks: Ranks
-) -> dict[str, float]:
-    """Seconds of the pauses, and of a step before and while the checkpoint is written."""
-    window = WINDOW if given.slots else 0
-    spec = PipelineSpec(PipelineKind.look_ahead, window=window)
-    pipeline = make_pipeline(spec, model, optimizer, ranks.device)
-    batches = make_batches(num_rows, given, ranks)
-    before = [step_s for _ in range(4) for step_s in make_steps(pipeline, batches, 10)]
-    barrier()
-    start_s = time.perf_counter()
-    checkpoints = Checkpoints(given.folder / "checkpoints", facts={})
-    saving = Saving(
-        *(checkpoints, Position(1, 1), model, optimizer, NoLoader()), in_background=True
-    )
-    barrier()
-    pause_s = time.perf_counter() - start_s
-    meanwhile: list[float] = []
-    while not all(all_gather_object(saving.is_written)):
-        meanwhile += make_steps(pipeline, batches, 10)
-    end_s = time.perf_counter()
-    saving.finish()
-    barrier()
-    finish_s = time.perf_counter() - end_s
-    pipeline.close()
-    return {
-        "seconds": end_s + finish_s - start_s,
-        "pause_s": pause_s,
-        "finish_s": finish_s,
-        "step_before_s": float(np.median(before)),
-        "step_meanwhile_s": float(np.median(meanwhile)),
-        "num_steps_meanwhile": len(meanwhile),
-    }
-
-
 def build(placement: Placement, num_rows: int, ranks: Ranks) -> tuple[nn.Module, Any]:
     configs = [
         EmbeddingBagConfig(
@@ -275,9 +235,7 @@ def run_phase(given: argparse.Namespace) -> None:
             more["step_s"] = train(model, optimizer, num_rows, given, ranks)
         start_s = time.perf_counter()
         with most_anonymous_bytes() as most:
-            if phase == "save" and given.background:
-                more |= save_while_training(model, optimizer, num_rows, given, ranks)
-            elif phase == "save":
+            if phase == "save":
                 checkpoints = Checkpoints(folder / "checkpoints", facts={})
                 save_checkpoint(checkpoints, Position(1, 1), model, optimizer, NoLoader())
             else:
@@ -303,7 +261,6 @@ def main() -> None:
     parser.add_argument("--slots", type=float, default=0.0, help="fraction of the rows, all cold")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=2048)
-    parser.add_argument("--background", action="store_true", help="write during training")
     parser.add_argument("--phase", choices=["save", "load"], help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.phase:
@@ -313,7 +270,7 @@ def main() -> None:
         for phase, num_ranks in (("save", given.save_ranks), ("load", given.load_ranks)):
             words = ["--phase", phase, "--gb", str(given.gb), "--folder", name]
             words += ["--slots", str(given.slots), "--steps", str(given.steps)]
-            words += ["--batch", str(given.batch), *["--background"] * given.background]
+            words += ["--batch", str(given.batch)]
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             launch += ["--nproc-per-node", str(num_ranks), __file__, *words]
             subprocess.run(launch, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -211,7 +211,6 @@ def make_job(config: Config, run_dir: Path, dataset: Dataset) -> Job:
             Saver,
             every_steps=trainer.save_every_steps,
             every_s=trainer.save_every_s,
-            in_background=trainer.save_in_background,
         ),
         watch=partial(
             Watch,

@@ -160,11 +160,6 @@ class TrainerConfig:
         ge=0,
         le=MAX_SECONDS,
     )
-    save_in_background: bool = key(
-        "write checkpoints during training, which pauses only to copy dense layers and hot rows; "
-        "CPU only",
-        False,
-    )
     best_by: BestBy = key(
         "figure of the first split by which evaluations are compared, for early_stop_patience and "
         "keep_best: log_loss, auc, gauc, recall_at or ndcg_at (those at the first k of "
@@ -240,11 +235,6 @@ class TrainerConfig:
             not self.warm_start_names or self.warm_start is not None,
             "warm_start_names: expected names only with trainer.warm_start, got "
             f"{self.warm_start_names}. Set trainer.warm_start, or leave the names out.",
-        )
-        yield (
-            not self.save_in_background or self.device is not Device.cuda,
-            "save_in_background: expected false with trainer.device=cuda, got true. Set "
-            "trainer.save_in_background=false.",
         )
         yield (
             self.precision is not Precision.tf32 or self.device is not Device.cpu,

@@ -21,7 +21,6 @@ from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
 from hotrec.embedding.canonical import TensorPart, canonical_parts, plain_name
-from hotrec.embedding.snapshot import keep
 from hotrec.embedding.tables import sharded_collections
 from hotrec.routing.popularity import CountedRows, Counts, Popularity
 from hotrec.runtime.ranks import all_gather_object, rank, world_size
@@ -453,5 +452,4 @@ def _demote(swap: Swaps, replica: TensorPart, shard: TensorPart) -> None:
     slots = torch.from_numpy(swap.slots[own]).to(replica.value.device)
     rows = torch.from_numpy(place[own]).to(shard.value.device)
     values = replica.value.index_select(0, slots)
-    keep(shard.value, rows)
     shard.value.index_copy_(0, rows, values.to(shard.value.device, shard.value.dtype))

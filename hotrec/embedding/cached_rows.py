@@ -20,7 +20,6 @@ from hotrec.embedding.cpu_rows import RowsInMemory, fbgemm_rows, mapped_rows
 from hotrec.embedding.flat import put_rows
 from hotrec.embedding.random_bits import round_randomly
 from hotrec.embedding.slots import Moves, SlotMap, fetches
-from hotrec.embedding.snapshot import keep
 from hotrec.embedding.torchrec import kernels
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread, OnHost, record_use
@@ -202,7 +201,6 @@ class RowMover:
                 torch.cuda.current_stream(self._device).synchronize()
             for (host, _, _), here in zip(self._parts, returned, strict=True):
                 index, values = rows.to(host.device), here.to(host.device)
-                keep(host, index)
                 if host.dtype is values.dtype:
                     put_rows(host, index, values)
                 else:  # as integers, since numpy lacks bf16

@@ -14,7 +14,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import nn
 
-from hotrec.embedding.snapshot import keep
 from hotrec.embedding.torchrec import kernels
 from hotrec.embedding.update_rules import OptimizerSpec, sum_by_row, update_rows
 from hotrec.runtime.mapped_memory import host_view
@@ -141,8 +140,6 @@ class RowsInMemory:
         rows_U, grad_UD = rows_K, grad_KD
         if not is_distinct:
             rows_U, grad_UD = sum_by_row(rows_K, grad_KD.contiguous(), self.weights_RD.shape[0])
-        for value in (self.weights_RD, *self.states.values()):
-            keep(value, rows_U)
         update_rows(
             self._spec,
             self.weights_RD,

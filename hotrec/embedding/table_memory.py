@@ -14,9 +14,7 @@ from torch import nn
 from torchrec.optim.keyed import CombinedOptimizer
 
 from hotrec.embedding.cached_rows import CachedRows
-from hotrec.embedding.cpu_rows import ColdRowsOnCpu
 from hotrec.embedding.fused import leave_out_of_forks
-from hotrec.embedding.snapshot import Snapshot
 from hotrec.embedding.tables import sharded_collections
 from hotrec.embedding.torchrec import kernels
 
@@ -139,20 +137,6 @@ def cached_rows(model: nn.Module) -> list[CachedRows]:
     """The rows behind slots of a sharded model, on this rank."""
     forwards = (kernel.replacement for kernel in kernels(model))
     return [part for part in forwards if isinstance(part, CachedRows)]
-
-
-def take_snapshot(model: nn.Module) -> Snapshot:
-    """A snapshot of this rank's shards of all tables, and of their optimizer state; on CPU."""
-    watched: list[torch.Tensor] = []
-    modules: list[SplitTableBatchedEmbeddingBagsCodegen] = []
-    for kernel in kernels(model):
-        if isinstance(kernel.replacement, CachedRows):
-            watched += kernel.replacement.host_tensors
-        elif isinstance(kernel.replacement, ColdRowsOnCpu):
-            watched += [kernel.replacement.weights_RD, *kernel.replacement.states.values()]
-        elif isinstance(kernel.fbgemm, SplitTableBatchedEmbeddingBagsCodegen):
-            modules.append(kernel.fbgemm)
-    return Snapshot(watched, modules)
 
 
 class SlotCounters:

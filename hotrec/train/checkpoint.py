@@ -17,10 +17,8 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,9 +40,7 @@ from hotrec.artifact import (
 )
 from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.canonical import TensorParts, canonical_parts
-from hotrec.embedding.table_memory import take_snapshot
 from hotrec.embedding.tables import sharded_collections
-from hotrec.runtime.comm_thread import CommunicationThread
 from hotrec.runtime.random_state import random_state, set_random_state
 from hotrec.runtime.ranks import (
     Group,
@@ -58,8 +54,6 @@ from hotrec.train.best import BestQuality, chosen_by
 from hotrec.train.run_log import replace_text
 from hotrec.train.spread_rows import gather_spread
 from hotrec.train.tensor_files import (
-    FilePiece,
-    Share,
     TensorFiles,
     make_index,
     own_shares,
@@ -67,22 +61,16 @@ from hotrec.train.tensor_files import (
 )
 
 T = TypeVar("T")
-# The tensor data written by a rank: the boxes, and the files.
-_Written = tuple[list[FilePiece], dict[str, FileFacts]]
 
 logger = logging.getLogger(__name__)
 
 KIND = "checkpoint"
-# Longer than any file takes, unless the disk hangs.
-_ABANDON_S = 10.0
 LATEST, BEST = "latest", "best"
 TENSORS = "tensors"
 # Modules that have a table under its name.
 _TABLES = "(embedding_bags|embeddings)"
 HOT_SET = "hot_set"
 _NAME, _POINTER_BYTES = re.compile(r"step-\d{8}(\.[0-9a-f]{8})?"), 1 << 10
-# The last commit that reads checkpoints of torch.distributed.checkpoint, with its ranks and plan.
-_LAST_COMMIT_OF_DCP = "a16b2ca"
 
 
 class StatefulLoader(Protocol):
@@ -159,119 +147,38 @@ def save_checkpoint(
     Raises:
         RankError: on the ranks that did not fail themselves.
     """
-    saving = Saving(checkpoints, position, model, optimizer, loader, hot_set, best)
-    return saving.finish()
-
-
-class Saving:
-    """A checkpoint that is being written; the arguments are those of ``save_checkpoint``.
-
-    With ``in_background``, a thread writes the tables as of the construction, while training
-    continues; everything else is copied immediately. ``finish`` commits the checkpoint, or raises.
-    An abandoned save leaves no files.
-
-    Raises:
-        RankError: on the ranks that did not fail themselves.
-    """
-
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        position: Position,
-        model: nn.Module,
-        optimizer: KeyedOptimizer,
-        loader: StatefulLoader,
-        hot_set: AdaptiveHotSet | None = None,
-        best: BestQuality | None = None,
-        *,
-        in_background: bool = False,
-    ) -> None:
-        self.position = position
-        self._checkpoints = checkpoints
-        self._target = checkpoints.directory / f"step-{position.step:08d}"
-        self._is_best = best is not None and best.is_kept_at(position.step)
-        self._is_abandoned = threading.Event()
-        self._written: Future[_Written] = Future()
-        parts = same_verdict(lambda: canonical_parts(model, optimizer))
-        self._content = {
-            "step": position.step,
-            "num_samples": position.num_samples,
-            "lineage": checkpoints.lineage,
-            "facts": dict(checkpoints.facts),
-            "world_size": world_size(),
-            "loader": same_verdict(loader.state_dict),
-            **({} if best is None else {"best": best.state_dict()}),
-        }
-        hot_state = {} if hot_set is None else hot_set.state_dict()
-        with ExitStack() as stack:
-            scratch = stack.enter_context(shared_scratch(self._target, kind=KIND))
-            self._scratch = scratch
-            snapshot = None
-            if in_background:
-                snapshot = same_verdict(lambda: take_snapshot(model))
-                stack.callback(snapshot.close)
-            same_verdict(lambda: _naming(scratch, lambda: _save_small(scratch, hot_state)))
-            group, spread = None, {}
-            if parts.is_spread:
-                # Not the default one, since a thread may use it, and it must serve the host.
-                group = stack.enter_context(Group("save rows", backend="gloo")).group
-                spread = gather_spread(parts)
-            shares = same_verdict(
-                lambda: own_shares(parts, rank(), world_size(), snapshot, spread, group)
-            )
-            if in_background:
-                thread = CommunicationThread(torch.device("cpu"), "write checkpoint")
-                self._written = thread.submit(lambda: self._write(shares))
-                thread.close()
-            else:
-                self._written.set_result(same_verdict(lambda: self._write(shares)))
-            self._open = stack.pop_all()
-
-    @property
-    def is_written(self) -> bool:
-        """Whether this rank has written, or failed to write, its share; not a collective."""
-        return self._written.done()
-
-    def finish(self) -> Path:
-        """Wait until all ranks have written, and move the checkpoint into place; collective.
-
-        Raises:
-            RankError: on the ranks that did not fail themselves.
-        """
-        with self._open:
-            of_ranks = all_gather_object(same_verdict(self._written.result))
-            pieces = [piece for of_rank, _ in of_ranks for piece in of_rank]
-            files = {name: facts for _, of_rank in of_ranks for name, facts in of_rank.items()}
+    target = checkpoints.directory / f"step-{position.step:08d}"
+    is_best = best is not None and best.is_kept_at(position.step)
+    parts = same_verdict(lambda: canonical_parts(model, optimizer))
+    content = {
+        "step": position.step,
+        "num_samples": position.num_samples,
+        "lineage": checkpoints.lineage,
+        "facts": dict(checkpoints.facts),
+        "world_size": world_size(),
+        "loader": same_verdict(loader.state_dict),
+        **({} if best is None else {"best": best.state_dict()}),
+    }
+    hot_state = {} if hot_set is None else hot_set.state_dict()
+    with ExitStack() as stack:
+        scratch = stack.enter_context(shared_scratch(target, kind=KIND))
+        same_verdict(lambda: _naming(scratch, lambda: _save_small(scratch, hot_state)))
+        group, spread = None, {}
+        if parts.is_spread:
+            # Not the default one, which may not serve the host.
+            group = stack.enter_context(Group("save rows", backend="gloo")).group
+            spread = gather_spread(parts)
+        shares = same_verdict(lambda: own_shares(parts, rank(), world_size(), spread, group))
+        of_ranks = all_gather_object(
             same_verdict(
-                lambda: _commit(
-                    self._scratch,
-                    self._target,
-                    {**self._content, "tensors": make_index(pieces)},
-                    files,
-                    self._checkpoints,
-                    is_best=self._is_best,
-                )
+                lambda: _naming(scratch, lambda: write_tensors(shares, scratch, TENSORS, rank()))
             )
-        return self._target
-
-    def abandon(self) -> None:
-        """Stop writing and remove the files; no-op after ``finish``."""
-        self._is_abandoned.set()
-        with self._open:
-            wait([self._written], timeout=_ABANDON_S)
-
-    def _write(self, shares: Sequence[Share]) -> _Written:
-        return _naming(
-            self._scratch,
-            lambda: write_tensors(shares, self._scratch, TENSORS, rank(), self._check),
         )
-
-    def _check(self) -> None:
-        if self._is_abandoned.is_set():
-            raise RuntimeError(
-                f"{self._scratch}: expected the save to finish, got the end of the run. Resume the "
-                "run."
-            )
+        pieces = [piece for of_rank, _ in of_ranks for piece in of_rank]
+        files = {name: facts for _, of_rank in of_ranks for name, facts in of_rank.items()}
+        content["tensors"] = make_index(pieces)
+        same_verdict(lambda: _commit(scratch, target, content, files, checkpoints, is_best=is_best))
+    return target
 
 
 def keep_best(checkpoints: Checkpoints, step: int) -> None:
@@ -711,12 +618,6 @@ def read_facts(
     content = artifact.content
     with artifact.parsing():
         saved = dict(content["facts"])
-        if "loader" not in content:
-            raise ArtifactError(
-                f"{path}: expected a checkpoint in safetensors files, got one of "
-                f"torch.distributed.checkpoint. Resume it with commit {_LAST_COMMIT_OF_DCP} of "
-                "hotrec, or start a new run."
-            )
         for name in ("step", "num_samples", "world_size"):
             if type(content[name]) is not int or content[name] < 0:
                 raise TypeError(f"{name} {content[name]!r}")

@@ -98,14 +98,12 @@ class Parts:
             self.metrics.accept()
             pipeline = stack.enter_context(trainable.pipeline())
             stack.enter_context(self.metrics.running(position, num_steps, pipeline))
-            stack.callback(self.checkpoints.abandon)
             self.checkpoints.restart_clock()  # loading a checkpoint makes none late
             self.evaluation.make_up(pipeline, num_steps)
             yield pipeline, batches
 
     def finish(self, pipeline: Pipeline) -> dict[str, Any]:
-        """Write the last checkpoint, evaluate unless the run stopped, and write the summary."""
-        self.checkpoints.finish()
+        """Evaluate unless the run stopped, and write the summary."""
         if not self.watch.must_stop:
             self.evaluation.finish(pipeline)
         return self.metrics.summary(

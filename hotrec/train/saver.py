@@ -13,11 +13,11 @@ from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.train.checkpoint import (
     Checkpoints,
     Position,
-    Saving,
     StatefulLoader,
     load_checkpoint,
     read_facts,
     restore_random_state,
+    save_checkpoint,
 )
 from hotrec.train.evaluation import Evaluation
 from hotrec.train.hot_set import HotSet
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves one checkpoint at a time, in the background or synchronously.
+    """Saves checkpoints when they are due.
 
     Args:
         metrics: The position of the run, and its callbacks.
@@ -39,7 +39,6 @@ class Saver:
             saves.
         every_s: Seconds since the last checkpoint, by rank 0's clock, after which the next check-up
             requests one; 0 for never.
-        in_background: Whether training continues while a checkpoint is written; on CPU.
     """
 
     def __init__(
@@ -51,23 +50,16 @@ class Saver:
         *,
         every_steps: int = 0,
         every_s: float = 0.0,
-        in_background: bool = False,
     ) -> None:
         self.every_steps = every_steps
         self._metrics, self._evaluation, self._hot_set = metrics, evaluation, hot_set
-        self._checkpoints, self._every_s, self._in_background = checkpoints, every_s, in_background
-        self._saving: Saving | None = None
+        self._checkpoints, self._every_s = checkpoints, every_s
         self._saved_s = time.perf_counter()
 
     @property
     def is_late(self) -> bool:
         """Whether the last checkpoint is old."""
         return 0 < self._every_s <= time.perf_counter() - self._saved_s
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether this rank is still writing."""
-        return self._saving is not None and not self._saving.is_written
 
     @property
     def saves(self) -> bool:
@@ -82,11 +74,6 @@ class Saver:
         ranks: Ranks,
     ) -> Position:
         """Load the checkpoint to resume from, if any; collective."""
-        if self._in_background and ranks.device.type != "cpu":
-            raise ValueError(
-                "trainer.save_in_background: expected false on a GPU (its kernels may update rows "
-                "before they are written), got true. Set it to false, or train on CPU."
-            )
         path = None if self._checkpoints is None else self._checkpoints.resume_from
         if self._checkpoints is None or path is None:
             return Position(step=0, num_samples=0)
@@ -124,7 +111,7 @@ class Saver:
         must_stop: bool,
         must_save: bool,
     ) -> None:
-        """Save after a segment if due, once the previous checkpoint is written; collective.
+        """Save after a segment if due; collective.
 
         The pipeline must be drained, so that weights, loader position and step agree.
         """
@@ -136,9 +123,8 @@ class Saver:
             return
         if must_stop:
             logger.info("stopping after step %d and saving a checkpoint", position.step)
-        self.finish()
         watchdog.enter(watchdog.MAIN, watchdog.CHECKPOINT, position.step)
-        self._saving = Saving(
+        path = save_checkpoint(
             self._checkpoints,
             position,
             model,
@@ -146,22 +132,7 @@ class Saver:
             loader,
             self._hot_set.of_model,
             self._evaluation.best,
-            in_background=self._in_background,
         )
-        if not self._in_background:
-            self.finish()
+        logger.info("saved step %d in %s", position.step, path)
+        self._metrics.callbacks.call("on_checkpoint", position.step, path)
         self.restart_clock()
-
-    def finish(self) -> None:
-        """Wait for the checkpoint that is being written, if any; collective."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            watchdog.enter(watchdog.MAIN, watchdog.CHECKPOINT, saving.position.step)
-            path = saving.finish()
-            logger.info("saved step %d in %s", saving.position.step, path)
-            self._metrics.callbacks.call("on_checkpoint", saving.position.step, path)
-
-    def abandon(self) -> None:
-        """Abort the save because the run failed."""
-        if self._saving is not None:
-            self._saving.abandon()

@@ -1,7 +1,7 @@
 """Canonical tensors in safetensors files: written by all ranks at once, read by any number.
 
 Every rank writes the rows that it owns, so no rank needs memory for other tables, and at most
-``MAX_FILE_BYTES`` for copies, besides a snapshot's. An index lists the files of a tensor and the
+``MAX_FILE_BYTES`` for copies. An index lists the files of a tensor and the
 part of it in each. A reader maps the files into memory and copies only the rows that it needs.
 """
 
@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from safetensors.torch import save_file
 
 from hotrec.artifact import Artifact, ArtifactError, FileFacts, write_through
 from hotrec.embedding.canonical import TensorPart, TensorParts
-from hotrec.embedding.snapshot import Snapshot
 from hotrec.train.spread_rows import OriginalRows, SpreadTensor
 
 MAX_FILE_BYTES = 256 << 20
@@ -80,7 +78,6 @@ def own_shares(
     parts: TensorParts,
     rank: int,
     world_size: int,
-    snapshot: Snapshot | None = None,
     spread: Mapping[str, SpreadTensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[Share]:
@@ -90,8 +87,6 @@ def own_shares(
         parts: The parts on this rank.
         rank: This rank.
         world_size: Number of ranks, which all write.
-        snapshot: The source of the tables that it watches; all others are copied now, so that
-            training may continue. None to read all of them later, with their values then.
         spread: The tensors with spread rows, from ``gather_spread``: reading these is a collective.
         group: The ranks that read them.
     """
@@ -103,7 +98,7 @@ def own_shares(
         num_rows = part.value.shape[0] if part.value.dim() else 1
         if part.order is not None:
             while part.name in left:
-                shares.append(_spread_share(spread[left.pop(0)], hot, snapshot, group))
+                shares.append(_spread_share(spread[left.pop(0)], hot, group))
             continue
         if part.is_shard:
             begin, end = 0, num_rows
@@ -114,32 +109,30 @@ def own_shares(
         else:
             begin, end = (num_rows * r // world_size for r in (rank, rank + 1))
         if begin < end:
-            take = _taker(part, hot.get(part.name), begin, end, snapshot)
+            take = _taker(part, hot.get(part.name), begin, end)
             shares.append(Share(part, begin, end, take, end))
-    return shares + [_spread_share(spread[name], hot, snapshot, group) for name in left]
+    return shares + [_spread_share(spread[name], hot, group) for name in left]
 
 
 def _spread_share(
     tensor: SpreadTensor,
     hot: Mapping[str, TensorPart],
-    snapshot: Snapshot | None,
     group: dist.ProcessGroup | None,
 ) -> Share:
     """The share of a tensor with spread rows, whose steps are those of ``_boxes``."""
     assert group is not None
     part, num_rows = tensor.part, tensor.part.value.shape[0]
-    read_rows = _row_reader(part.value, snapshot)
-    original = OriginalRows(
-        tensor, lambda rows: _canonical(read_rows(rows)), _rows_of_box(part), group
-    )
-    take = _taker(
-        part, hot.get(part.name), 0, num_rows, snapshot, lambda low, high: original.read_next()
-    )
+
+    def read_rows(rows: torch.Tensor) -> torch.Tensor:
+        return _canonical(part.value.index_select(0, rows.to(part.value.device)))
+
+    original = OriginalRows(tensor, read_rows, _rows_of_box(part), group)
+    take = _taker(part, hot.get(part.name), 0, num_rows, lambda low, high: original.read_next())
     return Share(part, 0, num_rows, take, tensor.most_rows)
 
 
 def write_tensors(
-    shares: Sequence[Share], directory: Path, folder: str, rank: int, check: Callable[[], None]
+    shares: Sequence[Share], directory: Path, folder: str, rank: int
 ) -> tuple[list[FilePiece], dict[str, FileFacts]]:
     """Write this rank's share of the tensors of a model to the disk; not a collective.
 
@@ -148,7 +141,6 @@ def write_tensors(
         directory: Directory of the checkpoint.
         folder: Folder in it, made if it is missing.
         rank: This rank, for the names of its files.
-        check: Called regularly; raises to abort the writing.
 
     Returns:
         The written boxes, for ``make_index``, and the files, for ``commit_artifact``.
@@ -170,7 +162,6 @@ def write_tensors(
     boxes = _boxes(shares)
     try:
         for part, first, value in boxes:
-            check()
             if sum(tensor.nbytes for tensor in held.values()) + value.nbytes > MAX_FILE_BYTES:
                 flush()
             key = _key(part, first, value)
@@ -181,10 +172,9 @@ def write_tensors(
             )
         flush()
     except Exception:
-        check()
         if any(share.part.order is not None for share in shares):
             for _ in boxes:  # the other ranks wait for rows of this one
-                check()
+                pass
         raise
     return pieces, {file: write_through(directory / file) for file in files}
 
@@ -220,15 +210,19 @@ def _taker(
     replica: TensorPart | None,
     begin: int,
     end: int,
-    snapshot: Snapshot | None,
     read_shard: Callable[[int, int], torch.Tensor] | None = None,
 ) -> Callable[[int, int], torch.Tensor]:
     """Reads rows of a share, by their range in the part; hot rows come from the replica.
 
-    Other rows come from ``read_shard``, by default from the part's value.
+    Other rows come from ``read_shard``, by default from the part's value, where a number is as if
+    it was one row.
     """
+
+    def read_own(low: int, high: int) -> torch.Tensor:
+        return part.value[low:high] if part.value.dim() else part.value
+
+    read = read_shard or read_own
     if replica is None:
-        read = read_shard or _reader(part.value, begin, end, snapshot)
         return lambda low, high: _canonical(read(low, high))
     assert replica.rows is not None
     rows_H, slots_H = replica.rows.sort()
@@ -239,12 +233,8 @@ def _taker(
     def read_hot(low: int, high: int) -> torch.Tensor:
         return replica.value[slots_H[low:high].to(replica.value.device)].cpu()
 
-    if snapshot is not None:
-        held = read_hot(0, len(slots_H))
-        read_hot = lambda low, high: held[low:high]  # noqa: E731
     if not part.is_shard:  # all rows are hot
         return lambda low, high: read_hot(low - begin, high - begin)
-    read = read_shard or _reader(part.value, begin, end, snapshot)
 
     def take(low: int, high: int) -> torch.Tensor:
         bounds = torch.tensor([first + low, first + high])
@@ -257,31 +247,6 @@ def _taker(
         return value
 
     return take
-
-
-def _reader(
-    value: torch.Tensor, begin: int, end: int, snapshot: Snapshot | None
-) -> Callable[[int, int], torch.Tensor]:
-    """Reads rows of a value, by their range within this one; a number as if it was one row."""
-    if snapshot is not None and snapshot.watches(value):
-        return partial(snapshot.read, value)
-    if value.dim() == 0:
-        held = value if snapshot is None else value.clone()
-        return lambda low, high: held
-    if snapshot is None:
-        return lambda low, high: value[low:high]
-    copied = value[begin:end].clone()
-    return lambda low, high: copied[low - begin : high - begin]
-
-
-def _row_reader(
-    value: torch.Tensor, snapshot: Snapshot | None
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Reads rows int64 (K,) of a value."""
-    if snapshot is not None and snapshot.watches(value):
-        return partial(snapshot.read_rows, value)
-    held = value if snapshot is None else value.clone()
-    return lambda rows: held.index_select(0, rows.to(held.device))
 
 
 def _canonical(value: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,6 @@ class Watch:
         self.stop_request = StopRequest()
         self.must_stop = False  # the last check-up found a stop request on some rank
         self.must_save = False  # or that the last checkpoint is old
-        self.is_saving = False  # or a rank that still writes its share of a checkpoint
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -88,25 +87,20 @@ class Watch:
         if is_last or step % self._every_steps == 0 or self._metrics.is_line_due(step):
             watchdog.enter(watchdog.MAIN, watchdog.CHECK_UP, step)
             self._check_up(step)
-            if not self.is_saving:
-                self._saver.finish()
             if self.must_stop or (self.must_save and self._saver.saves):
                 batches.cut()  # the pipeline still computes its batches in flight
 
     def _check_up(self, step: int) -> None:
         """Check up with the other ranks, and record a line of metrics if one is due."""
         metrics, saver = self._metrics, self._saver
-        is_saving = saver.is_busy
         own = {
             "must_stop": self.stop_request.is_set,
-            "must_save": self._ranks.is_first and saver.is_late and not is_saving,
-            "is_saving": is_saving,
+            "must_save": self._ranks.is_first and saver.is_late,
             **metrics.counts(step),
         }
         loss, sums = check_up(metrics.losses, own, self._ranks.world_size)
         self.must_stop = sums["must_stop"] > 0
         self.must_save = sums["must_save"] > 0
-        self.is_saving = sums["is_saving"] > 0
         metrics.add_counts(step, loss, sums)
 
 

@@ -72,7 +72,6 @@ def train_model(
     ahead: DaysAhead | None = None,
     best: BestQuality | None = None,
     hot_set: AdaptiveHotSet | None = None,
-    save_in_background: bool = False,
     callbacks: Sequence[str] = (),
     on_accepted: Callable[[], None] | None = None,
     **record: Any,
@@ -115,7 +114,6 @@ def train_model(
         checkpoints,
         every_steps=cadence.save_every,
         every_s=cadence.save_every_s,
-        in_background=save_in_background,
     )
     watch = Watch(
         ranks,
