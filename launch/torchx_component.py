@@ -20,7 +20,7 @@ from torchx.specs import AppDef, Role, macros
 RUN_DIR = "HOTREC_RUN_DIR"
 
 
-def train(
+def train(  # noqa: PLR0913
     *overrides: str,
     command: str = "train",
     nnodes: int = 1,

@@ -76,7 +76,7 @@ class Run:
         return read_finished(self.directory / TRAINED) or {}
 
 
-def fit(
+def fit(  # noqa: PLR0913
     table: Any,
     *,
     label: str | Sequence[str] | None = None,

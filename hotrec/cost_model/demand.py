@@ -119,7 +119,7 @@ class TableDemand:
         return self.output is TableOutput.pooled
 
 
-def build_demand(
+def build_demand(  # noqa: PLR0913
     name: str,
     histogram: CountHistogram,
     *,

@@ -112,7 +112,7 @@ def step_sequence(
     return StepSequence(parts, global_batch, first_sample, drop_last)
 
 
-def make_loader(
+def make_loader(  # noqa: PLR0913
     dataset_path: str | Path,
     split: str,
     *,

@@ -400,7 +400,7 @@ def _count_file(
     return old + facts
 
 
-def _count_samples(
+def _count_samples(  # noqa: PLR0913
     so_far: FileFacts,
     job: _Job,
     file: int,

@@ -80,7 +80,7 @@ Hot = Profile | Partition | Placement | Choice | str
 ASSUMED_BATCH_SIZE = 512
 
 
-def parallelize(
+def parallelize(  # noqa: PLR0913
     model: nn.Module,
     hot: Hot,
     *,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-from tests.policy.source import Import, imports, imports_of, loaded_by, modules
+from tests.policy.source import Import, imports, loaded_by, modules
 
 # From the bottom to the top: a part imports itself and what stands before it.
 ORDER = (
@@ -73,6 +72,8 @@ HEAVY = {"torch", "torchrec", "fbgemm_gpu", "tensordict"}
 # Plan from values, whoever asks. The outline of data that is to come is a specification.
 WITHOUT_CONFIG = {"hotrec.cost_model", "hotrec.planner"}
 READS_A_SPECIFICATION = "hotrec.cost_model.outline"
+# Where a configuration is read: the commands, and what they call first.
+DOOR = {"hotrec.cli", "hotrec.config", "hotrec.assemble", "hotrec.bench.job", "hotrec.runs"}
 # What the planner may import of the project.
 OF_THE_PLANNER = {"types", "artifact", "lock", "cost_model", "planner"}
 
@@ -166,35 +167,13 @@ def test_the_planner_knows_no_configuration() -> None:
     assert wrong == []
 
 
-def test_measurements_know_no_configuration() -> None:
-    """What is measured is values; ``hotrec.bench.job`` makes them of a configuration."""
-    readers = {
+def test_configuration_ends_at_the_door() -> None:
+    """Below it functions take values; a specification of a log or of its outline is one."""
+    below = {
         i.importer
         for i in imports()
-        if part_of(i.importer) in {"bench", "calibrate"} and part_of(i.imported) == "config"
+        if i.imported in ("hotrec.config.groups", "hotrec.config.roots")
+        and not is_within(i.importer, DOOR)
     }
-    assert readers == {"hotrec.bench.job"}
-
-
-def test_the_reader_of_imports_sees_every_form(tmp_path: Path) -> None:
-    path = tmp_path / "module.py"
-    path.write_text(
-        "import numpy.linalg, torch as t\n"
-        "from typing import TYPE_CHECKING\n"
-        "from hotrec import artifact\n"
-        "from .chunks import Dataset\n"
-        "if TYPE_CHECKING:\n    import pyarrow\n"
-        "try:\n    import hydra\nexcept ImportError:\n    hydra = None\n"
-        "def read():\n    import torchrec\n"
-    )
-    seen = {(i.imported, i.is_eager) for i in imports_of("hotrec.data.module", path)}
-    assert seen == {
-        ("numpy.linalg", True),
-        ("torch", True),
-        ("typing", True),
-        ("hotrec.artifact", True),
-        ("hotrec.data.chunks", True),
-        ("pyarrow", False),
-        ("hydra", True),
-        ("torchrec", False),
-    }
+    of_enumerations = {"hotrec.report.read", "hotrec.train.schedule"}
+    assert below <= of_enumerations

@@ -14,7 +14,6 @@ import pytest
 
 from hotrec.cli.commands import COMMANDS
 from tests.policy.source import REPOSITORY
-from tests.policy.test_layers import ORDER
 
 README = REPOSITORY / "README.md"
 DOCS = REPOSITORY / "docs"
@@ -60,23 +59,9 @@ def test_the_api_page_has_every_public_name() -> None:
     assert sorted(shown) == public_names()
 
 
-def test_pictures_and_tables_hold_the_order_of_packages() -> None:
-    order = [name for name in ORDER if name != "__main__"]
-    drawn = re.findall(r'monospace"[^>]*>([\w, ]+)<', (DOCS / "_static" / "layers.svg").read_text())
-    table = re.findall(r"^\| (`hotrec\..*?`) \|", (DOCS / "api.md").read_text(), re.MULTILINE)
-    for rows in (drawn, table):
-        # Two names in a row stand in the order of imports, rows from the top down.
-        names = [re.findall(r"\b(?!hotrec\b)\w+", row) for row in rows]
-        assert [name for row in reversed(names) for name in row] == order
-
-
 def test_readme_names_every_command() -> None:
     text = README.read_text()
     assert [name for name in COMMANDS if f"hotrec {name}" not in text] == []
-
-
-def test_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= 150
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -113,17 +98,3 @@ def test_python_on_the_page_imports_what_it_uses(
             {node.id for node in of_code} - bound - names.keys() - modules - vars(builtins).keys()
         )
         assert [name for name in free if name[0].isupper() or name in USUAL] == [], code
-
-
-def test_walks_are_short_and_name_files_that_exist() -> None:
-    text = (DOCS / "how_it_works.md").read_text()
-    _, batch, plan = re.split(r"^### Walk of .*$", text, flags=re.MULTILINE)
-    for walk, most in ((batch, 15), (plan, 10)):
-        files = re.findall(r"^\d+\. `([\w/]+\.py)`", walk, re.MULTILINE)
-        assert 0 < len(files) <= most
-        assert [name for name in files if not (REPOSITORY / "hotrec" / name).exists()] == []
-
-
-@pytest.mark.parametrize("target", ["quickstart", "test", "lint", "docs", "bench", "clean", "help"])
-def test_make_help_names_the_target(target: str) -> None:
-    assert re.search(rf"^{target}:.*## \S", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
