@@ -6,21 +6,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from torch.autograd import DeviceType
 
-from benchmarks.gpu_day import curve, machinery, prediction, profiles, tbe, tiers, whole
+from benchmarks.gpu_day import curve, tbe, tiers, whole
 from benchmarks.gpu_day.__main__ import (
     REPOSITORY,
-    STAGES,
     Stage,
-    check_out,
     main,
     pack,
     parse,
@@ -85,12 +81,6 @@ def test_a_failed_part_is_recorded_and_made_again(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["parts"]["good"]["figure"] == 1
 
 
-def test_parts_of_other_code_are_not_kept(tmp_path: Path) -> None:
-    open_record(tmp_path / "1_x.json").part("good", lambda: {})
-    assert open_record(tmp_path / "1_x.json").parts
-    assert not open_record(tmp_path / "1_x.json", code="c2").parts
-
-
 def not_here() -> dict[str, Any]:
     raise NotHereError("no CUDA runtime")
 
@@ -142,21 +132,6 @@ record.part("bad", fail)
     assert not record.finish()
     # Started again by hand it is made again.
     assert set(open_record(tmp_path / "1_x.json").parts) == {"good"}
-
-
-def test_a_late_error_belongs_to_its_part(tmp_path: Path) -> None:
-    late = [True, False]
-
-    def settle() -> None:
-        if late.pop(0):
-            raise RuntimeError("an illegal memory access")
-
-    record = Record(tmp_path / "1_x.json", FACTS, {}, summarize, settle)
-    record.part("bad", lambda: {})
-    record.part("good", lambda: {})
-    assert {name: part["status"] for name, part in record.parts.items()} == {
-        "bad": "failed", "good": "ok",
-    }  # fmt: skip
 
 
 DYING = """
@@ -212,34 +187,12 @@ def test_a_call_goes_on_where_an_archive_ends(
     )
 
 
-def test_a_call_holds_every_stage() -> None:
-    # A call of ten minutes holds any of them.
-    assert max(stage.limit_s for stage in STAGES) <= 480
-    assert [stage.number for stage in STAGES] == list(range(len(STAGES)))
-
-
 def test_a_stage_whose_process_dies_is_recorded_with_the_end_of_its_log(tmp_path: Path) -> None:
     options = parse(["--out", str(tmp_path), "--stages", "1"])
     document = run_stage(Stage(7, "not_there", "Stage 7: none"), options)
     assert document["status"] == "failed"
     assert "No module named benchmarks.gpu_day.not_there" in document["log_tail"]
     assert "No module named" in (tmp_path / "7_not_there.md").read_text()
-
-
-def test_a_rehearsal_is_not_mixed_with_measurements(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "4_machinery.json").write_text(json.dumps({"facts": {"is_rehearsal": False}}))
-    check_out(parse(["--out", str(tmp_path)]))
-    assert main(["--rehearse", "--out", str(tmp_path)]) == 1
-    assert "expected documents of a rehearsal, got 4_machinery.json of" in capsys.readouterr().err
-
-
-def test_a_rehearsal_goes_to_a_temporary_directory() -> None:
-    assert "benchmarks" not in parse(["--rehearse"]).out.parts
-    assert parse([]).out.parts[-3:] == ("benchmarks", "results", "gpu_day")
-    with pytest.raises(SystemExit):
-        parse(["--stages", "1,10"])
 
 
 def tables(kind: OptimizerKind, tier: str, **kwargs: Any) -> tbe.Tables:
@@ -262,27 +215,6 @@ def test_memory_is_predicted_by_tier_and_optimizer() -> None:
     assert device == pytest.approx(0.1 * rows * (512 + 16) + 4 * rows + work, rel=1e-3)
 
 
-def test_host_memory_is_handed_out_without_overlap() -> None:
-    made = mock.Mock(side_effect=lambda like, sizes, is_host_mapped: torch.zeros(
-        sizes, dtype=like.dtype
-    ))  # fmt: skip
-    with mock.patch.object(torch.ops.fbgemm, "new_unified_tensor", made):
-        pool = tbe.HostPool(4096, CPU)
-        for _ in range(2):  # the second module lies over the first
-            with pool.serve():
-                new = torch.ops.fbgemm.new_unified_tensor
-                weights = new(torch.zeros(1), [100], is_host_mapped=True)
-                state = new(torch.zeros(1), [600], is_host_mapped=True)
-                weights.fill_(1.0)
-                state.fill_(2.0)
-                assert weights.dtype == torch.float32
-                assert float(weights.sum()) == 100.0
-                with pytest.raises(RuntimeError, match="expected at most 4096 bytes"):
-                    new(torch.zeros(1), [500], is_host_mapped=True)
-        assert torch.ops.fbgemm.new_unified_tensor is made
-    made.assert_called_once()
-
-
 def test_zipf_ids_are_skewed_scattered_and_different_by_table() -> None:
     ids = tbe.ZipfIds(1000, 1.05, CPU, seed=1).draw(2, 20000).view(2, -1)
     counts = [np.bincount(table.numpy(), minlength=1000) for table in ids]
@@ -291,10 +223,6 @@ def test_zipf_ids_are_skewed_scattered_and_different_by_table() -> None:
     share = 1 / sum(k**-1.05 for k in range(1, 1001))
     assert counts[0].max() / 20000 == pytest.approx(share, rel=0.1)
     assert all(count.argsort()[-10:].std() > 100 for count in counts)
-
-
-def test_zipf_ids_reach_every_row() -> None:
-    assert set(tbe.ZipfIds(12, 0.0, CPU, seed=1).draw(1, 2000).tolist()) == set(range(12))
 
 
 def test_cases_of_a_budget_cost_the_same_gpu_memory() -> None:
@@ -317,61 +245,6 @@ def test_cases_of_a_budget_cost_the_same_gpu_memory() -> None:
     assert len(cases) == whole.NUM_HOST_CASES - 1
     for name, plan in cases.items():
         assert cost(plan) == pytest.approx(budget, rel=1e-2), name
-
-
-def test_the_largest_tables_are_cut() -> None:
-    cut = machinery.cut_rows(machinery.MLPERF_ROWS, 12e9, 512)
-    assert 11.9e9 < 512 * sum(cut) <= 12e9
-    assert all(c == min(r, max(cut)) for c, r in zip(cut, machinery.MLPERF_ROWS, strict=True))
-    assert sum(machinery.MLPERF_IDS) == 214
-
-
-def test_multi_hot_batches_hold_what_mlperf_says() -> None:
-    samples = machinery.MultiHotTables([50, 9], [3, 1])
-    (batch,) = samples.batches(1, batch_size=4, rank=0, world_size=1)
-    assert batch.sparse.lengths().tolist() == [3] * 4 + [1] * 4
-    assert int(batch.sparse.values()[:12].max()) < 50
-    assert int(batch.sparse.values()[12:].max()) < 9
-
-
-def test_waits_of_the_steps_alone_are_counted() -> None:
-    def event(name: str, start: float, end: float, on: DeviceType = DeviceType.CPU) -> Any:
-        return SimpleNamespace(
-            name=name, device_type=on, time_range=SimpleNamespace(start=start, end=end)
-        )
-
-    events = [
-        event("cudaDeviceSynchronize", 0, 1),
-        event(profiles.STEPS, 15, 90, DeviceType.CUDA),  # the block, as the device's line shows it
-        event(profiles.STEPS, 10, 20),
-        event("cudaStreamSynchronize", 11, 12),
-        event("cudaStreamSynchronize", 13, 14),
-        event("aten::item", 12, 15),
-        event("Memcpy DtoH (Device -> Pinned)", 14, 15, DeviceType.CUDA),
-        event(profiles.WAITING_COPY, 16, 17, DeviceType.CUDA),
-        event("cudaDeviceSynchronize", 21, 22),  # the profiler's own
-    ]
-    assert profiles.count_waits(events) == {
-        "cudaStreamSynchronize": 2,
-        profiles.WAITING_COPY: 1,
-    }
-
-
-def test_errors_of_predictions() -> None:
-    part = {
-        "predicted_step_s": 1.1, "measured_step_s": 1.0, "predicted_device_bytes": 9,
-        "measured_device_bytes": 10,
-    }  # fmt: skip
-    assert prediction.errors(part) == (pytest.approx(0.1), pytest.approx(-0.1))
-    assert prediction.errors({**part, "measured_step_s": None})[0] is None
-
-
-def test_places_have_names_of_their_own() -> None:
-    assert [place.name for place in (*tiers.PLACES, tiers.FEW_SLOTS)] == [
-        "device memory", "UVM cache 10%", "UVM cache 10%, prefetch", "slots 10%",
-        "slots 10%, unique on the device", "mapped slots 10%", "UVM cache 1.5%, prefetch", "UVM",
-        "UVM cache 1.5%", "slots 1.5%",
-    ]  # fmt: skip
 
 
 def test_every_case_takes_the_same_host_memory() -> None:
@@ -433,14 +306,3 @@ def test_a_loss_that_is_no_number_parts_the_curves() -> None:
     assert "2 steps on the GPU and the CPU differ by at most 1.0e-07, in step 2" in summary.verdict
     parts["GPU"]["losses"] = [0.5, float("nan")]
     assert not curve.summarize(parts).is_ok
-
-
-@pytest.mark.parametrize("kind", [OptimizerKind.sgd, OptimizerKind.adam])
-def test_slots_take_the_bytes_of_a_cache(kind: OptimizerKind) -> None:
-    cache = tables(kind, tbe.UVM_CACHE, cache_frac=0.015)
-    slots = tables(kind, tbe.SLOTS, cache_frac=0.015)
-    bytes_of_slot = 4 * 128 * (3 if kind is OptimizerKind.adam else 1)
-    assert 0 <= cache.cache_bytes - slots.num_slots * bytes_of_slot < bytes_of_slot
-    # FBGEMM's cache also has a map of all rows.
-    difference = cache.memory(1000)[0] - slots.memory(1000)[0]
-    assert difference == 4 * 10 * 6_700_000

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import cpu_rows, host_bytes_page, networks_page, routing_speed
+from benchmarks import cpu_rows, networks_page
 from hotrec.bench.figures import Measured
 from hotrec.types import STAGES, OptimizerKind
 from tests.unit.bench.test_bench import document_of, figures_of, measured, one_step
@@ -24,16 +24,6 @@ def test_cpu_rows_measures_every_kernel() -> None:
     )
     assert set(times) == {"fbgemm_unpooled", "fbgemm_pooled", "hotrec"}
     assert all(0 < t["forward_s"] < 1 for t in times.values())
-
-
-def test_routing_speed_counts_every_id(capsys: pytest.CaptureFixture[str]) -> None:
-    routing_speed.main(
-        ["--bench", "smoke", "--batch-size", "30", "--multi-hot", "2", "--repeats", "1"]
-    )
-    (result,) = json.loads(capsys.readouterr().out)["results"]
-    assert result["num_ids"] == 5 * 30 * 2
-    assert 5 <= result["num_distinct_rows"] < result["num_ids"]
-    assert result["ids_per_core_s"] > 0
 
 
 def networks_document(step_s: float, exposed_frac: float) -> dict[str, Any]:
@@ -80,19 +70,3 @@ def test_two_hosts_says_why_it_is_skipped(tmp_path: Path) -> None:
     assert done.returncode == 77
     assert "skipped: network namespaces cannot be made here" in done.stderr
     assert "Operation not permitted" in done.stderr
-
-
-def test_host_bytes_are_of_a_host(tmp_path: Path) -> None:
-    case = {
-        "wire_bytes": 11.3e6,
-        "between_hosts_bytes_by_collective": {"all_reduce": 0.2e6},
-        "between_hosts_bound_bytes": 2.5e6,
-    }
-    document = {"data": {"zipf_exponent": 1.05}, "cases": {"two_levels": case}}
-    (tmp_path / "1gbit-w8-g4-b2048.json").write_text(json.dumps(document))
-    host_bytes_page.main([str(tmp_path / "page.md"), str(tmp_path)])
-    last = (tmp_path / "page.md").read_text().splitlines()[-1]
-    cells = [cell.strip() for cell in last.strip("|").split("|")]
-    assert cells[:4] == ["1.05", "2 x 4", "2,048", "two_levels"]
-    # Four ranks: 0.8 MB of dense layers and a bound of 10 MB.
-    assert cells[4:] == ["11.30", "0.80", "10.50", "10.00", "1.050"]

@@ -1,8 +1,7 @@
-"""Every configuration key, group, command and limit: its type, default, values and meaning.
+"""Every configuration key, group and command: its type and default.
 
-``configuration.md`` is the generated reference (``hotrec/config/reference.py``) of every root. A
-commit that changes it (HOTREC_UPDATE_GOLDEN=1) says which key moved, was added or dropped, and has
-a line in CHANGELOG.md.
+A commit that changes ``configuration.md`` (HOTREC_UPDATE_GOLDEN=1) says which key moved, was added
+or dropped.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ def test_the_interface_is_the_recorded_one() -> None:
 
 def commands() -> str:
     lines = (
-        f"{name}: {command.summary} (root {command.config_name}; first word {command.first!r}; "
-        f"{'parallel; ' if command.is_parallel else ''}sections {', '.join(command.sections)})"
+        f"{name}: root {command.config_name}, first word {command.first!r}"
+        f"{', parallel' if command.is_parallel else ''}"
         for name, command in COMMANDS.items()
     )
     return "\n".join(["# Commands", *lines, ""])
@@ -50,5 +49,5 @@ def choices(group: str) -> str:
 
 
 def table(title: str, keys: list[Key]) -> str:
-    lines = (f"{key.name} ({key.values}; default {key.default}): {key.meaning}" for key in keys)
+    lines = (f"{key.name}: {key.values}; default {key.default}" for key in keys)
     return "\n".join([f"# {title}", *lines, ""])
