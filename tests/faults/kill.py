@@ -94,7 +94,7 @@ def _stages() -> list[Stage]:
     ]
     stages.append(Stage(works("kill/evaluate", EVALUATE, check=_same_quality), "runs/evaluate/*"))
     for ranks in (1, 2, 3):
-        words = f"{STEPS} launch.num_ranks={ranks} trainer.save_in_background={ranks > 1}"
+        words = f"{STEPS} launch.num_ranks={ranks}"
         case = works(
             f"kill/train-{ranks}",
             words,

@@ -14,7 +14,7 @@ from tests.faults.process import REPOSITORY
 from tests.faults.table import all_cases
 
 NAMES = [case.name for case in all_cases() if case.is_fast]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,3 @@ def test_case(name: str, results: dict[str, dict[str, Any]]) -> None:
     if result["verdict"] == "skipped":
         pytest.skip(result["reasons"][0])
     assert result["verdict"] == "ok", "\n".join([*result["reasons"], result["got"]])
-
-
-def test_table_is_large() -> None:
-    assert len(all_cases()) >= 400

@@ -21,7 +21,7 @@ TINY = (
     "trainer.timeout_s=60 trainer.num_epochs=3"
 )
 PREPARE, PROFILE = f"prepare {TINY}", f"profile {TINY}"
-PLAN = f"plan {TINY} placement=coverage plan.sensitivity=false"
+PLAN = f"plan {TINY} placement=coverage"
 TRAIN = f"train {TINY} placement=saved trainer.max_steps=16"
 DATASET, PROFILED, PARTITION = "data/tiny/dataset", "data/tiny/profile", "data/tiny/partition"
 COSTS, ONE, TWO = "data/costs", "runs/one", "runs/two"

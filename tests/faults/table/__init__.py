@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.faults.case import Case
-from tests.faults.table import artifacts, config, data, growth, runs, serving
+from tests.faults.table import artifacts, data, growth, runs, serving
 
 
 def all_cases() -> list[Case]:
@@ -12,7 +12,7 @@ def all_cases() -> list[Case]:
     Raises:
         ValueError: if two have one name.
     """
-    parts = (runs, config, data, growth, artifacts, serving)
+    parts = (runs, data, growth, artifacts, serving)
     cases = [case for part in parts for case in part.CASES]
     names = [case.name for case in cases]
     twice = sorted({name for name in names if names.count(name) > 1})

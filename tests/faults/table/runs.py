@@ -31,7 +31,6 @@ from tests.faults.case import (
     works,
 )
 from tests.faults.table.artifacts import CHECKPOINT, GO_ON, READERS
-from tests.faults.table.config import CALIBRATE
 from tests.faults.table.data import LOG, log, table
 from tests.faults.workspace import (
     COSTS,
@@ -56,6 +55,8 @@ from tests.faults.workspace import (
     same_tensors,
     whole,
 )
+
+CALIBRATE = f"calibrate {TINY} calibrate.cap_mib=1 calibrate.max_bytes=4096 calibrate.repeats=3"
 
 if TYPE_CHECKING:
     from tests.faults.process import Running
@@ -143,8 +144,6 @@ def _resume_cases() -> Iterator[Case]:
     # Neither the moves nor the stop between two of them changes a loss or a row.
     yield works("resume/in-halves-adaptive", f"{TWO_RANKS} {adaptive} trainer.max_steps=8\n{TWO_RANKS} {adaptive}", check=same_run("runs/new", TWO), limit_s=90, **NEW)
     yield works("resume/from-other-run", f"{TRAIN} trainer.resume={ONE}/{FIRST}", check=same_tensors("runs/new", ONE), **NEW)
-    background = f"{TWO_RANKS} trainer.save_every_steps=2 trainer.save_in_background=true"
-    yield works("resume/in-halves-background", f"{background} trainer.max_steps=8\n{background}", check=same_run("runs/new", TWO), limit_s=90, **NEW)
     warm, layer = f"{TRAIN} trainer.warm_start={ONE}", "model.over_layer_sizes=[16,1]"
     yield refused("resume/warm-dim", f"{warm} model.embedding_dim=8 model.dense_layer_sizes=[8,8]", "embedding_dim|shape", **NEW)
     yield refused("resume/warm-layer", f"{warm} {layer}", "warm_start_names", **NEW)
