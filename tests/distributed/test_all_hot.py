@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,44 +37,31 @@ NUM_STEPS = 24
 
 
 def find(folder: Path, dataset: str, output: str) -> AllHotSamples:
-    return write_all_hot(
-        Dataset.open(folder / dataset),
-        "train",
-        PARTITION,
-        partition_hash="p",
-        output=folder / output,
-    )
+    source = Dataset.open(folder / dataset)
+    return write_all_hot(source, "train", PARTITION, partition_hash="p", output=folder / output)
 
 
 def check_samples(folder: Path) -> None:
     """Shares of ranks make the same whole as one process; both kinds reach every rank alike."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     samples = find(folder, "d", f"w{world_size}")
-    hashes = all_gather_object(samples.artifact.content_hash)
-    assert len(set(hashes)) == 1
-    assert samples.artifact.content_hash == read_artifact(folder / "alone", kind=KIND).content_hash
+    alone = read_artifact(folder / "alone", kind=KIND).content_hash
+    assert all_gather_object(samples.artifact.content_hash) == [alone] * world_size
     assert 0 < sum(samples.num_all_hot) < NUM_SAMPLES
     steps = count_steps_of_kinds(samples, batch_size=4, world_size=world_size)
     loaders = [
         make_loader(
-            folder / "d",
-            "train",
-            batch_size=4,
-            rank=rank,
-            world_size=world_size,
-            seed=1,
-            epochs=2,
+            folder / "d", "train", batch_size=4, rank=rank, world_size=world_size, seed=1, epochs=2,
             subset=samples.subset(is_all_hot=kind),
         )
         for kind in (True, False)
-    ]
+    ]  # fmt: skip
     batches = list(AlternatingLoader(loaders[0], loaders[1], Alternation(*steps)))
-    assert len(batches) == 2 * sum(steps)
     kinds = all_gather_object([(batch.is_all_hot, batch.num_global_samples) for batch in batches])
     assert kinds == [kinds[0]] * world_size
     assert sum(is_all_hot for is_all_hot, _ in kinds[0]) == 2 * steps[0]
     for epoch in (0, 1):
-        of_epoch = batches[epoch * sum(steps) : (epoch + 1) * sum(steps)]
+        of_epoch = batches[epoch * sum(steps) :][: sum(steps)]
         mine = [int(n) for b in of_epoch for n in b.dense[b.weights > 0, 0]]
         assert sorted(sum(all_gather_object(mine), [])) == list(range(NUM_SAMPLES))
 
@@ -87,15 +74,10 @@ def check_fault_reaches_all_ranks(folder: Path) -> None:
     assert not (folder / "never").exists()
 
 
-@dataclass
-class Run:
-    """A run of tiny batches, all-hot ones and mixed ones from loaders of their own."""
-
-    rates: list[float]
-    result: TrainResult
-
-
-def train_tiny(folder: Path, *, num_steps: int = NUM_STEPS, **kwargs: Any) -> Run:
+def train_tiny(
+    folder: Path, *, num_steps: int = NUM_STEPS, **kwargs: Any
+) -> tuple[TrainResult, list[float]]:
+    """A run of all-hot and mixed batches, and the rates of its blocks after each evaluation."""
     model, optimizer = build_tiny(lr=0.6)  # so high that the loss goes up and down
     torch.manual_seed(5 + dist.get_rank())
     alternation = Alternation(6, 6, patience=1)
@@ -103,46 +85,35 @@ def train_tiny(folder: Path, *, num_steps: int = NUM_STEPS, **kwargs: Any) -> Ru
         TinyLoader(num_batches=12, seed=1), TinyLoader(num_batches=12, seed=2), alternation
     )
     rates = []
-    take = alternation.add_quality
 
     def add_quality(*args: Any) -> None:
-        take(*args)
+        Alternation.add_quality(alternation, *args)
         rates.append(alternation.rate)
 
     alternation.add_quality = add_quality  # type: ignore[method-assign]
     result = train_model(
-        model,
-        optimizer,
-        loader,
-        this_rank(),
-        num_steps=num_steps,
-        cadence=Cadence(log_every=1, eval_every=2),
-        lr_factor=Schedule(),
+        model, optimizer, loader, this_rank(), num_steps=num_steps,
+        cadence=Cadence(log_every=1, eval_every=2), lr_factor=Schedule(),
         eval_batches={"valid": TinySplit(num_batches=2, seed=4)},
-        alternation=alternation,
-        run_dir=folder,
-        **kwargs,
-    )
-    return Run(rates, result)
+        alternation=alternation, run_dir=folder, **kwargs,
+    )  # fmt: skip
+    return result, rates
 
 
 def check_training(folder: Path) -> None:
     """Every rank decides alike; a run that stops, wherever, goes on as if it had not."""
-    whole = train_tiny(folder / "whole")
-    assert all_gather_object(whole.rates) == [whole.rates] * dist.get_world_size()
-    assert len(whole.rates) == NUM_STEPS // 2 - 1  # the last evaluation is the end's
-    assert len(set(whole.rates)) > 2, whole.rates
+    whole, rates = train_tiny(folder / "whole")
+    assert all_gather_object(rates) == [rates] * dist.get_world_size()
+    assert len(set(rates)) > 2, rates
     for stop in (7, 8):  # between evaluations, and where one is due
-        checkpoints = Checkpoints(folder / f"checkpoints-{stop}", facts={})
-        first = train_tiny(folder / f"cut-{stop}", num_steps=stop, checkpoints=checkpoints)
+        to = Checkpoints(folder / f"checkpoints-{stop}", facts={})
+        _, first = train_tiny(folder / f"cut-{stop}", num_steps=stop, checkpoints=to)
         dist.barrier()
-        path = find_latest(checkpoints.directory)
-        resumed = train_tiny(
-            folder / f"cut-{stop}", checkpoints=replace(checkpoints, resume_from=path)
-        )
-        assert first.rates + resumed.rates == whole.rates
+        to = replace(to, resume_from=find_latest(to.directory))
+        resumed, rest = train_tiny(folder / f"cut-{stop}", checkpoints=to)
+        assert first + rest == rates
         for name in ("loss", "auc", "log_loss", "num_samples"):
-            assert resumed.result.summary[name] == whole.result.summary[name], (stop, name)
+            assert resumed.summary[name] == whole.summary[name], (stop, name)
 
 
 CHECKS: dict[int, list[Callable[[Path], None]]] = {
@@ -159,9 +130,9 @@ def run_checks(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_ranks(tmp_path: Path) -> None:
-    write_dataset(tmp_path / "d", {"train": NUM_SAMPLES})
-    write_dataset(tmp_path / "bad", {"train": NUM_SAMPLES})
+def test_all_hot_samples_on_ranks(tmp_path: Path) -> None:
+    for name in ("d", "bad"):
+        write_dataset(tmp_path / name, {"train": NUM_SAMPLES})
     (tmp_path / "bad" / "chunks" / "train-00001.arrow").write_bytes(b"nothing of Arrow")
     recommit(tmp_path / "bad")
     find(tmp_path, "d", "alone")
