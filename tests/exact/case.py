@@ -413,7 +413,7 @@ def fit(case: Case) -> Case:
         put(partition="all_hot", placement="row_wise")
     if case.is_torchrecs and case.output == "bags":
         put(partition="all_cold", tier="device", levels="one", micro_batches=False, depth=1)
-        put(is_spread=False, route_in_loader=False, order="as_read", twin="")
+        put(is_spread=False, route_in_loader=False, twin="")
         if case.pipeline == "look_ahead":
             put(pipeline="sparse_dist")
         # FBGEMM has a sum for each row of each piece of columns.
@@ -444,7 +444,8 @@ def fit(case: Case) -> Case:
     if case.adapt:  # counted by the ranks
         put(route_in_loader=False, order="as_read", steps=8, batches="drift")
     is_exchanged = case.partition != "all_hot" and case.placement in ("row_wise", "table_wise")
-    if case.num_ranks == 1 or not is_exchanged or case.output == "packed":
+    is_owned = is_exchanged or case.order != "by_owner"
+    if case.num_ranks == 1 or not is_owned or case.output == "packed":
         put(order="as_read")
     if case.num_ranks == 1 or case.skip:
         put(wire="fp32")

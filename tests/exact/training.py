@@ -270,12 +270,14 @@ class Training:
         self.case = case or self.case
         if self.case.pipeline == "in_line":
             return self._train(self._step_in_line, lambda: None, lambda: None)
-        pipeline = self._pipeline = self._pipeline or self._make_pipeline()
+        pipeline = self.pipeline()
         return self._train(
             lambda batches, _: pipeline.progress(batches)[0], pipeline.start, pipeline.flush
         )
 
-    def _make_pipeline(self) -> Pipeline:
+    def pipeline(self) -> Pipeline:
+        if self._pipeline is not None:
+            return self._pipeline
         spec = PipelineSpec(
             PipelineKind[self.case.pipeline],
             WireType[self.case.wire],
@@ -283,10 +285,11 @@ class Training:
             window=self.case.window,
             micro_batches=self.case.micro_batches,
         )
-        return make_pipeline(
+        self._pipeline = make_pipeline(
             spec, self.model, self.optimizer, self.device, self.case.clip or None,
             hot_exchange=HotExchange[self.case.exchange],
         )  # fmt: skip
+        return self._pipeline
 
     def _train(self, step_on: Callable[..., Any], start: Any, flush: Any) -> list[float]:
         losses: list[torch.Tensor] = []
