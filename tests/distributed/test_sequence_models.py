@@ -23,6 +23,7 @@ from hotrec.assemble.constraints import torchrec_constraints
 from hotrec.assemble.job import architecture_of
 from hotrec.assemble.machine import make_machine
 from hotrec.assemble.model import ModelSpec
+from hotrec.assemble.order import by_owner
 from hotrec.assemble.trainable import assemble
 from hotrec.config.data import ColumnKind, ColumnSpec, Encoding, TableSpec
 from hotrec.config.groups import (
@@ -116,6 +117,7 @@ class Way:
     tier: ColdTier = ColdTier.auto  # of TorchRec's plans
     is_routed_by_loader: bool = False
     by_tokens: bool = False
+    by_owner: bool = False
     clip: float | None = None
     precision: Precision = Precision.fp32
     is_compiled: bool = False
@@ -160,6 +162,10 @@ WAYS = [
         precision=Precision.bf16 if at % 5 == 4 else of.precision,
     )
     for at, of in enumerate(WAYS)
+]
+ORDERS = [
+    replace(way("hstu", "look_ahead"), by_tokens=True),
+    replace(way("dlrm", "sparse_dist"), by_owner=True),
 ]
 
 
@@ -325,10 +331,13 @@ def train(
     made = assemble(of.spec(dataset.schema), plan, placed, machine, of.device)
     hot_set = AdaptiveHotSet(made.model, made.optimizer) if of.is_adaptive else None
     found = Found([], {}, gather_tables(made.model))
+    assign = ByTokens(dataset.schema.feature_names, WORK) if of.by_tokens else None
+    if of.by_owner and placed is not None:
+        assign = by_owner(dataset.schema, placed, made.sharding)
     loader = make_loader(
         dataset.artifact.path, "train", batch_size=batch_size, rank=rank, world_size=world_size,
         shuffle=False, epochs=1, transform=made.route, pin_memory=of.device.type == "cuda",
-        assign=ByTokens(dataset.schema.feature_names, WORK) if of.by_tokens else None,
+        assign=assign,
     )  # fmt: skip
     first, last = 0, NUM_STEPS if saved is None else SEGMENT
     if resumed is not None:
@@ -381,10 +390,24 @@ def check_ways(dataset_path: Path, ways: list[Way]) -> list[str]:
     return failures
 
 
+def check_orders(dataset_path: Path) -> list[str]:
+    """Which rank gets a sample changes no training, and a run that stops goes on bit for bit."""
+    dataset, failures = Dataset.open(dataset_path), check_ways(dataset_path, ORDERS)
+    for at, of in enumerate(ORDERS):
+        path, found = dataset_path.parent / f"{at}-{dist.get_world_size()}", train(dataset, of)
+        train(dataset, of, saved=path)
+        resumed = train(dataset, of, resumed=path / f"step-{SEGMENT:08d}")
+        if resumed.losses != found.losses[SEGMENT:]:
+            failures.append(f"{of}: {resumed.losses}, expected the end of {found.losses}")
+    return failures
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_models_train_as_in_one_process(world_size: int, tmp_path: Path) -> None:
     path = prepare_log(tmp_path)
     ways = on_ranks(WAYS, world_size)
+    for failures in run_ranks(check_orders, world_size, timeout_s=100, dataset_path=path):
+        assert not failures, "\n".join(failures)
     for failures in run_ranks(check_ways, world_size, timeout_s=280, dataset_path=path, ways=ways):
         assert not failures, "\n".join(failures)
 

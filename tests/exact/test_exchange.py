@@ -72,6 +72,12 @@ def bf16_halves_the_bytes() -> None:
         assert 0.5 <= bf16["all_to_all"] / fp32["all_to_all"] < 0.7, place
 
 
+def samples_with_the_owners_of_their_rows_send_less() -> None:
+    case = replace(CASE, hosts="0" * dist.get_world_size(), batches="drawn", partition="all_cold")
+    as_read, by_owner = (bytes_of(replace(case, order=order)) for order in ("as_read", "by_owner"))
+    assert 0 < by_owner["all_to_all"] < 0.95 * as_read["all_to_all"], (by_owner, as_read)
+
+
 def a_replica_that_differs_is_found_on_all_ranks() -> None:
     case = replace(CASE, hosts="0" * dist.get_world_size(), is_uniform_dim=False)
     with Training(case) as training:
@@ -110,6 +116,7 @@ CHECKS: dict[int, list[Callable[[], None]]] = {
     2: [
         *(MESSAGES + HOT),
         bf16_halves_the_bytes,
+        samples_with_the_owners_of_their_rows_send_less,
         a_replica_that_differs_is_found_on_all_ranks,
         gradients_keep_their_memory,
         backward_raises_what_the_reduction_raised,  # last: DDP is of no more use
