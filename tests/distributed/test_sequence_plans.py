@@ -32,7 +32,7 @@ from hotrec.planner.plan import SplitTables
 from hotrec.planner.predict import predict_shardings, predict_split
 from hotrec.planner.situation import Situation, TableShape, build_situation
 from hotrec.program.tables import default_sharders
-from hotrec.runtime.traffic import count_sent_bytes, find_distinct_rows, lower_bound_bytes
+from hotrec.runtime.traffic import count_sent_bytes
 from hotrec.types import (
     Partition,
     PipelineKind,
@@ -154,15 +154,6 @@ def compare() -> None:
         sent = counted_bytes(placement, kind.value)
         predicted = predict_split(SplitTables(HOT, tables), PipelineSpec(kind), on).step
         assert predicted.total_sent_bytes == pytest.approx(sum(sent.values()), rel=0.05), kind
-    # Without hot rows, the bound of exact training.
-    table_of = {feature: (name, DIM) for name, found in FEATURES.items() for feature in found}
-    bounds = []
-    for batch in batches(dist.get_rank()):
-        distinct = {d: u.numel() for d, u in find_distinct_rows(batch.sparse, table_of).items()}
-        bounds.append(lower_bound_bytes(distinct, 2, num_dense_values=NUM_DENSE))
-    of = predict_split(SplitTables({}, tables), PipelineSpec(), on).step.sent_bytes
-    found = sum(of[stage] for stage in ("rows_exchange", "grads_exchange", "other"))
-    assert found == pytest.approx(np.mean(bounds), rel=0.02)
 
 
 def test_bytes_of_sequences_are_those_of_real_steps() -> None:

@@ -45,6 +45,7 @@ from tests.helpers.samples import only_whole
 CASE = Case(hosts="00", seed=1, partition="half", optimizer="sgd", batches="same_rows")
 PLACES = (
     {"partition": "all_cold"},
+    {"pipeline": "look_ahead"},
     {"placement": "mixed"},
     {"partition": "all_cold", "placement": "torchrec planner"},
 )
@@ -54,10 +55,8 @@ def bytes_of(case: Case) -> dict[str, int]:
     """What all ranks send in a step, by collective."""
     with Training(case) as training:
         training.train()  # the first steps set up what is sent
-        training.optimizer.zero_grad()
-        batch = training.batch(2)
         with count_sent_bytes() as traffic:
-            training.model(batch)[0].backward()
+            training.train(replace(case, first=6, steps=1))
     total = torch.tensor([traffic.sent_bytes[name] for name in sorted(traffic.sent_bytes)])
     dist.all_reduce(total)
     return dict(zip(sorted(traffic.sent_bytes), total.tolist(), strict=True))
@@ -68,8 +67,9 @@ def bf16_halves_the_bytes() -> None:
     for place in PLACES:
         case = replace(CASE, hosts="0" * dist.get_world_size(), batches="drawn", **place)
         fp32, bf16 = (bytes_of(replace(case, wire=wire)) for wire in ("fp32", "bf16"))
-        assert 2 * bf16["all_reduce"] == fp32["all_reduce"] > 0, place
-        assert 0.5 <= bf16["all_to_all"] / fp32["all_to_all"] < 0.7, place
+        assert sum(bf16.values()) < 0.55 * sum(fp32.values()), place
+        if "pipeline" not in place:  # in line dense gradients travel by other collectives
+            assert bf16["all_to_all"] < 0.75 * fp32["all_to_all"], place
 
 
 def samples_with_the_owners_of_their_rows_send_less() -> None:
@@ -112,7 +112,7 @@ def backward_raises_what_the_reduction_raised() -> None:
 
 
 CHECKS: dict[int, list[Callable[[], None]]] = {
-    1: MESSAGES[:3],
+    1: MESSAGES,
     2: [
         *(MESSAGES + HOT),
         bf16_halves_the_bytes,
