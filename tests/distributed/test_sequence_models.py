@@ -19,24 +19,13 @@ from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.assemble.constraints import torchrec_constraints
 from hotrec.assemble.job import architecture_of
 from hotrec.assemble.machine import make_machine
 from hotrec.assemble.model import ModelSpec
 from hotrec.assemble.order import by_owner
 from hotrec.assemble.trainable import assemble
+from hotrec.config import groups
 from hotrec.config.data import ColumnKind, ColumnSpec, Encoding, TableSpec
-from hotrec.config.groups import (
-    Dcnv2Config,
-    DeepFmConfig,
-    DinConfig,
-    DlrmConfig,
-    HstuConfig,
-    MmoeConfig,
-    ModelConfig,
-    OwnModelConfig,
-    SasrecConfig,
-)
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
 from hotrec.data.prepare import prepare
@@ -45,7 +34,6 @@ from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.dense import set_up_dense_layers
-from hotrec.models.plain import Attention
 from hotrec.models.zoo import build_architecture
 from hotrec.planner.plan import TorchrecTables
 from hotrec.planner.propose import unpredicted
@@ -83,26 +71,21 @@ STALE = Placement.alike(Partition(NUM_ROWS, {"videos": np.arange(15, 20)}))
 CACHED = Placement(
     HOT.partition, dict.fromkeys(NUM_ROWS, TablePlacement(tier=Tier.CACHED, cache_load_frac=0.95))
 )
-LAYERED: dict[str, Any] = {
-    "embedding_dim": 8,
-    "dense_layer_sizes": [5, 8],
-    "over_layer_sizes": [6, 1],
-}
-SIZES: dict[str, Any] = {"embedding_dim": 8, "over_layer_sizes": [6, 1], "max_length": 4}
+OVER: dict[str, Any] = {"embedding_dim": 8, "over_layer_sizes": [6, 1]}
+LAYERED: dict[str, Any] = {**OVER, "dense_layer_sizes": [5, 8]}
+SIZES: dict[str, Any] = {**OVER, "max_length": 4}
 ROLES: dict[str, Any] = {
-    "history": {"seen": "video"},
-    "side": ["seen_actions"],
-    "context": ["user"],
-}
-MODELS: dict[str, ModelConfig] = {
-    "dlrm": DlrmConfig(**LAYERED),
-    "dcnv2": Dcnv2Config(**LAYERED, cross_num_layers=2, cross_low_rank_dim=3),
-    "deepfm": DeepFmConfig(**LAYERED, deep_layer_sizes=[6, 5]),
-    "mmoe": MmoeConfig(**LAYERED, num_experts=3, expert_layer_sizes=[6, 5]),
-    "din": DinConfig(**LAYERED, attention={"last": "video"}, attention_layer_sizes=[6]),
-    "hstu": HstuConfig(**SIZES, **ROLES, attention_dim=4, linear_dim=6),
-    "sasrec": SasrecConfig(**SIZES, **ROLES, num_layers=1),
-    "own": OwnModelConfig(embedding_dim=8, _target_=f"{__name__}.Decayed"),
+    "history": {"seen": "video"}, "side": ["seen_actions"], "context": ["user"],
+}  # fmt: skip
+MODELS: dict[str, groups.ModelConfig] = {
+    "dlrm": groups.DlrmConfig(**LAYERED),
+    "dcnv2": groups.Dcnv2Config(**LAYERED, cross_num_layers=2, cross_low_rank_dim=3),
+    "deepfm": groups.DeepFmConfig(**LAYERED, deep_layer_sizes=[6, 5]),
+    "mmoe": groups.MmoeConfig(**LAYERED, num_experts=3, expert_layer_sizes=[6, 5]),
+    "din": groups.DinConfig(**LAYERED, attention={"last": "video"}, attention_layer_sizes=[6]),
+    "hstu": groups.HstuConfig(**SIZES, **ROLES, attention_dim=4, linear_dim=6),
+    "sasrec": groups.SasrecConfig(**SIZES, **ROLES, num_layers=1),
+    "own": groups.OwnModelConfig(embedding_dim=8, _target_=f"{__name__}.Decayed"),
 }
 
 
@@ -155,12 +138,9 @@ WAYS = [
     way("dlrm", "sparse_dist", TorchrecPlan.hand_tuned),
 ]
 # Of every model and pipeline some are clipped, in bf16 or both.
+PRECISIONS = (*[Precision.fp32] * 4, Precision.bf16)
 WAYS = [
-    replace(
-        of,
-        clip=(None, None, CLIP)[at % 3],
-        precision=Precision.bf16 if at % 5 == 4 else of.precision,
-    )
+    replace(of, clip=(None, None, CLIP)[at % 3], precision=PRECISIONS[at % 5])
     for at, of in enumerate(WAYS)
 ]
 ORDERS = [
@@ -386,28 +366,19 @@ def check_ways(dataset_path: Path, ways: list[Way]) -> list[str]:
             without = train_plain(replace(of, clip=None).spec(dataset.schema), found.before)
             assert without[0][-1] != expected[0][-1], of
         assert (found.num_moved > 0) == of.is_adaptive
+        if of in ORDERS:  # a run that stops goes on bit for bit
+            path = dataset_path.parent / f"{of.model}-{dist.get_world_size()}"
+            train(dataset, of, saved=path)
+            resumed = train(dataset, of, resumed=path / f"step-{SEGMENT:08d}")
+            assert resumed.losses == found.losses[SEGMENT:], of
         failures += [f"{of}: {said}"] * bool(said)
-    return failures
-
-
-def check_orders(dataset_path: Path) -> list[str]:
-    """Which rank gets a sample changes no training, and a run that stops goes on bit for bit."""
-    dataset, failures = Dataset.open(dataset_path), check_ways(dataset_path, ORDERS)
-    for at, of in enumerate(ORDERS):
-        path, found = dataset_path.parent / f"{at}-{dist.get_world_size()}", train(dataset, of)
-        train(dataset, of, saved=path)
-        resumed = train(dataset, of, resumed=path / f"step-{SEGMENT:08d}")
-        if resumed.losses != found.losses[SEGMENT:]:
-            failures.append(f"{of}: {resumed.losses}, expected the end of {found.losses}")
     return failures
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_models_train_as_in_one_process(world_size: int, tmp_path: Path) -> None:
     path = prepare_log(tmp_path)
-    ways = on_ranks(WAYS, world_size)
-    for failures in run_ranks(check_orders, world_size, timeout_s=100, dataset_path=path):
-        assert not failures, "\n".join(failures)
+    ways = [*on_ranks(WAYS, world_size), *ORDERS]
     for failures in run_ranks(check_ways, world_size, timeout_s=280, dataset_path=path, ways=ways):
         assert not failures, "\n".join(failures)
 
@@ -426,21 +397,3 @@ def test_compiled_layers_train_as_eager_ones(
     path = prepare_log(tmp_path)
     for failures in run_ranks(check_ways, 2, timeout_s=280, dataset_path=path, ways=ways):
         assert not failures, "\n".join(failures)
-
-
-def test_attention_is_that_of_the_formula() -> None:
-    """DIN's, with a loop over the ids of a sample; places without an id add nothing."""
-    vectors = torch.randn(5, 4, 2)  # dense, item, two places
-    vectors[0, 2:] = 0
-    layer = Attention(["item", "p1", "p2"], 2, [("item", ["p1", "p2"])], [3], "cpu")
-    for sample, found in zip(vectors, layer(vectors), strict=True):
-        total = torch.zeros(2)
-        for key in sample[2:]:
-            parts = torch.cat([sample[1], key, sample[1] - key, sample[1] * key])
-            total += layer.weights[0](parts) * key * bool(key.any())
-        torch.testing.assert_close(found, torch.cat([sample[0], sample[1], total]))
-
-
-def test_data_parallel_sequences_of_torchrec_are_refused_on_cpu() -> None:
-    with pytest.raises(ValueError, match=r"^placement\.plan: .* got hand_tuned"):
-        torchrec_constraints([], TorchrecPlan.hand_tuned, batch_size=8, may_replicate=False)

@@ -165,22 +165,6 @@ def every_reduction_gives_the_mean() -> None:
             check_means(make_reducer(shapes, exchange, wire_type), shapes, wire_type)
 
 
-def sums_are_in_the_order_of_ranks() -> None:
-    """So that replicas have the same bits whatever the others touch, by two reductions."""
-    rank, size = world()
-    for case in SLOTS if size > 1 else ():
-        for exchange in (HotExchange.touched_rows, HotExchange.owners):
-            found = make_reducer(SHAPES, exchange, WireType.fp32).reduce(
-                touched_by(SHAPES, case, rank)
-            )
-            for at, (slots, grad) in enumerate(found):
-                total = torch.zeros(SHAPES[at])
-                for peer in range(size):
-                    of_peer, of_rows = touched_by(SHAPES, case, peer)[at]
-                    total[of_peer] += of_rows / size
-                assert torch.equal(grad, total[slots])
-
-
 def slots_survive_a_rounding_wire() -> None:
     """Beyond what 16-bit floats can hold."""
     rank, size = world()
@@ -233,7 +217,6 @@ def dense_finds_the_union_by_the_shorter_message() -> None:
 
 HOT: list[Callable[[], None]] = [
     every_reduction_gives_the_mean,
-    sums_are_in_the_order_of_ranks,
     slots_survive_a_rounding_wire,
     formulas_are_what_is_sent_and_auto_sends_least,
     dense_finds_the_union_by_the_shorter_message,
