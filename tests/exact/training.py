@@ -68,7 +68,7 @@ from hotrec.types import (
     TorchrecPlan,
     WireType,
 )
-from tests.distributed.setups import pretend_hosts, shard_task
+from tests.distributed.setups import gather, pretend_hosts, shard_task
 from tests.exact import reference
 from tests.exact.case import Case, Samples, draw_samples
 from tests.exact.reference import (
@@ -322,6 +322,11 @@ class Training:
             return loss
         self.optimizer.zero_grad()
         loss = self.model(next(batches))[0]
+        if self.case.evaluate:  # which disturbs nothing, here too
+            self.model.eval()
+            with torch.no_grad():
+                self.model(self.batch(2000 + step))
+            self.model.train()
         loss.backward()
         if not (self.case.skip and step == 2):
             if self.case.clip:
@@ -403,7 +408,12 @@ class Found:
     def _train(self, case: Case) -> Result:
         with Training(case) as training:
             losses = training.train()
-            self.num_moved += sum(decision.num_moved for decision in training.decisions)
+            found = training.decisions
+            assert all(0 <= one.hot_share <= one.best_share <= 1 for one in found), found
+            moved = [decision.num_moved for decision in found]
+            assert max(moved, default=0) <= MAX_MOVED
+            assert gather(moved) == [moved] * case.num_ranks  # all ranks decide alike
+            self.num_moved += sum(moved)
             return losses, training.weights()
 
 
