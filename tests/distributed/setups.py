@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,9 @@ from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
-from hotrec.models.zoo import build_architecture
 from hotrec.planner.machine import Machine
 from hotrec.runtime.ranks import Ranks
-from hotrec.types import ColdTier, ModelKind, OptimizerKind, Partition, TorchrecPlan
-from tests.helpers.dense import shape_of
+from hotrec.types import ColdTier, OptimizerKind, Partition, TorchrecPlan
 
 NUM_DENSE = 3
 NUM_ROWS = {"t0": 40, "t1": 12, "t2": 7, "t3": 90}
@@ -43,7 +41,11 @@ LIMITS = {"a": 40, "b": 40, "c": 12, "d": 7, "e": 90}
 GLOBAL_BATCH = 24
 # The batches read the first rows most.
 _HOT = {table: np.random.default_rng(3).permutation(min(10, n)) for table, n in NUM_ROWS.items()}
-PARTITIONS = {"mixed": Partition(NUM_ROWS, _HOT)}
+PARTITIONS = {
+    "all_cold": Partition(NUM_ROWS),
+    "all_hot": Partition(NUM_ROWS, {table: np.arange(rows) for table, rows in NUM_ROWS.items()}),
+    "mixed": Partition(NUM_ROWS, _HOT),
+}
 
 
 class ClickModel(nn.Module):
@@ -173,45 +175,6 @@ def build(
     model = shard_task(task, sharder, constraints, device=device, seed=seed)
     dense = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1)
     return Setup(model, make_optimizer(model, spec, dense), getattr(collection, "router", None))
-
-
-# Models of ``hotrec.models`` on tables of one dimension, one id of each table in a sample.
-ZOO_DIM = 4
-
-
-def zoo_tables(num_rows: Mapping[str, int]) -> list[EmbeddingBagConfig]:
-    return [
-        EmbeddingBagConfig(name=t, num_embeddings=n, embedding_dim=ZOO_DIM, feature_names=[t])
-        for t, n in num_rows.items()
-    ]
-
-
-def zoo_model(kind: ModelKind, embeddings: nn.Module, num_labels: int = 1) -> nn.Module:
-    configs = embeddings.embedding_bag_configs()  # type: ignore[operator]
-    shape = shape_of(
-        kind,
-        NUM_DENSE,
-        [(name, table.name) for table in configs for name in table.feature_names],
-        ZOO_DIM,
-        dense_layer_sizes=[8, ZOO_DIM],
-        over_layer_sizes=[8, 1],
-        labels=[f"label{number}" for number in range(num_labels)],
-    )
-    return build_architecture(shape, embeddings, 1, torch.device("cpu"))
-
-
-def zoo_batch(num_rows: Mapping[str, int], step: int, rank: int, size: int, total: int) -> Batch:
-    """The samples of a rank, of ``total`` on all ranks."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    ids = [torch.randint(0, n, (size,), generator=generator) for n in num_rows.values()]
-    lengths = torch.ones(size * len(ids), dtype=torch.int64)
-    return Batch(
-        4 * torch.rand(size, NUM_DENSE, generator=generator),
-        KeyedJaggedTensor(list(num_rows), torch.cat(ids), lengths=lengths),
-        torch.randint(0, 2, (size,), generator=generator).float(),
-        torch.ones(size),
-        total,
-    )
 
 
 def make_batch(step: int, *, route: Callable[[KeyedJaggedTensor], Any] | None = None) -> Batch:
