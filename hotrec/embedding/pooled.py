@@ -46,6 +46,13 @@ class ShardedPooledBags(ShardedEmbeddingBagCollection):
         for lookup in lookups(self):
             lookup.purge()
 
+    def set_learning_rate(self) -> None:
+        """Update in the next backward pass with the optimizer's learning rate of now.
+
+        TorchRec does so in ``zero_grad``, which not every pipeline calls.
+        """
+        self.fused_optimizer.zero_grad()
+
     def start_lookups(
         self, features: list[KeyedJaggedTensor], contexts: list[Any]
     ) -> LazyAwaitable[KeyedTensor]:

@@ -1,10 +1,12 @@
-"""HSTU, SASRec and a model of one's own over sequences, by pipeline and plan: as one process."""
+"""Every model, by pipeline and plan, with clipped, bf16 and compiled layers: as one process."""
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.assemble.constraints import torchrec_constraints
 from hotrec.assemble.job import architecture_of
 from hotrec.assemble.machine import make_machine
 from hotrec.assemble.model import ModelSpec
+from hotrec.assemble.order import by_owner
 from hotrec.assemble.trainable import assemble
+from hotrec.config import groups
 from hotrec.config.data import ColumnKind, ColumnSpec, Encoding, TableSpec
-from hotrec.config.groups import HstuConfig, ModelConfig, OwnModelConfig, SasrecConfig
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import make_loader
 from hotrec.data.prepare import prepare
@@ -30,7 +33,8 @@ from hotrec.data.tokens import ByTokens, SampleWork
 from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.models.zoo import make_checked_layers
+from hotrec.models.dense import set_up_dense_layers
+from hotrec.models.zoo import build_architecture
 from hotrec.planner.plan import TorchrecTables
 from hotrec.planner.propose import unpredicted
 from hotrec.planner.request import GivenTables, PlanRequest
@@ -43,6 +47,7 @@ from hotrec.types import (
     PipelineKind,
     PipelineSpec,
     Placement,
+    Precision,
     Schema,
     TablePlacement,
     Tier,
@@ -50,15 +55,15 @@ from hotrec.types import (
 )
 from tests.distributed.setups import mean_over_ranks
 from tests.helpers.ranks import run_ranks
-from tests.helpers.samples import on_ranks
+from tests.helpers.samples import on_ranks, only_whole
 from tests.unit.data.logs import delimited_spec
 
 CPU = torch.device("cpu")
-GLOBAL_BATCH, NUM_STEPS, SEGMENT, LR = 12, 4, 2, 0.1
+GLOBAL_BATCH, NUM_STEPS, SEGMENT, LR, PLACES = 12, 4, 2, 0.1, 3
 NUM_SAMPLES = GLOBAL_BATCH * NUM_STEPS
 NUM_ROWS = {"videos": 20, "actions": 4, "users": 7, "tags": 5}
 WORK = SampleWork(1, {"seen": 3}, {"seen": 1})
-CACHE_LOAD = 0.5
+CACHE_LOAD, CLIP = 0.5, 0.3
 LABEL_WEIGHTS = {"label": 1.0, "like": 0.5}
 HOT = Placement.alike(Partition(NUM_ROWS, {"videos": np.array([2, 0, 5]), "users": np.arange(7)}))
 # The samples read low rows most.
@@ -66,16 +71,21 @@ STALE = Placement.alike(Partition(NUM_ROWS, {"videos": np.arange(15, 20)}))
 CACHED = Placement(
     HOT.partition, dict.fromkeys(NUM_ROWS, TablePlacement(tier=Tier.CACHED, cache_load_frac=0.95))
 )
-SIZES: dict[str, Any] = {"embedding_dim": 8, "over_layer_sizes": [6, 1], "max_length": 4}
+OVER: dict[str, Any] = {"embedding_dim": 8, "over_layer_sizes": [6, 1]}
+LAYERED: dict[str, Any] = {**OVER, "dense_layer_sizes": [5, 8]}
+SIZES: dict[str, Any] = {**OVER, "max_length": 4}
 ROLES: dict[str, Any] = {
-    "history": {"seen": "video"},
-    "side": ["seen_actions"],
-    "context": ["user"],
-}
-MODELS: dict[str, ModelConfig] = {
-    "hstu": HstuConfig(**SIZES, **ROLES, attention_dim=4, linear_dim=6),
-    "sasrec": SasrecConfig(**SIZES, **ROLES, num_layers=1),
-    "own": OwnModelConfig(embedding_dim=8, _target_=f"{__name__}.Decayed"),
+    "history": {"seen": "video"}, "side": ["seen_actions"], "context": ["user"],
+}  # fmt: skip
+MODELS: dict[str, groups.ModelConfig] = {
+    "dlrm": groups.DlrmConfig(**LAYERED),
+    "dcnv2": groups.Dcnv2Config(**LAYERED, cross_num_layers=2, cross_low_rank_dim=3),
+    "deepfm": groups.DeepFmConfig(**LAYERED, deep_layer_sizes=[6, 5]),
+    "mmoe": groups.MmoeConfig(**LAYERED, num_experts=3, expert_layer_sizes=[6, 5]),
+    "din": groups.DinConfig(**LAYERED, attention={"last": "video"}, attention_layer_sizes=[6]),
+    "hstu": groups.HstuConfig(**SIZES, **ROLES, attention_dim=4, linear_dim=6),
+    "sasrec": groups.SasrecConfig(**SIZES, **ROLES, num_layers=1),
+    "own": groups.OwnModelConfig(embedding_dim=8, _target_=f"{__name__}.Decayed"),
 }
 
 
@@ -90,29 +100,53 @@ class Way:
     tier: ColdTier = ColdTier.auto  # of TorchRec's plans
     is_routed_by_loader: bool = False
     by_tokens: bool = False
+    by_owner: bool = False
+    clip: float | None = None
+    precision: Precision = Precision.fp32
+    is_compiled: bool = False
 
     @property
     def is_adaptive(self) -> bool:
         return self.placed is STALE
+
+    def spec(self, schema: Schema) -> ModelSpec:
+        return replace(
+            spec_of(self.model, schema), grad_clip_norm=self.clip, precision=self.precision,
+            is_compiled=self.is_compiled,
+        )  # fmt: skip
 
 
 def way(model: str, kind: str, placed: Any = HOT, **keys: Any) -> Way:
     return Way(model, PipelineSpec(PipelineKind[kind], **keys), placed)
 
 
+PIPELINES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("look_ahead", {}),
+    ("sparse_dist", {}),
+    ("look_ahead", {"micro_batches": True, "depth": 2}),
+    ("base", {}),
+)
 WAYS = [
-    *(way(model, kind) for model in MODELS for kind in ("look_ahead", "sparse_dist", "base")),
-    way("hstu", "look_ahead", micro_batches=True),
-    way("own", "look_ahead", micro_batches=True, depth=4),
+    *(way(model, kind, **keys) for model, (kind, keys) in product(MODELS, PIPELINES)),
     way("sasrec", "look_ahead", Placement.alike(Partition(NUM_ROWS))),
     way("hstu", "look_ahead", CACHED),
-    way("hstu", "look_ahead", STALE),
     way("own", "sparse_dist", STALE),
+    way("hstu", "look_ahead", STALE),
     way("hstu", "sparse_dist", TorchrecPlan.planner),
     way("sasrec", "base", TorchrecPlan.table_wise),
+    way("din", "sparse_dist", TorchrecPlan.table_wise),
+    way("dlrm", "sparse_dist", TorchrecPlan.hand_tuned),
 ]
-# Also trained a second time, and saved and resumed.
-AGAIN = [of for of in WAYS if of.placed is not HOT or of.pipeline.micro_batches]
+# Of every model and pipeline some are clipped, in bf16 or both.
+PRECISIONS = (*[Precision.fp32] * 4, Precision.bf16)
+WAYS = [
+    replace(of, clip=(None, None, CLIP)[at % 3], precision=PRECISIONS[at % 5])
+    for at, of in enumerate(WAYS)
+]
+ORDERS = [
+    replace(way("hstu", "look_ahead"), by_tokens=True),
+    replace(way("dlrm", "sparse_dist"), by_owner=True),
+]
 
 
 class Decayed(nn.Module):
@@ -125,8 +159,7 @@ class Decayed(nn.Module):
     ) -> None:
         super().__init__()
         self.features = features
-        num_inputs = len(dense) + len(features) * embedding_dim
-        self.top = nn.Linear(num_inputs, len(labels))
+        self.top = nn.Linear(len(dense) + len(features) * embedding_dim, len(labels))
 
     def forward(self, dense: torch.Tensor, columns: Mapping[str, Any]) -> torch.Tensor:
         sums = [self.summed(*columns[name]) for name in self.features]
@@ -147,6 +180,11 @@ class Sample:
     price: float
     ids: dict[str, list[int]]
 
+    def of_feature(self, name: str) -> list[int]:
+        """``last_2`` is the second id from the end of what was seen."""
+        column, _, place = name.partition("last_")
+        return self.ids[column] if column else self.ids["seen"][::-1][int(place) - 1 : int(place)]
+
 
 def draw_samples() -> list[Sample]:
     """Histories of no id, of fewer than are read, and of more; with repeated ids."""
@@ -158,36 +196,33 @@ def draw_samples() -> list[Sample]:
     samples = []
     for _ in range(NUM_SAMPLES):
         length = int(rng.integers(7))
-        samples.append(
-            Sample(
-                rng.integers(2, size=2).tolist(),
-                round(float(rng.random()), 3),
-                {
-                    "video": ids("videos", 1),
-                    "seen": ids("videos", length),
-                    "seen_actions": ids("actions", length),
-                    "user": ids("users", 1),
-                    "tags": ids("tags", int(rng.integers(3))),
-                },
-            )
-        )
+        found = {
+            "video": ids("videos", 1),
+            "seen": ids("videos", length),
+            "seen_actions": ids("actions", length),
+            "user": ids("users", 1),
+            "tags": ids("tags", int(rng.integers(3))),
+        }
+        price = round(float(rng.random()), 3)
+        samples.append(Sample(rng.integers(2, size=2).tolist(), price, found))
     return samples
 
 
 def prepare_log(folder: Path) -> Path:
-    samples = draw_samples()
+    kinds = ColumnKind
     columns = {
-        "label": ColumnSpec(ColumnKind.label, source="click"),
-        "like": ColumnSpec(ColumnKind.label),
-        "price": ColumnSpec(ColumnKind.dense),
-        "video": ColumnSpec(ColumnKind.categorical, table="videos"),
-        "seen": ColumnSpec(ColumnKind.categorical_list, table="videos"),
-        "seen_actions": ColumnSpec(ColumnKind.categorical_list, table="actions"),
-        "user": ColumnSpec(ColumnKind.categorical, table="users"),
-        "tags": ColumnSpec(ColumnKind.categorical_list),
+        "label": ColumnSpec(kinds.label, source="click"),
+        "like": ColumnSpec(kinds.label),
+        "price": ColumnSpec(kinds.dense),
+        "video": ColumnSpec(kinds.categorical, table="videos"),
+        "seen": ColumnSpec(kinds.categorical_list, table="videos"),
+        "last": ColumnSpec(kinds.sequence, source="seen", table="videos", max_length=PLACES),
+        "seen_actions": ColumnSpec(kinds.categorical_list, table="actions"),
+        "user": ColumnSpec(kinds.categorical, table="users"),
+        "tags": ColumnSpec(kinds.categorical_list),
     }
     lines = ["click,like,price,video,seen,seen_actions,user,tags"]
-    for sample in samples:
+    for sample in draw_samples():
         lists = [" ".join(map(str, ids)) for ids in sample.ids.values()]
         lines.append(",".join(map(str, (*sample.labels, sample.price, *lists))))
     (folder / "log.csv").write_text("\n".join([*lines, ""]))
@@ -203,49 +238,48 @@ def spec_of(model: str, schema: Schema) -> ModelSpec:
     return ModelSpec(schema, shape, rows, layers, seed=1, label_weights=LABEL_WEIGHTS)
 
 
-class Plain(nn.Module):
-    """The layers on tables of one process, which see the whole global batch."""
-
-    def __init__(self, spec: ModelSpec, tables: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.shape = spec.architecture
-        self.layers = make_checked_layers(self.shape, seed=1)
-        self.tables = nn.ParameterDict({name: rows.clone() for name, rows in tables.items()})
-
-    def forward(self, samples: list[Sample]) -> torch.Tensor:
-        """Logits (B, 2)."""
-        columns = {}
-        for name, table in self.shape.features:
-            ids = [sample.ids[name] for sample in samples]
-            rows = F.embedding(torch.tensor(sum(ids, [])).long(), self.tables[table])
-            columns[name] = rows, torch.tensor([len(of_sample) for of_sample in ids])
-        prices = torch.tensor([[sample.price] for sample in samples])
-        return self.layers(prices, columns)
+Trained = tuple[list[float], dict[str, torch.Tensor]]
 
 
-def train_plain(
-    spec: ModelSpec, tables: Mapping[str, torch.Tensor]
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model = Plain(spec, tables)
-    layers = torch.optim.SGD(model.layers.parameters(), lr=LR)
-    sums = {name: torch.zeros(len(rows)) for name, rows in model.tables.items()}
+def train_plain(spec: ModelSpec, tables: Mapping[str, torch.Tensor]) -> Trained:
+    """The model on TorchRec's unsharded tables in this process, on whole global batches."""
+    shape, tables_of = spec.architecture, list(spec.tables)
+    made: Any = EmbeddingCollection if shape.reads_sequences else EmbeddingBagCollection
+    collection = made(tables=tables_of)
+    model = build_architecture(shape, collection, spec.seed, CPU)
+    set_up_dense_layers(model, CPU, spec.precision, is_compiled=False)
+    held = getattr(collection, "embeddings", None) or collection.embedding_bags
+    rows = {name: held[name].weight for name in tables}
+    for name, weight in rows.items():
+        weight.data.copy_(tables[name])
+    of_rows = {id(weight) for weight in rows.values()}
+    layers = {n: p for n, p in model.named_parameters() if id(p) not in of_rows}
+    optimizer = torch.optim.SGD(layers.values(), lr=LR)
+    sums = {name: torch.zeros(len(weight)) for name, weight in rows.items()}
     losses, samples = [], draw_samples()
+    names = [name for table in tables_of for name in table.feature_names]
     for begin in range(0, NUM_SAMPLES, GLOBAL_BATCH):
         batch = samples[begin : begin + GLOBAL_BATCH]
+        ids = [sample.of_feature(name) for name in names for sample in batch]
+        lengths = torch.tensor([len(one) for one in ids])
+        sparse = KeyedJaggedTensor(names, torch.tensor(sum(ids, [])).long(), lengths=lengths)
         labels = torch.tensor([[float(label) for label in sample.labels] for sample in batch])
-        each = F.binary_cross_entropy_with_logits(model(batch), labels, reduction="none")
+        prices = torch.tensor([[sample.price] for sample in batch])
+        logits = model(prices, sparse).float()
+        each = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
         loss = (each * torch.tensor(list(LABEL_WEIGHTS.values()))).sum(1).mean()
         model.zero_grad()
         loss.backward()
-        layers.step()
+        if spec.grad_clip_norm is not None:
+            nn.utils.clip_grad_norm_(layers.values(), spec.grad_clip_norm)
+        optimizer.step()
         with torch.no_grad():
-            for name, rows in model.tables.items():
-                assert rows.grad is not None
-                sums[name] += rows.grad.square().mean(1)
-                rows -= LR * rows.grad / (sums[name].sqrt() + spec.embedding.eps)[:, None]
+            for name, weight in rows.items():
+                assert weight.grad is not None
+                sums[name] += weight.grad.square().mean(1)
+                weight -= LR * weight.grad / (sums[name].sqrt() + spec.embedding.eps)[:, None]
         losses.append(float(loss.detach()))
-    weights = {f"layers.{name}": p.detach() for name, p in model.layers.named_parameters()}
-    return losses, {name: rows.detach() for name, rows in model.tables.items()} | weights
+    return losses, {name: weight.detach() for name, weight in (rows | layers).items()}
 
 
 @dataclass
@@ -265,32 +299,26 @@ def train(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batch_size = GLOBAL_BATCH // world_size
     machine = make_machine(
-        world_size=world_size,
-        ranks_per_host=world_size,
-        device=of.device.type,
+        world_size=world_size, ranks_per_host=world_size, device=of.device.type,
         batch_size=batch_size,
-    )
+    )  # fmt: skip
     if isinstance(of.placed, Placement):
         placed, tables = of.placed, GivenTables(of.placed)
     else:
         placed, tables = None, TorchrecTables(of.placed, of.tier, CACHE_LOAD)
     request = PlanRequest(tables, of.pipeline, is_routed_by_loader=of.is_routed_by_loader)
     plan = unpredicted(request, machine)
-    made = assemble(spec_of(of.model, dataset.schema), plan, placed, machine, of.device)
+    made = assemble(of.spec(dataset.schema), plan, placed, machine, of.device)
     hot_set = AdaptiveHotSet(made.model, made.optimizer) if of.is_adaptive else None
     found = Found([], {}, gather_tables(made.model))
+    assign = ByTokens(dataset.schema.feature_names, WORK) if of.by_tokens else None
+    if of.by_owner and placed is not None:
+        assign = by_owner(dataset.schema, placed, made.sharding)
     loader = make_loader(
-        dataset.artifact.path,
-        "train",
-        batch_size=batch_size,
-        rank=rank,
-        world_size=world_size,
-        shuffle=False,
-        epochs=1,
-        transform=made.route,
-        pin_memory=of.device.type == "cuda",
-        assign=ByTokens(dataset.schema.feature_names, WORK) if of.by_tokens else None,
-    )
+        dataset.artifact.path, "train", batch_size=batch_size, rank=rank, world_size=world_size,
+        shuffle=False, epochs=1, transform=made.route, pin_memory=of.device.type == "cuda",
+        assign=assign,
+    )  # fmt: skip
     first, last = 0, NUM_STEPS if saved is None else SEGMENT
     if resumed is not None:
         own: dict[str, Any] = {"model": made.model, "optimizer": made.optimizer, "loader": loader}
@@ -310,7 +338,7 @@ def train(
         checkpoints = Checkpoints(saved, facts={})
         save_checkpoint(checkpoints, position, made.model, made.optimizer, loader, hot_set)
     layers = {
-        name[name.index("layers.") :]: parameter.detach().cpu().clone()
+        re.sub(r"^.*module\.model\.", "", name): parameter.detach().cpu().clone()
         for name, parameter in dense_parameters(made.model).items()
     }
     found.weights = gather_tables(made.model) | layers
@@ -318,63 +346,54 @@ def train(
     return found
 
 
-def differences(found: Found, expected: tuple[list[float], dict[str, torch.Tensor]]) -> str:
+def differences(found: Found, expected: Trained, *, is_rounded: bool = False) -> str:
     """What is not as expected, or nothing."""
     losses, weights = expected
-    assert found.weights.keys() == weights.keys()
+    assert found.weights.keys() == weights.keys(), (sorted(found.weights), sorted(weights))
+    of_losses, of_weights = (5e-3, 2e-2) if is_rounded else (1e-5, 1e-5)
     worst = max(float((found.weights[name] - weights[name]).abs().max()) for name in weights)
-    if found.losses != pytest.approx(losses[-len(found.losses) :], abs=1e-5) or worst > 1e-5:
-        return f"{found.losses} for {losses}, weights {worst}"
-    return ""
+    is_near = found.losses == pytest.approx(losses[-len(found.losses) :], abs=of_losses)
+    return "" if is_near and worst <= of_weights else f"{found.losses} for {losses}, {worst}"
 
 
-def is_same(one: Found, other: Found) -> bool:
-    """Bit for bit."""
-    pairs = zip(one.weights.values(), other.weights.values(), strict=True)
-    return one.losses == other.losses and all(torch.equal(*pair) for pair in pairs)
-
-
-def check_ways(dataset_path: Path, folder: Path) -> list[str]:
+def check_ways(dataset_path: Path, ways: list[Way]) -> list[str]:
     dataset, failures = Dataset.open(dataset_path), []
-    for number, of in enumerate(on_ranks(WAYS, dist.get_world_size())):
+    for of in ways:
         found = train(dataset, of)
-        expected = train_plain(spec_of(of.model, dataset.schema), found.before)
-        failures.append(differences(found, expected))
-        moved = [not torch.equal(found.weights[name], found.before[name]) for name in found.before]
-        assert all(moved)
+        expected = train_plain(of.spec(dataset.schema), found.before)
+        said = differences(found, expected, is_rounded=of.precision is Precision.bf16)
+        if of.clip is not None:  # it does something
+            without = train_plain(replace(of, clip=None).spec(dataset.schema), found.before)
+            assert without[0][-1] != expected[0][-1], of
         assert (found.num_moved > 0) == of.is_adaptive
-        if of in AGAIN:
-            if not is_same(found, train(dataset, of)):
-                failures.append(f"{of}: another result in a second run")
-            path = folder / f"{dist.get_world_size()}-{number}"
+        if of.by_tokens or of.by_owner:  # a run that stops goes on bit for bit
+            path = dataset_path.parent / f"{of.model}-{dist.get_world_size()}"
             train(dataset, of, saved=path)
             resumed = train(dataset, of, resumed=path / f"step-{SEGMENT:08d}")
-            if resumed.losses != found.losses[SEGMENT:]:
-                failures.append(f"{of}: another result after a checkpoint")
-    return [failure for failure in failures if failure]
+            assert resumed.losses == found.losses[SEGMENT:], of
+        failures += [f"{of}: {said}"] * bool(said)
+    return failures
 
 
-def check_saved_by_others(dataset_path: Path, folder: Path) -> list[str]:
-    """Resumes on three ranks what two have saved."""
-    dataset, failures = Dataset.open(dataset_path), []
-    for number, of in enumerate(on_ranks(WAYS, 2)):
-        if of in AGAIN:
-            found = train(dataset, of, resumed=folder / f"2-{number}" / f"step-{SEGMENT:08d}")
-            expected = train_plain(spec_of(of.model, dataset.schema), found.before)
-            failures.append(differences(found, expected))
-    return [failure for failure in failures if failure]
-
-
-def test_sequence_models_train_as_in_one_process(tmp_path: Path) -> None:
-    folders: dict[str, Any] = {"dataset_path": prepare_log(tmp_path), "folder": tmp_path}
-    for world_size in (1, 2, 3):
-        for failures in run_ranks(check_ways, world_size, timeout_s=240, **folders):
-            assert not failures, "\n".join(failures)
-    for failures in run_ranks(check_saved_by_others, 3, timeout_s=240, **folders):
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_models_train_as_in_one_process(world_size: int, tmp_path: Path) -> None:
+    path = prepare_log(tmp_path)
+    ways = [*on_ranks(WAYS, world_size), *ORDERS]
+    for failures in run_ranks(check_ways, world_size, timeout_s=280, dataset_path=path, ways=ways):
         assert not failures, "\n".join(failures)
 
 
-def test_data_parallel_sequences_of_torchrec_are_refused_on_cpu() -> None:
-    tables = [EmbeddingConfig(name="a", num_embeddings=4, embedding_dim=4, feature_names=["a"])]
-    with pytest.raises(ValueError, match=r"^placement\.plan: .* got hand_tuned"):
-        torchrec_constraints(tables, TorchrecPlan.hand_tuned, batch_size=8, may_replicate=False)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on CPU")
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [("dlrm", PIPELINES[1]), *only_whole(("dcnv2", PIPELINES[2]))],
+)
+def test_compiled_layers_train_as_eager_ones(
+    model: str, kind: tuple[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Or each rank starts processes to compile in, which import torch first.
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    ways = [replace(way(model, kind[0], **kind[1]), is_compiled=True, clip=CLIP)]
+    path = prepare_log(tmp_path)
+    for failures in run_ranks(check_ways, 2, timeout_s=280, dataset_path=path, ways=ways):
+        assert not failures, "\n".join(failures)

@@ -40,6 +40,7 @@ PIPELINES = (
     *(("sparse_dist", 1, False), ("base", 1, False), ("in_line", 1, False)),
 )
 
+CLIP = 0.13  # above the norm of some steps and below that of others
 Ids = list[npt.NDArray[np.int64]]
 
 
@@ -84,6 +85,11 @@ class Case:
         evaluate: Whether batches are evaluated between updates.
         skip: Whether a step is left out after its backward pass.
         dense: The optimizer of the dense layers, "sgd" or "adam".
+        rates: Whether learning rates are others in every step.
+        clip: The greatest norm of the gradients of all dense layers; 0 for any.
+        precision: Of the dense layers; in 16 bits as for ``wire``.
+        labels: Number of labels.
+        is_sample_weighted: Whether samples have weights.
         more_rows: Of each table, than the seed draws.
         twin: What else must give the same bits: "again", "depth", "no_slots", "one_level" or
             "in_line".
@@ -119,6 +125,11 @@ class Case:
     evaluate: bool = False
     skip: bool = False
     dense: str = "sgd"
+    rates: bool = False
+    clip: float = 0.0
+    precision: str = "fp32"
+    labels: int = 1
+    is_sample_weighted: bool = False
     more_rows: int = 0
     twin: str = ""
     device: str = "cpu"
@@ -137,6 +148,19 @@ class Case:
     def is_torchrecs(self) -> bool:
         """Whether TorchRec trains it by a plan of its own."""
         return self.placement in TORCHREC_PLANS
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether it is only near the unsplit model."""
+        return {self.wire, self.row_type, self.precision} != {"fp32"}
+
+    @property
+    def label_weights(self) -> dict[str, float] | None:
+        return {"first": 0.5, "second": 2.0} if self.labels == 2 else None
+
+    def rate_factor(self, step: int) -> float:
+        """Of all learning rates."""
+        return (1.0, 0.25, 0.5)[step % 3] if self.rates else 1.0
 
     def rng(self, *salt: int) -> np.random.Generator:
         return np.random.default_rng((self.seed, *salt))
@@ -211,6 +235,7 @@ class Samples:
     labels: torch.Tensor
     ids: dict[str, Ids]
     weights: dict[str, list[npt.NDArray[np.float32]]] | None
+    of_samples: torch.Tensor  # their weights
 
     @classmethod
     def padding(cls, like: Samples) -> Samples:
@@ -218,14 +243,17 @@ class Samples:
         none = {name: [np.empty(0, np.int64)] for name in like.ids}
         no_weights = {name: [np.empty(0, np.float32)] for name in like.ids}
         weights = None if like.weights is None else no_weights
-        return cls(torch.zeros(1, NUM_DENSE), torch.zeros(1), none, weights)
+        nothing = torch.zeros(1)
+        labels = torch.zeros_like(like.labels[:1])
+        return cls(torch.zeros(1, NUM_DENSE), labels, none, weights, nothing)
 
     def select(self, chosen: npt.NDArray[np.int64]) -> Samples:
         def of(lists: dict[str, list[Any]]) -> dict[str, list[Any]]:
             return {name: [found[at] for at in chosen] for name, found in lists.items()}
 
         weights = None if self.weights is None else of(self.weights)
-        return Samples(self.dense[chosen], self.labels[chosen], of(self.ids), weights)
+        dense, labels = self.dense[chosen], self.labels[chosen]
+        return Samples(dense, labels, of(self.ids), weights, self.of_samples[chosen])
 
     def lengths(self) -> npt.NDArray[np.int32]:
         """Feature by feature, int32 (F * S,)."""
@@ -288,14 +316,18 @@ def draw_samples(case: Case, step: int) -> tuple[Samples, npt.NDArray[np.int64]]
     if case.output == "packed":
         _level(ids)
     dense = torch.from_numpy(rng.standard_normal((rank_of.size, NUM_DENSE)).astype(np.float32))
-    labels = torch.from_numpy(rng.integers(0, 2, rank_of.size).astype(np.float32))
+    shape = rank_of.size if case.labels == 1 else (rank_of.size, case.labels)
+    labels = torch.from_numpy(rng.integers(0, 2, shape).astype(np.float32))
     weights = None
     if case.is_weighted:
         weights = {
             name: [rng.uniform(0.5, 2.0, len(sample)).astype(np.float32) for sample in found]
             for name, found in ids.items()
         }
-    return Samples(dense, labels, ids, weights), shares.astype(np.int64)
+    of_samples = torch.ones(rank_of.size)
+    if case.is_sample_weighted:
+        of_samples = torch.from_numpy(rng.choice([0, 0.5, 1, 3], rank_of.size).astype(np.float32))
+    return Samples(dense, labels, ids, weights, of_samples), shares.astype(np.int64)
 
 
 def _draw_lengths(rng: np.random.Generator, most: int, num: int) -> npt.NDArray[np.int64]:
@@ -339,7 +371,7 @@ def draw_cases(
         "window": deal(0, 0, 1, 3),
         "exchange": deal("touched_rows", "owners", "dense", "auto"),
         "levels": deal("one", *["two"] * 3) if len(set(hosts)) > 1 else deal("one"),
-        "wire": deal(*["fp32"] * 14, "fp16", "bf16"),
+        "wire": deal(*["fp32"] * 7, "bf16"),
         "tier": deal(*tiers),
         "slots": deal(0.02, 0.6, 1.0),
         "popular": deal(0.0, 0.3, 0.5),
@@ -355,6 +387,11 @@ def draw_cases(
         "evaluate": deal(True, False, False, False),
         "skip": deal(True, *[False] * 11),
         "twin": deal("again", "other", "other", "other", "", ""),
+        "rates": deal(True, False),
+        "clip": deal(0.0, 0.0, CLIP),
+        "precision": deal(*["fp32"] * 9, "bf16"),
+        "labels": deal(1, 1, 2),
+        "is_sample_weighted": deal(True, False, False),
     }
     dealt["depth"] = [depth for _, depth, _ in dealt["pipeline"]]
     dealt["micro_batches"] = [is_cut for _, _, is_cut in dealt["pipeline"]]
@@ -376,7 +413,7 @@ def fit(case: Case) -> Case:
         put(partition="all_hot", placement="row_wise")
     if case.is_torchrecs and case.output == "bags":
         put(partition="all_cold", tier="device", levels="one", micro_batches=False, depth=1)
-        put(is_spread=False, route_in_loader=False, order="as_read", twin="")
+        put(is_spread=False, route_in_loader=False, twin="")
         if case.pipeline == "look_ahead":
             put(pipeline="sparse_dist")
         # FBGEMM has a sum for each row of each piece of columns.
@@ -407,7 +444,8 @@ def fit(case: Case) -> Case:
     if case.adapt:  # counted by the ranks
         put(route_in_loader=False, order="as_read", steps=8, batches="drift")
     is_exchanged = case.partition != "all_hot" and case.placement in ("row_wise", "table_wise")
-    if case.num_ranks == 1 or not is_exchanged or case.output == "packed":
+    is_owned = is_exchanged or case.order != "by_owner"
+    if case.num_ranks == 1 or not is_owned or case.output == "packed":
         put(order="as_read")
     if case.num_ranks == 1 or case.skip:
         put(wire="fp32")

@@ -84,17 +84,20 @@ def _sum_by_place(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 class Model(nn.Module):
-    """Dense features and rows -> one logit, over any collection of embeddings."""
+    """Dense features and rows -> logits, over any collection of embeddings."""
 
-    def __init__(self, embeddings: nn.Module, reader: Reader) -> None:
+    def __init__(self, embeddings: nn.Module, reader: Reader, labels: int = 1) -> None:
         super().__init__()
         self.embeddings, self.reader = embeddings, reader
         width = NUM_DENSE + 2 * sum(reader.dims) + LATE * len(reader.layers)
-        self.layers = nn.ModuleDict({"hidden": nn.Linear(width, 8), "out": nn.Linear(8, 1)})
+        self.layers = nn.ModuleDict({"hidden": nn.Linear(width, 8), "out": nn.Linear(8, labels)})
         generator = torch.Generator().manual_seed(11)
         with torch.no_grad():
             for parameter in [*reader.parameters(), *self.layers.parameters()]:
                 parameter.uniform_(-0.5, 0.5, generator=generator)
+
+    def dense_parts(self) -> list[nn.Module]:
+        return list(self.layers.values())
 
     def forward(self, dense: torch.Tensor, sparse: Any) -> torch.Tensor:
         read = self.reader(self.embeddings(sparse))
@@ -184,7 +187,12 @@ class _Embeddings(nn.Module):
 
 
 def update_rows(
-    kind: str, weight: torch.Tensor, state: dict[str, torch.Tensor], rows: torch.Tensor, number: int
+    kind: str,
+    weight: torch.Tensor,
+    state: dict[str, torch.Tensor],
+    rows: torch.Tensor,
+    number: int,
+    rate: float,
 ) -> None:
     """One update of the rows that a batch read; ``number`` is that of the update."""
     assert weight.grad is not None
@@ -201,7 +209,7 @@ def update_rows(
         second[rows] = BETAS[1] * second[rows] + (1 - BETAS[1]) * grad**2
         mean, square = first[rows] / (1 - BETAS[0] ** number), second[rows]
         change = mean / ((square / (1 - BETAS[1] ** number)).sqrt() + EPS)
-    weight[rows] -= RATE * change
+    weight[rows] -= rate * change
 
 
 class Unsplit:
@@ -212,18 +220,18 @@ class Unsplit:
         dims = [t.dim for t in tables for name in t.features if name.endswith("_0")]
         late = _Late(sum(dims), LATE) if case.output == "packed" else None
         self._embeddings = _Embeddings(case)
-        self._model = Model(self._embeddings, Reader(tables, case.output, late))
+        self._model = Model(self._embeddings, Reader(tables, case.output, late), case.labels)
         self._reset(case)
 
     def _reset(self, case: Case) -> None:
         """Begin with a new optimizer."""
         self._number = 0
         self._states: dict[str, dict[str, torch.Tensor]] = {t.name: {} for t in case.tables()}
-        layers = [p for name, p in self._model.named_parameters() if "layers." in name]
+        self._layers = [p for name, p in self._model.named_parameters() if "layers." in name]
         self._dense = (
-            torch.optim.Adam(layers, lr=DENSE_ADAM_RATE, eps=EPS)
+            torch.optim.Adam(self._layers, lr=DENSE_ADAM_RATE, eps=EPS)
             if case.dense == "adam"
-            else torch.optim.SGD(layers, lr=DENSE_RATE)
+            else torch.optim.SGD(self._layers, lr=DENSE_RATE)
         )
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -246,8 +254,11 @@ class Unsplit:
 
     def _loss_of(self, case: Case, step: int) -> tuple[torch.Tensor, Samples]:
         samples, _ = draw_samples(case, step)
-        logits = self._model(samples.dense, samples).squeeze(-1)
-        return F.binary_cross_entropy_with_logits(logits, samples.labels), samples
+        logits = self._model(samples.dense, samples)
+        labels = samples.labels.view(-1, case.labels)
+        each = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+        each = each @ torch.tensor(list((case.label_weights or {"": 1.0}).values()))
+        return (each * samples.of_samples).mean(), samples
 
     def train(self, case: Case) -> list[float]:
         """The losses of a case's steps, and of what it evaluates between them."""
@@ -259,7 +270,7 @@ class Unsplit:
                 loss.backward()
                 losses.append(float(loss.detach()))
                 if not (case.skip and step == 2):
-                    self._update(case, samples)
+                    self._update(case, step, samples)
             if case.evaluate:
                 losses += [
                     float(self._loss_of(case, 1000 + step)[0].detach())
@@ -268,13 +279,18 @@ class Unsplit:
         return losses
 
     @torch.no_grad()
-    def _update(self, case: Case, samples: Samples) -> None:
+    def _update(self, case: Case, step: int, samples: Samples) -> None:
         self._number += 1
         for table in case.tables():
             read = [bag for name in table.features for bag in samples.ids[name]]
             rows = torch.from_numpy(np.unique(np.concatenate(read)))
             weight, state = self._embeddings.rows[table.name], self._states[table.name]
-            update_rows(case.optimizer, weight, state, rows, self._number)
+            rate = RATE * case.rate_factor(step)
+            update_rows(case.optimizer, weight, state, rows, self._number, rate)
+        if case.clip:
+            nn.utils.clip_grad_norm_(self._layers, case.clip)
+        rate = DENSE_ADAM_RATE if case.dense == "adam" else DENSE_RATE
+        self._dense.param_groups[0]["lr"] = rate * case.rate_factor(step)
         self._dense.step()
 
 

@@ -1,17 +1,15 @@
 """A checkpoint of any ranks and placement goes on under any other as the unsplit model.
 
-Each route is a training that is saved, at once or in the background of its next steps, and another
-one that is loaded from it: with the same rows and state, or with other rows, as after new days of
-data, or for another optimizer. Both have the losses and weights of one process (to 1e-5), what is
-loaded is what was saved bit for bit, and a run that resumes as it was is the uninterrupted one.
+Each route is a training that is saved, and another one that is loaded from it: with the same rows
+and state, or with other rows, as after new days of data, or for another optimizer. Both have the
+losses and weights of one process (to 1e-5), what is loaded is what was saved bit for bit, and a run
+that resumes as it was is the uninterrupted one.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,16 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hotrec.artifact import Verify, read_artifact
-from hotrec.embedding import snapshot
-from hotrec.embedding.snapshot import Snapshot
-from hotrec.runtime.ranks import all_gather_object
 from hotrec.train import tensor_files
 from hotrec.train.checkpoint import (
-    KIND,
     Checkpoints,
     Position,
-    Saving,
     load_checkpoint,
     load_rows,
     save_checkpoint,
@@ -55,7 +47,7 @@ SIDES: tuple[dict[str, Any], ...] = (
     {**_SLOTS, "adapt": True, "popular": 0.3},
     {**_SLOTS, "adapt": False, "is_spread": False},
     {**_SLOTS, "adapt": False, "is_spread": True},
-    {**_SLOTS, "adapt": False, "row_type": "fp16", "window": 3},
+    {**_SLOTS, "adapt": False, "row_type": "bf16", "window": 3},
     {**_SLOTS, "adapt": False, "row_type": "bf16"},
     {**_SPLIT, "adapt": False, "is_spread": True, "tier": "device"},
     {"partition": "random", "placement": "mixed", "output": "bags"},
@@ -67,8 +59,8 @@ SIDES: tuple[dict[str, Any], ...] = (
 # How the loaded side follows the saved one: as it was, under other choices, with other rows, or for
 # another optimizer.
 KINDS = ("as_it_was", "elsewhere", "elsewhere", "other_rows", "other_optimizer")
-# Rows of 8 columns in a piece that is read at once, in a box and in a file.
-PIECE_BYTES, CHUNK_BYTES, FILE_BYTES = 3 * 32, 20 * 32, 90 * 32
+# Rows of 8 columns in a box and in a file.
+CHUNK_BYTES, FILE_BYTES = 20 * 32, 90 * 32
 
 
 @dataclass(frozen=True)
@@ -79,20 +71,15 @@ class Route:
         saved: The first one, from step 0.
         loaded: The other one, from where the first one ended.
         kind: One of ``KINDS``.
-        in_background: Whether it is written while the first one goes on, which is trained two steps
-            at a time from then on, and so is the other one.
     """
 
     saved: Case
     loaded: Case
     kind: str
-    in_background: bool
 
-    def rest(self, case: Case) -> list[Case]:
-        """A side after the checkpoint, in parts."""
-        first, each = self.saved.steps, 2 if self.in_background else self.loaded.steps
-        last = first + self.loaded.steps
-        return [replace(case, first=at, steps=each) for at in range(first, last, each)]
+    def rest(self, case: Case) -> Case:
+        """A side after the checkpoint."""
+        return replace(case, first=self.saved.steps, steps=self.loaded.steps)
 
     def find_rows(self, table: str, rows: torch.Tensor) -> torch.Tensor:
         """Another order of rows, every fourth of which is new."""
@@ -107,34 +94,31 @@ class Route:
         return self.kind != "other_optimizer"
 
 
-def draw_routes(num: int, seed: int = 93) -> list[Route]:
+def draw_routes(num: int, seed: int = 1749) -> list[Route]:
     """Routes in which every side is saved and loaded as often, by other ranks and choices."""
     rng = np.random.default_rng([seed, num])
     deal, sides = partial(deal_to, num, rng), deal_to(2 * num, rng, *SIDES)
     dealt = zip(
         sides[:num], sides[num:], deal(*HOSTS, *HOSTS[1:3]), deal(*HOSTS, *HOSTS[1:3]),
-        deal(*KINDS), deal(True, False),
-        deal("sgd", *["adagrad", "rowwise_adagrad"] * 3, "adam"), deal("sgd", "adam"),
-        deal("bags", "bags", "sequences", "packed"), deal(4, 6), deal(4, 6, 8), strict=True,
+        deal(*KINDS), deal("sgd", *["adagrad", "rowwise_adagrad"] * 3, "adam"),
+        deal("sgd", "adam"), deal("bags", "bags", "sequences", "packed"), deal(4, 6),
+        deal(4, 6, 8), deal(1, 2), strict=True,
     )  # fmt: skip
     routes = []
-    for side, other, hosts, hosts_then, kind, in_background, optimizer, dense, *more in dealt:
-        output, steps, steps_then = more
+    for side, other, hosts, hosts_then, kind, optimizer, dense, output, *more in dealt:
+        steps, steps_then, labels = more
         if optimizer == "adam":
             side = other = {"partition": "all_hot"}
         if kind == "as_it_was":
             other, hosts_then = side, hosts
-        if "output" in side or "output" in other:
-            output = "bags"
         # Of weighted bags FBGEMM's CPU kernels take the mean without weights in backward.
-        may_weigh = output == "bags" and not {side.get("placement"), other.get("placement")} & {
-            *TORCHREC_PLANS
-        }
+        is_bags = "bags" in (output, side.get("output"), other.get("output"))
+        may_weigh = not {side.get("placement"), other.get("placement")} & {*TORCHREC_PLANS}
         common = {
-            "optimizer": optimizer, "dense": dense, "output": output,
-            "is_weighted": may_weigh and bool(rng.integers(2)),
+            "optimizer": optimizer, "dense": dense, "output": "bags" if is_bags else output,
+            "is_weighted": is_bags and may_weigh and bool(rng.integers(2)), "labels": labels,
             "is_uniform_dim": bool(rng.integers(2)), "order": "as_read", "skip": False, "twin": "",
-            "wire": "fp32",
+            "wire": "fp32", "precision": "fp32",
         }  # fmt: skip
         saved, loaded = (
             draw_cases(found, 1, int(rng.integers(1 << 30)), **(common | given))[0]
@@ -151,40 +135,8 @@ def draw_routes(num: int, seed: int = 93) -> list[Route]:
             loaded = fit(replace(loaded, optimizer="sgd" if optimizer != "sgd" else "adagrad"))
         elif kind == "other_optimizer":
             kind = "elsewhere"
-        loaded = replace(loaded, first=steps, steps=steps_then)
-        routes.append(Route(saved, loaded, kind, in_background))
+        routes.append(Route(saved, replace(loaded, first=steps, steps=steps_then), kind))
     return routes
-
-
-class Turns:
-    """Lets the writer read so many pieces between two steps; the rest at the end."""
-
-    def __init__(self) -> None:
-        self._left = threading.Semaphore(0)
-        self.num_read = 0
-
-    def give(self, num: int) -> None:
-        self._left.release(num)
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        def in_turn(read: Callable[..., Any]) -> Callable[..., Any]:
-            def take_turn(*given: Any) -> Any:
-                assert self._left.acquire(timeout=60)
-                self.num_read += 1
-                return read(*given)
-
-            return take_turn
-
-        with (
-            mock.patch.object(Snapshot, "_read_piece", in_turn(Snapshot._read_piece)),
-            mock.patch.object(Snapshot, "_read_rows", in_turn(Snapshot._read_rows)),
-        ):
-            yield
-
-
-def files_of(path: Path) -> dict[str, Any]:
-    return dict(read_artifact(path, kind=KIND, verify=Verify.full).files)
 
 
 def moves_of(training: Training, route: Route) -> list[int]:
@@ -193,58 +145,28 @@ def moves_of(training: Training, route: Route) -> list[int]:
 
 
 class Routes(Found):
-    """What came of routes on a rank; ``folder`` has a directory for each."""
+    """What came of routes on a rank; ``folder`` is that of one."""
 
     def save(self, route: Route, folder: Path) -> Iterator[str]:
         """Train the first side, save it, and go on with it."""
         yield from with_slots(route.saved, lambda case: self._save(route, case, folder))
 
     def _save(self, route: Route, case: Case, folder: Path) -> list[str]:
-        unsplit, turns, wrong = Unsplit(case), Turns(), list[str]()
-        is_rounded = case.row_type != "fp32"
-        to = [
-            Checkpoints(folder / name, facts={"route": 1}, lineage="0" * 32)
-            for name in ("at_once", "in_background")
-        ]
-        with Training(case) as training, ExitStack() as stack:
+        unsplit, to = Unsplit(case), Checkpoints(folder, facts={"route": 1}, lineage="0" * 32)
+        with Training(case) as training:
             found = training.train(), training.weights()
             expected = unsplit.train(case), unsplit.weights()
-            wrong += self.from_unsplit(found, expected, is_rounded)
-            given = (
-                Position(case.steps, 10 * case.steps), training.model, training.optimizer,
+            wrong = [*self.from_unsplit(found, expected, case.is_rounded)]
+            save_checkpoint(
+                to, Position(case.steps, 10 * case.steps), training.model, training.optimizer,
                 TinyLoader(num_batches=1), training.hot_set,
             )  # fmt: skip
-            saving = None
-            if route.in_background:
-                stack.enter_context(turns.taken())
-                saving = Saving(to[1], *given, in_background=True)
-            try:
-                path = save_checkpoint(to[0], *given)
-                losses = []
-                for part in route.rest(case):
-                    turns.give(5)
-                    losses += training.train(part)
-                turns.give(10_000)
-                if saving is not None:
-                    in_background = saving.finish()
-            except ValueError:  # of slots, after which it is tried again
-                turns.give(10_000)
-                if saving is not None:
-                    saving.abandon()
-                raise
-            went_on, moved = (losses, training.weights()), moves_of(training, route)
-            then = [loss for part in route.rest(case) for loss in unsplit.train(part)]
-            wrong += self.from_unsplit(went_on, (then, unsplit.weights()), is_rounded)
-        if saving is not None:
-            if dist.get_rank() == 0 and files_of(path) != files_of(in_background):
-                wrong.append("other files if they are written in the background")
-            is_read = sum(all_gather_object(turns.num_read)) > 0
-            rows = case.hot_rows()
-            has_cold = any(len(rows[table.name]) < table.num_rows for table in case.tables())
-            if has_cold and not case.is_torchrecs and not is_read:
-                wrong.append("no table was read in the background")
-        if dist.get_rank() == 0:
-            torch.save((case.slots, found[1], went_on, moved), folder / "went_on.pt")
+            went_on = training.train(route.rest(case)), training.weights()
+            then = unsplit.train(route.rest(case)), unsplit.weights()
+            wrong += self.from_unsplit(went_on, then, case.is_rounded)
+            if dist.get_rank() == 0:
+                kept = case.slots, found[1], went_on, moves_of(training, route)
+                torch.save(kept, folder / "went_on.pt")
         return wrong
 
     def load(self, route: Route, folder: Path) -> Iterator[str]:
@@ -262,9 +184,8 @@ class Routes(Found):
         unsplit.train(route.saved)
         if route.kind in ("other_rows", "other_optimizer"):
             unsplit.move(case, route.find_rows, keeps_state=route.keeps_state)
-        losses = [loss for part in route.rest(case) for loss in unsplit.train(part)]
-        is_rounded = {route.saved.row_type, case.row_type} != {"fp32"}
-        yield from self.from_unsplit(found, (losses, unsplit.weights()), is_rounded)
+        expected = unsplit.train(route.rest(case)), unsplit.weights()
+        yield from self.from_unsplit(found, expected, route.saved.is_rounded or case.is_rounded)
         if route.kind == "as_it_was":
             self.num_twins += 1
             yield from other_bits(found, went_on)
@@ -274,9 +195,7 @@ class Routes(Found):
     def _load(
         self, route: Route, case: Case, folder: Path, saved: dict[str, torch.Tensor]
     ) -> tuple[list[str], Result, list[int]]:
-        name = "in_background" if route.in_background else "at_once"
-        path = folder / name / f"step-{route.saved.steps:08d}"
-        wrong = []
+        path, wrong = folder / f"step-{route.saved.steps:08d}", []
         with Training(case) as training:
             model, optimizer = training.model, training.optimizer
             if route.kind in ("other_rows", "other_optimizer"):
@@ -289,21 +208,22 @@ class Routes(Found):
                 )  # fmt: skip
                 wrong += [f"{position}"] * (position != Position(case.first, 10 * case.first))
                 num = None
-            weights = training.weights()
+            expected = dict(saved)
             for table in case.tables():
                 rows = route.find_rows(table.name, torch.arange(table.num_rows))
                 if num is not None and num[table.name] != int((rows >= 0).sum()):
                     wrong.append(f"{num} rows of {table.name} were found")
-                old = saved[table.name][rows]
-                saved[table.name] = torch.where(rows[:, None] < 0, first_rows(table), old)
-            for key, value in weights.items():
-                is_same = value == saved[key]
-                if case.row_type != "fp32":
-                    half = torch.float16 if case.row_type == "fp16" else torch.bfloat16
-                    is_same |= value == saved[key].to(half).float()
+                is_new = rows[:, None] < 0
+                expected[table.name] = torch.where(
+                    is_new, first_rows(table), saved[table.name][rows]
+                )
+            for key, value in training.weights().items():
+                is_same = value == expected[key]
+                if case.row_type == "bf16":
+                    is_same |= value == expected[key].bfloat16().float()
                 wrong += [f"{key} is not what was saved"] * (not bool(is_same.all()))
-            losses = [loss for part in route.rest(case) for loss in training.train(part)]
-            return wrong, (losses, training.weights()), moves_of(training, route)
+            found = training.train(route.rest(case)), training.weights()
+            return wrong, found, moves_of(training, route)
 
 
 def run_routes(routes: dict[int, Route], folder: Path, *, is_saved: bool) -> Routes:
@@ -311,7 +231,6 @@ def run_routes(routes: dict[int, Route], folder: Path, *, is_saved: bool) -> Rou
     torch.set_num_threads(1)
     found = Routes()
     with (
-        mock.patch.object(snapshot, "_PIECE_BYTES", PIECE_BYTES),
         mock.patch.object(tensor_files, "_CHUNK_BYTES", CHUNK_BYTES),
         mock.patch.object(tensor_files, "MAX_FILE_BYTES", FILE_BYTES),
     ):
@@ -369,19 +288,17 @@ def test_every_side_is_on_a_route() -> None:
     routes = draw_routes(12)
     saved, loaded = [route.saved for route in routes], [route.loaded for route in routes]
     sides = [*saved, *loaded]
-    assert {side.placement for side in sides} >= {"row_wise", "table_wise", "pooled", "mixed"}
-    assert {side.placement for side in sides} >= {*TORCHREC_PLANS}
-    assert {side.row_type for side in sides} == {"fp32", "fp16", "bf16"}
-    for kind in KINDS:
-        assert any(route.kind == kind for route in routes)
+    placements = {"row_wise", "table_wise", "pooled", "mixed", *TORCHREC_PLANS}
+    assert {side.placement for side in sides} >= placements
+    assert {side.row_type for side in sides} == {"fp32", "bf16"}
+    assert {side.optimizer for side in saved} == {"sgd", "adagrad", "rowwise_adagrad", "adam"}
+    assert {route.kind for route in routes} == {*KINDS}
     as_it_was = [route.saved for route in routes if route.kind == "as_it_was"]
     assert any(side.adapt for side in as_it_was)
     assert any(side.row_type != "fp32" for side in as_it_was)
     both_adapt = [route for route in routes if route.saved.adapt and route.loaded.adapt]
     assert any(route.saved.hosts != route.loaded.hosts for route in both_adapt)
-    in_background = [route.saved for route in routes if route.in_background]
     for is_spread in (True, False):
-        assert any(side.tier == "cached" and side.is_spread is is_spread for side in in_background)
+        assert any(side.tier == "cached" and side.is_spread is is_spread for side in saved)
     assert any(side.levels == "two" for side in saved)
     assert any(side.more_rows for side in loaded)
-    assert {side.optimizer for side in saved} == {"sgd", "adagrad", "rowwise_adagrad", "adam"}

@@ -38,9 +38,14 @@ from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.packed import PackedLayout
 from hotrec.embedding.sharding import HotColdSequenceSharder, HotColdSharder
 from hotrec.embedding.tables import gather_tables
+from hotrec.embedding.torchrec import ddp_modules
 from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.models.dense import set_up_dense_layers
 from hotrec.models.task import ClickTask
+from hotrec.runtime.codecs import compress_dense, wire_codecs
+from hotrec.train.dense_sync import dense_parameters
 from hotrec.train.pipelines import Pipeline, make_pipeline
+from hotrec.train.schedule import set_learning_rates
 from hotrec.types import (
     POPULAR_ROW,
     ColdTier,
@@ -53,6 +58,7 @@ from hotrec.types import (
     PipelineKind,
     PipelineSpec,
     Placement,
+    Precision,
     RowFetch,
     Schema,
     Sharding,
@@ -62,7 +68,7 @@ from hotrec.types import (
     TorchrecPlan,
     WireType,
 )
-from tests.distributed.setups import pretend_hosts, shard_task
+from tests.distributed.setups import gather, pretend_hosts, shard_task
 from tests.exact import reference
 from tests.exact.case import Case, Samples, draw_samples
 from tests.exact.reference import (
@@ -167,7 +173,11 @@ class Training:
             embeddings = EmbeddingBagCollection(
                 table_configs(case), is_weighted=case.is_weighted, device=meta
             )
-            sharder = EmbeddingBagCollectionSharder(fused_params(spec))
+            # A piece of columns has 4 at least, see ``make_constraints``.
+            codecs = wire_codecs(WireType[case.wire], [4])
+            sharder = EmbeddingBagCollectionSharder(
+                fused_params(spec), qcomm_codecs_registry=codecs
+            )
         elif case.output == "bags":
             embeddings = HotColdEmbeddingBagCollection(
                 table_configs(case), self.placement, is_weighted=case.is_weighted, device=meta
@@ -185,20 +195,23 @@ class Training:
                 late = LateLinear(dims, LATE)
         self.router: Any = getattr(embeddings, "router", None)
         reader = Reader(tables, case.output, late, reads_values=not case.is_torchrecs)
-        model = Model(embeddings, reader)
+        model = Model(embeddings, reader, case.labels)
+        precision = Precision[case.precision]
+        set_up_dense_layers(model, self.device, precision, is_compiled=False)  # type: ignore[arg-type]
         model.reader.to(self.device)
         model.layers.to(self.device)
         if dist.get_rank() > 0:  # all ranks begin with the weights of the first
             for parameter in [*model.reader.parameters(), *model.layers.parameters()]:
                 parameter.data += 1
         self.model: DistributedModelParallel = shard_task(
-            ClickTask(model, case.num_ranks),
+            ClickTask(model, case.num_ranks, case.label_weights),
             sharder,
             make_constraints(case, self.placement),
             device=case.device,
             data_parallel=case.pipeline != "look_ahead",
             seed=SEED,
         )
+        compress_dense(ddp_modules(self.model), WireType[case.wire])
         self.optimizer: CombinedOptimizer = make_optimizer(self.model, spec, DENSE[case.dense])
         self.hot_set = None
         if case.adapt:
@@ -235,12 +248,11 @@ class Training:
             rank_of = self._assign(ids, samples.lengths(), shares)
         mine = np.flatnonzero(rank_of == rank)
         own = samples.select(mine) if mine.size else Samples.padding(samples)
-        weights = torch.ones(mine.size) if mine.size else torch.zeros(1)
         is_known = case.batches == "known_hot" and case.is_all_hot(step)
         sparse: Any = own.features()
         if case.route_in_loader:
             sparse = self.router(sparse)
-        batch = Batch(own.dense, sparse, own.labels, weights, total, is_known)
+        batch = Batch(own.dense, sparse, own.labels, own.of_samples, total, is_known)
         return batch.to(self.device)
 
     def __enter__(self) -> Self:
@@ -258,12 +270,14 @@ class Training:
         self.case = case or self.case
         if self.case.pipeline == "in_line":
             return self._train(self._step_in_line, lambda: None, lambda: None)
-        pipeline = self._pipeline = self._pipeline or self._make_pipeline()
+        pipeline = self.pipeline()
         return self._train(
             lambda batches, _: pipeline.progress(batches)[0], pipeline.start, pipeline.flush
         )
 
-    def _make_pipeline(self) -> Pipeline:
+    def pipeline(self) -> Pipeline:
+        if self._pipeline is not None:
+            return self._pipeline
         spec = PipelineSpec(
             PipelineKind[self.case.pipeline],
             WireType[self.case.wire],
@@ -271,10 +285,11 @@ class Training:
             window=self.case.window,
             micro_batches=self.case.micro_batches,
         )
-        return make_pipeline(
-            spec, self.model, self.optimizer, self.device,
+        self._pipeline = make_pipeline(
+            spec, self.model, self.optimizer, self.device, self.case.clip or None,
             hot_exchange=HotExchange[self.case.exchange],
         )  # fmt: skip
+        return self._pipeline
 
     def _train(self, step_on: Callable[..., Any], start: Any, flush: Any) -> list[float]:
         losses: list[torch.Tensor] = []
@@ -282,7 +297,9 @@ class Training:
         def run(steps: list[int]) -> None:
             start()
             batches = iter([self.batch(step) for step in steps])
-            losses.extend(step_on(batches, step).detach().clone() for step in steps)
+            for step in steps:
+                set_learning_rates(self.optimizer, self.case.rate_factor, step)
+                losses.append(step_on(batches, step).detach().clone())
             flush()
 
         for segment in self.case.segments():
@@ -305,8 +322,16 @@ class Training:
             return loss
         self.optimizer.zero_grad()
         loss = self.model(next(batches))[0]
+        if self.case.evaluate:  # which disturbs nothing, here too
+            self.model.eval()
+            with torch.no_grad():
+                self.model(self.batch(2000 + step))
+            self.model.train()
         loss.backward()
         if not (self.case.skip and step == 2):
+            if self.case.clip:
+                layers = dense_parameters(self.model).values()
+                torch.nn.utils.clip_grad_norm_(layers, self.case.clip)
             self.optimizer.step()
         return loss
 
@@ -354,8 +379,7 @@ class Found:
 
     def _differences(self, case: Case) -> Iterator[str]:
         losses, weights = with_slots(case, self._train)
-        is_rounded = case.wire != "fp32"
-        yield from self.from_unsplit((losses, weights), reference.train(case), is_rounded)
+        yield from self.from_unsplit((losses, weights), reference.train(case), case.is_rounded)
         if case.twin:
             self.num_twins += 1
             yield from other_bits((losses, weights), with_slots(case.other(), self._train))
@@ -384,7 +408,12 @@ class Found:
     def _train(self, case: Case) -> Result:
         with Training(case) as training:
             losses = training.train()
-            self.num_moved += sum(decision.num_moved for decision in training.decisions)
+            found = training.decisions
+            assert all(0 <= one.hot_share <= one.best_share <= 1 for one in found), found
+            moved = [decision.num_moved for decision in found]
+            assert max(moved, default=0) <= MAX_MOVED
+            assert gather(moved) == [moved] * case.num_ranks  # all ranks decide alike
+            self.num_moved += sum(moved)
             return losses, training.weights()
 
 

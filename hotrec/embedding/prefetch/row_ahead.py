@@ -350,6 +350,7 @@ class RowsAhead:
             from_torchrec = None
             if collection.pooled is not None:
                 finish_others()
+                collection.pooled.set_learning_rate()
                 from_torchrec = collection.pooled.look_up(routed.pooled)
                 mark("rows_exchange")
             return collection.layout.assemble(parts, routed, from_torchrec)
