@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from hotrec.data.synthetic import write_synthetic
 from hotrec.runs.evaluate import evaluate_run
 from hotrec.runs.train import run_training
 from hotrec.runtime.ranks import Ranks, all_gather_object
-from hotrec.train.evaluate import Quality, evaluate
+from hotrec.train.evaluate import evaluate
 from hotrec.train.pipelines import make_pipeline
 from hotrec.types import PipelineKind, PipelineSpec
 from tests.distributed.setups import this_rank
@@ -29,52 +30,45 @@ from tests.unit.train.test_group_auc import by_groups
 def evaluate_spread_groups() -> None:
     """Rank 1 has fewer samples, and the last rank none but padding."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    padding = [9, 9] if rank == last > 0 else [0, 4 * rank]
     rng = torch.Generator().manual_seed(rank)
     batches = [
         replace(
-            tiny_batch(10 * rank + seed, 9, num_padding=num_padding),
+            tiny_batch(10 * rank + seed, 9, num_padding=num),
             groups=torch.randint(-1, 4, (9,), generator=rng),
         )
-        for seed, num_padding in enumerate(padding)
+        for seed, num in enumerate([9, 9] if rank == last > 0 else [0, 4 * rank])
     ]
     model, optimizer = build_tiny()
     with torch.no_grad():
-        outputs = [model.eval()(batch)[1] for batch in batches]
+        outputs = [(*model.eval()(batch)[1][1:], batch) for batch in batches]
     mine = [
-        (logits[batch.weights > 0], labels[batch.weights > 0], batch.groups[batch.weights > 0])
-        for (_, logits, labels), batch in zip(outputs, batches, strict=True)
+        [of[batch.weights > 0] for of in (logits, labels, batch.groups)]
+        for logits, labels, batch in outputs
     ]
     parts = [part for of_rank in all_gather_object(mine) for part in of_rank]
     logits, labels, groups = (torch.cat(of).numpy() for of in zip(*parts, strict=True))
     expected = by_groups(logits, labels == 1, groups)
-    pipeline = make_pipeline(
-        PipelineSpec(PipelineKind.sparse_dist), model, optimizer, torch.device("cpu")
-    )
-    quality = evaluate(pipeline, batches)
-    assert expected.gauc is not None
+    spec = PipelineSpec(PipelineKind.sparse_dist)
+    quality = evaluate(make_pipeline(spec, model, optimizer, torch.device("cpu")), batches)
     assert quality.further["gauc"] == pytest.approx(expected.gauc, rel=1e-12)
     assert quality.further["gauc_samples_frac"] == pytest.approx(expected.samples_frac, rel=1e-12)
     assert quality.num_samples == len(logits)
     assert len(set(all_gather_object(quality.further["gauc"]))) == 1
 
 
-def evaluate_trained(folder: Path) -> list[Quality]:
-    trained = read_config(folder / "run/config.yaml", Config)
-    return [
-        evaluate_run(
-            EvaluateConfig(split="valid", num_workers=0, batch_size=batch_size),
-            trained,
-            folder / "run",
-            this_rank(),
-        ).quality
-        for batch_size in (4, 5, 7, 64, 1)
-    ]
-
-
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_groups_spread_over_ranks_are_measured_whole(world_size: int) -> None:
     run_ranks(evaluate_spread_groups, world_size=world_size)
+
+
+def evaluate_trained(run: Path) -> set[tuple[Any, ...]]:
+    trained, found = read_config(run / "config.yaml", Config), set()
+    for batch_size in (4, 5, 7, 64, 1):
+        config = EvaluateConfig(split="valid", num_workers=0, batch_size=batch_size)
+        quality = evaluate_run(config, trained, run, this_rank()).quality
+        gauc = [quality.further[name] for name in ("gauc", "gauc_samples_frac")]
+        found.add((quality.num_samples, quality.auc, *gauc))
+    return found
 
 
 def test_any_number_of_ranks_evaluates_a_run_alike(tmp_path: Path, one_rank: Ranks) -> None:
@@ -88,17 +82,15 @@ def test_any_number_of_ranks_evaluates_a_run_alike(tmp_path: Path, one_rank: Ran
         *("trainer.eval_group_by=c0", "trainer.eval_splits=[valid]", "trainer.best_by=gauc"),
         *("trainer.eval_every_steps=3", "trainer.early_stop_patience=2"),
     ]
+    run = tmp_path / "run"
+    run.mkdir()
     config = build_config(compose_config("config", words))
-    (tmp_path / "run").mkdir()
-    summary = run_training(config, tmp_path / "run", one_rank).summary
-    lines = map(json.loads, (tmp_path / "run/eval.jsonl").read_text().splitlines())
+    summary = run_training(config, run, one_rank).summary
+    lines = map(json.loads, (run / "eval.jsonl").read_text().splitlines())
     gaucs = {line["step"]: line["gauc"] for line in lines}
-    assert summary["best_gauc"] == summary["gauc"] == max(gaucs.values())
+    assert summary["best_gauc"] == summary["gauc"] == max(gaucs.values()) != summary["auc"]
     assert gaucs[summary["best_step"]] == summary["gauc"]
+    assert summary["gauc_samples_frac"] > 0.5
+    expected = {(98, *(summary[name] for name in ("auc", "gauc", "gauc_samples_frac")))}
     for world_size in (1, 3):
-        found = run_ranks(evaluate_trained, world_size=world_size, folder=tmp_path)
-        for quality in (quality for of_rank in found for quality in of_rank):
-            assert quality.num_samples == 98
-            assert (quality.auc, quality.further["gauc"]) == (summary["auc"], summary["gauc"])
-            assert quality.further["gauc_samples_frac"] == summary["gauc_samples_frac"] > 0.5
-    assert summary["quality"]["valid"]["gauc"] == summary["gauc"] != summary["auc"]
+        assert run_ranks(evaluate_trained, world_size, run=run) == [expected] * world_size

@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, update_wrapper
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from hotrec.data.chunks import Dataset
 from hotrec.types import (
     ColdTier,
-    Partition,
     PipelineKind,
     Placement,
     RowFetch,
@@ -27,7 +26,7 @@ from hotrec.types import (
 )
 from tests.distributed import test_program_sequences as programs
 from tests.distributed import test_sequence_models as models
-from tests.distributed.test_program_forms import make_batch, reference
+from tests.distributed.programs import Choice
 from tests.exact.case import CUDA_TIERS, draw_cases
 from tests.exact.training import run_cases
 from tests.helpers.checks import run_checks
@@ -133,13 +132,10 @@ def cases_equal_the_unsplit_reference() -> None:
 
 def programs_equal_the_unsplit_model() -> None:
     """Bags beside sequences, and packed sequences with ``LateLinear``."""
-    tables = {name: programs.ALL_ROWS[name] for name in ("seen", "shop")}
-    alone = Partition(tables, {"seen": np.arange(7)})
-    for make, hot in ((programs.Both, programs.PARTITION), (programs.PackedHere, alone)):
-        expected = reference(make, make_batch)
-        for pipeline in ("look_ahead", "sparse_dist"):
-            losses, model = programs.trained(make, hot, pipeline, device=device())
-            programs.check(losses, model, expected)
+    for name, kind in product(
+        ("both", "packed"), (PipelineKind.look_ahead, PipelineKind.sparse_dist)
+    ):
+        programs.trains(name, Choice(kind.name, kind), device=device())
 
 
 def evaluation_changes_nothing() -> None:

@@ -15,16 +15,8 @@ import hotrec
 from hotrec.program.feed import factor_of
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Partition, PipelineKind
-from tests.distributed.test_program_cases import (
-    ROWS,
-    Computing,
-    Counting,
-    Guarded,
-    Model,
-    Twice,
-    batch_of,
-    drawn,
-)
+from tests.distributed.programs import ROWS, Model, make_batch
+from tests.distributed.test_program_forms import Computing, Counting, Guarded, Twice
 
 RULE = partial(torch.optim.SGD, lr=0.1)
 SOME = Partition(ROWS, {"user": np.arange(5)})
@@ -41,7 +33,7 @@ def chosen(make: Callable[[], nn.Module], hot: Any, **given: Any) -> hotrec.Choi
 def test_auto_takes_base_where_features_cannot_be_read_ahead(
     one_rank: Ranks, make: Callable[[], nn.Module]
 ) -> None:
-    counted = hotrec.profile([batch_of(drawn(0), 0, 24)], make())
+    counted = hotrec.profile([make_batch(0)], make())
     for batch_size in (24, 1 << 14):
         assert chosen(make, SOME, batch_size=batch_size).pipeline is PipelineKind.base
         for may_decline in (True, False):
