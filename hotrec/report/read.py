@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hotrec.artifact import MANIFEST
+from hotrec.artifact import MANIFEST, open_file, read_record
 from hotrec.config.groups import PlacementKind
 from hotrec.planner.names import plan_name
 from hotrec.runtime.figures import FIGURES
@@ -219,7 +219,7 @@ def _shown_name(summary: Line, path: Path) -> str:
 def _read_overrides(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
-    overrides = parse_object(path.read_text(encoding="utf-8"), str(path)).get("overrides")
+    overrides = parse_object(read_record(path), str(path)).get("overrides")
     if not isinstance(overrides, dict):
         raise ValueError(f"{path} overrides: expected values by key, got {overrides!r}. Delete it.")
     return {key: str(value) for key, value in overrides.items()}
@@ -230,7 +230,8 @@ def _read_text(path: Path, notes: list[str]) -> str | None:
         notes.append(f"{path.name}: not recorded.")
         return None
     try:
-        return path.read_text(encoding="utf-8")
+        with open_file(path) as file:
+            return file.read().decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: expected UTF-8 text, got {error}. Delete it.") from error
 
@@ -336,8 +337,8 @@ def _dataset_of_checkpoint(run_dir: Path) -> str | None:
     """The content hash of the dataset that a run recorded in its newest checkpoint."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         checkpoints = run_dir / CHECKPOINTS
-        name = (checkpoints / "latest").read_text().strip()
-        manifest = json.loads((checkpoints / name / MANIFEST).read_text())
+        name = read_record(checkpoints / "latest").strip()
+        manifest = json.loads(read_record(checkpoints / name / MANIFEST))
         return str(manifest["content"]["facts"]["dataset"])
     return None
 
