@@ -60,15 +60,6 @@ COMPARED: Record = {
     "measured_stage_s": {"route": 0.005, "dense": 0.095, "hot_exchange": 0.020, "other": 0.005},
     "slowest_rank_stage_s": {"route": 0.006, "dense": 0.097, "hot_exchange": 0.030, "other": 0.01},
 }
-MEMORY: Record = {
-    "predicted_device_bytes": 4.4e9,
-    "measured_device_bytes": 4.0e9,
-    "device_bytes_error_frac": 0.1,
-    "measured_host_bytes": 10.0e9,
-    "device_bytes_by_kind": {"hot_rows": 3.0e9, "cache": 1.0e9, "router": 0},
-    "host_bytes_by_kind": {"cold_rows": 9.8e9, "router": 2.0e8},
-    "peak_resident_bytes": 1.2e10,
-}
 CACHE: Record = {
     "num_steps": 200,
     "num_lookups": 4_000_000,
@@ -130,37 +121,32 @@ def write_whole_run(path: Path, summary: Record = SUMMARY) -> Path:
     return write_run(path, summary, metrics, evals, TEXTS)
 
 
-def profile_content(*, heldout: bool = True) -> Record:
+PROFILE: Record = {
+    "num_samples": 1000,
+    "num_heldout_samples": 100,
+    "sampling": {"frac": 1.0},
+    "tables": {"user": {"num_rows": 80}, "<item>": {"num_rows": 20}},
+    "coverage": {
+        "rows_frac": [0.0, 0.01, 0.1, 1.0],
+        "train": [0.0, 0.5, 0.8, 1.0],
+        "heldout": [0.0, 0.4, 0.7, 1.0],
+    },
+}
+
+
+def hot_part(num_rows: int, num_hot: int) -> Record:
     return {
-        "num_samples": 1000,
-        "num_heldout_samples": 100 if heldout else 0,
-        "sampling": {"frac": 1.0 if heldout else 0.05},
-        "tables": {"user": {"num_rows": 80}, "<item>": {"num_rows": 20}},
-        "coverage": {
-            "rows_frac": [0.0, 0.01, 0.1, 1.0],
-            "train": [0.0, 0.5, 0.8, 1.0],
-            "heldout": [0.0, 0.4, 0.7, 1.0] if heldout else None,
-        },
+        **{"num_rows": num_rows, "hot_rows": num_hot, "hot_rows_frac": num_hot / num_rows},
+        **{"hot_bytes": num_hot * 260, "row_bytes": 260},
+        **{"coverage_train": 0.8125, "coverage_heldout": 0.7},
     }
 
 
-def partition_content(*, hot: bool = True) -> Record:
-    def summary(num_rows: int, num_hot: int, heldout: float | None = 0.7) -> Record:
-        return {
-            "num_rows": num_rows,
-            "hot_rows": num_hot,
-            "hot_rows_frac": num_hot / num_rows,
-            "hot_bytes": num_hot * 260,
-            "row_bytes": 260,
-            "coverage_train": 0.8125 if num_hot else 0.0,
-            "coverage_heldout": heldout if num_hot else 0.0,
-        }
-
-    return {
-        "policy": "budget < 2,600 bytes",
-        "tables": {"user": summary(80, 8 * hot), "<item>": summary(20, 2 * hot, None)},
-        "total": summary(100, 10 * hot),
-    }
+SPLIT: Record = {
+    "policy": "budget < 2,600 bytes",
+    "tables": {"user": hot_part(80, 8), "<item>": hot_part(20, 2)},
+    "total": hot_part(100, 10),
+}
 
 
 def write_artifact(path: Path, kind: str, content: Record, made_from: dict[str, str]) -> str:
