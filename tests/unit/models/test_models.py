@@ -17,7 +17,7 @@ from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.initialize import copy_weights
 from hotrec.models.task import ClickTask
-from hotrec.models.zoo import build_architecture
+from hotrec.models.zoo import build_architecture, make_checked_layers
 from hotrec.types import ModelKind, Partition
 from tests.helpers.dense import POOLED_KINDS, shape_of
 
@@ -33,12 +33,13 @@ def tables(*dims: int) -> list[EmbeddingBagConfig]:
     ]
 
 
-def build(
-    kind: ModelKind, embeddings: nn.Module, num_dense: int = 3, seed: int = 1, **given: Any
-) -> nn.Module:
+def sized(kind: ModelKind, num_dense: int = 3, **given: Any) -> Any:
     sizes: Any = {"dense_layer_sizes": [8, DIM], "over_layer_sizes": [8, 1], **given}
-    shape = shape_of(kind, num_dense, [("t", "t"), ("u", "u")], DIM, **sizes)
-    return build_architecture(shape, embeddings, seed, CPU)
+    return shape_of(kind, num_dense, [("t", "t"), ("u", "u")], DIM, **sizes)
+
+
+def build(kind: ModelKind, embeddings: nn.Module, num_dense: int = 3, **given: Any) -> nn.Module:
+    return build_architecture(sized(kind, num_dense, **given), embeddings, 1, CPU)
 
 
 def make_batch(weights: list[float], num_global_samples: int, seed: int = 0) -> Batch:
@@ -65,9 +66,8 @@ def test_same_model_whatever_holds_the_embeddings(kind: ModelKind) -> None:
     first, second = build(kind, plain), build(kind, split)
     logits = first(batch.dense, batch.sparse)
     assert logits.shape == (6, 1)
-    torch.testing.assert_close(logits, second(batch.dense, batch.sparse), rtol=1e-5, atol=1e-6)
-    routed = split.router(batch.sparse)
-    torch.testing.assert_close(logits, second(batch.dense, routed), rtol=1e-5, atol=1e-6)
+    for sparse in (batch.sparse, split.router(batch.sparse)):
+        torch.testing.assert_close(logits, second(batch.dense, sparse), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -83,36 +83,33 @@ def test_without_dense_columns_the_bottom_layers_read_ones(kind: ModelKind) -> N
     assert all(p.grad is not None for p in without.parameters())
 
 
-def test_seed_decides_the_layers_and_the_callers_generator_goes_on() -> None:
-    def layers(seed: int) -> torch.Tensor:
-        collection = EmbeddingBagCollection(tables=tables(), device=torch.device("meta"))
-        model = build(ModelKind.dcnv2, collection, seed=seed)
-        return torch.cat([p.flatten() for p in model.parameters() if p.device == CPU])
-
+@pytest.mark.parametrize("kind", [ModelKind.deepfm, ModelKind.mmoe, ModelKind.own])
+def test_seed_decides_the_layers_and_the_callers_generator_goes_on(kind: ModelKind) -> None:
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    first = layers(1)
+    first, same, other = (
+        nn.utils.parameters_to_vector(make_checked_layers(sized(kind), seed).parameters())
+        for seed in (1, 1, 2)
+    )
     assert torch.equal(torch.rand(3), expected)
-    assert torch.equal(layers(1), first)
-    assert not torch.equal(layers(2), first)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
 
 
 @pytest.mark.parametrize(
     ("dims", "arguments", "message"),
     [
-        ((4, 8), {}, r"^model\.embedding_dim: expected one dimension for all tables, got \[4, 8\]"),
-        ((4, 4), {"dense_layer_sizes": [8, 5]}, r"^model\.dense_layer_sizes: .* 4, got 5\."),
-        ((4, 4), {"over_layer_sizes": [8, 2]}, r"^model\.over_layer_sizes: .* to be 1, got 2\."),
-        ((4, 4), {"dense_layer_sizes": []}, r"^model\.dense_layer_sizes: "),
+        ((4, 8), {}, r"embedding_dim: expected .*, got \[4, 8\]"),
+        ((4, 4), {"dense_layer_sizes": [8, 5]}, r"dense_layer_sizes: expected .* 4, got 5"),
+        ((4, 4), {"over_layer_sizes": [8, 2]}, r"over_layer_sizes: expected .* 1, got 2"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(
     dims: tuple[int, int], arguments: dict[str, Any], message: str
 ) -> None:
-    embeddings = EmbeddingBagCollection(tables=tables(*dims))
-    with pytest.raises(ValueError, match=message):
-        build(ModelKind.dlrm, embeddings, **arguments)
+    with pytest.raises(ValueError, match=rf"^model\.{message}"):
+        build(ModelKind.dlrm, EmbeddingBagCollection(tables=tables(*dims)), **arguments)
 
 
 def test_loss_of_unequal_shares_is_the_global_mean() -> None:
@@ -120,19 +117,15 @@ def test_loss_of_unequal_shares_is_the_global_mean() -> None:
     model = build(ModelKind.dlrm, EmbeddingBagCollection(tables=tables()))
     task = ClickTask(model, world_size=3)
     shares = [make_batch([1.0] * 3, 4, 0), make_batch([1.0], 4, 1), make_batch([0.0], 4, 2)]
-    losses, logits, labels = [], [], []
-    for batch in shares:
-        loss, (detached, logits_B, labels_B) = task(batch)
+    results = [task(batch) for batch in shares]
+    for batch, (loss, (detached, logits_B, labels_B)) in zip(shares, results, strict=True):
         assert torch.equal(loss.detach(), detached)
         assert not logits_B.requires_grad
         assert logits_B.shape == labels_B.shape == batch.labels.shape
-        losses.append(loss)
-        if batch.weights.any():
-            logits.append(logits_B)
-            labels.append(labels_B)
-    expected = F.binary_cross_entropy_with_logits(torch.cat(logits), torch.cat(labels))
-    torch.testing.assert_close(torch.stack(losses).detach().mean(), expected)
-    losses[2].backward()  # padding updates nothing
+    logits, labels = (torch.cat([results[rank][1][at] for rank in (0, 1)]) for at in (1, 2))
+    expected = F.binary_cross_entropy_with_logits(logits, labels)
+    torch.testing.assert_close(torch.stack([of[1][0] for of in results]).mean(), expected)
+    results[2][0].backward()  # padding updates nothing
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
@@ -146,6 +139,5 @@ def test_the_loss_of_logits_in_16_bits_is_computed_in_32() -> None:
 
     loss, (_, logits_B, labels_B) = ClickTask(Fixed(), world_size=4)(batch)
     exact = F.binary_cross_entropy_with_logits(logits_B1[:, 0].double(), labels_B.double())
-    num_samples = batch.num_global_samples
-    torch.testing.assert_close(loss.double(), exact * 3 * 4 / num_samples, rtol=1e-6, atol=0)
+    torch.testing.assert_close(loss.double(), exact * 3 * 4 / 4, rtol=1e-6, atol=0)
     assert logits_B.dtype is torch.float32
