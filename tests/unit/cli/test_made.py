@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hotrec.artifact import ArtifactError
+from hotrec.cli.app import _write_config
 from hotrec.cli.made import find_artifact, record_artifact
 from hotrec.cli.prepare import figures_of
 from hotrec.cli.store import build_config, compose_config
@@ -15,6 +16,7 @@ from hotrec.config.data import ColumnKind, ColumnSpec, SourceSpec
 from hotrec.config.roots import Config
 from hotrec.data.chunks import Dataset
 from hotrec.data.prepare import prepare
+from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE
 from tests.unit.data.logs import spec_by_day, write_day
 
 
@@ -44,3 +46,11 @@ def test_a_dataset_that_has_grown_is_current(tmp_path: Path) -> None:
     columns = {**spec.columns, "more": ColumnSpec(ColumnKind.dense, source="price")}
     with pytest.raises(ArtifactError, match=r"columns\.more .* set overwrite=true"):
         find_artifact("prepare", config_of(tmp_path, replace(spec, columns=columns)))
+
+
+def test_no_other_command_writes_into_a_training_run(tmp_path: Path) -> None:
+    (tmp_path / CHECKPOINTS).mkdir()
+    (tmp_path / CONFIG_FILE).write_text("trained")
+    with pytest.raises(ValueError, match="expected a directory without a training run"):
+        _write_config("evaluate", "new", tmp_path)
+    assert (tmp_path / CONFIG_FILE).read_text() == "trained"

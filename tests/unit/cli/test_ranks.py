@@ -78,46 +78,34 @@ class Ranks(PContext):
         return {}
 
 
-@pytest.fixture
-def old_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "get_args_parser", argparse.ArgumentParser)
+@pytest.mark.parametrize(
+    ("option", "timeout"),
+    [([], 30), (["--shutdown-timeout", "150"], 150), (["--shutdown-timeout=150"], 150)],
+)
+def test_ranks_get_their_time_from_an_old_torchrun(
+    option: list[str], timeout: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(PContext, "close", PContext.close)
-
-
-@pytest.mark.usefixtures("old_torchrun")
-@pytest.mark.parametrize("option", [["--shutdown-timeout", "150"], ["--shutdown-timeout=150"]])
-def test_ranks_get_their_time_from_an_old_torchrun(option: list[str]) -> None:
-    assert ranks.take_shutdown_timeout([*option, *REST]) == REST
+    given = [*option, *REST]
+    has_it = "--shutdown-timeout" in get_args_parser().format_help()
+    assert ranks.take_shutdown_timeout(given) == (given if has_it else REST)
+    monkeypatch.setattr(ranks, "get_args_parser", argparse.ArgumentParser)
+    assert ranks.take_shutdown_timeout(given) == REST
     ended = Ranks()
     # As LocalElasticAgent does.
     ended.close(signal.SIGTERM)
-    assert ended.closed == (signal.SIGTERM, 150)
-
-
-@pytest.mark.usefixtures("old_torchrun")
-def test_without_the_option_torchruns_time_stands() -> None:
-    assert ranks.take_shutdown_timeout(REST) == REST
-    ended = Ranks()
-    ended.close(signal.SIGTERM)
-    assert ended.closed == (signal.SIGTERM, 30)
-
-
-def test_a_torchrun_that_has_it_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PContext, "close", PContext.close)
-    given = ["--shutdown-timeout", "150", *REST]
-    has_it = "--shutdown-timeout" in get_args_parser().format_help()
-    assert ranks.take_shutdown_timeout(given) == (given if has_it else REST)
+    assert ended.closed == (signal.SIGTERM, timeout)
 
 
 def test_waiting_for_host_0_is_said_and_ends_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ranks, "JOIN_S", 0.5)
-    monkeypatch.setattr(ranks, "_PAUSE_S", 0.1)
-    monkeypatch.setattr(ranks, "_SAY_S", 0.2)
-    monkeypatch.setattr(ranks, "end_with_parent", lambda: None)
-    monkeypatch.setattr(ranks, "hand_on_later_interrupts", lambda: None)
-    monkeypatch.setattr(logging, "disable", lambda _: None)  # of a process of its own
+    for name, seconds in {"JOIN_S": 0.5, "_PAUSE_S": 0.1, "_SAY_S": 0.2}.items():
+        monkeypatch.setattr(ranks, name, seconds)
+    # Of a process of its own.
+    for of, name in ((ranks, "end_with_parent"), (ranks, "hand_on_later_interrupts"),
+                     (logging, "disable")):  # fmt: skip
+        monkeypatch.setattr(of, name, lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-conf", "is_host=false"]
