@@ -37,8 +37,6 @@ from hotrec.planner.partition import (
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
 from hotrec.planner.predict import Shardings
 from hotrec.planner.propose import (
-    ON_DEVICE,
-    ON_HOST,
     Decision,
     in_doubt,
     propose,
@@ -407,18 +405,10 @@ def _read_recorded(job: PlanJob, run_dir: Path) -> _Recorded:
 
 
 def _recorded_plan(prediction: Mapping[str, Any]) -> tuple[PipelineKind, TorchrecTables | None]:
-    """The pipeline that a run chose, and the plan of TorchRec, if it chose one.
-
-    Documents of earlier versions name the plan only by its label.
-    """
-    if "plan" in prediction:
-        plan = Plan.from_json(prediction["plan"])
-        tables = plan.tables if isinstance(plan.tables, TorchrecTables) else None
-        return plan.pipeline.kind, tables
-    chosen = prediction["chosen"]
-    kind = PipelineKind(prediction["plans"][chosen]["pipeline"])
-    of_label = {Plan(t, PipelineSpec(kind)).label: t for t in (*ON_DEVICE, *ON_HOST)}
-    return kind, of_label.get(chosen)
+    """The pipeline that a run chose, and the plan of TorchRec, if it chose one."""
+    plan = Plan.from_json(prediction["plan"])
+    tables = plan.tables if isinstance(plan.tables, TorchrecTables) else None
+    return plan.pipeline.kind, tables
 
 
 def _planned_for(machine: Machine) -> dict[str, int]:

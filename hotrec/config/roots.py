@@ -45,6 +45,7 @@ Stage = StrEnum("Stage", "prepare profile calibrate plan train evaluate compare 
 BenchCase = StrEnum("BenchCase", "hot_cold all_cold all_hot table_wise planner hand_tuned")
 BenchRouting = StrEnum("BenchRouting", "main loader")
 RowType = StrEnum("RowType", "fp32 fp16 int8")
+Split = StrEnum("Split", "train valid test")
 HOT_COLD_CASES = (BenchCase.hot_cold, BenchCase.all_cold, BenchCase.all_hot)
 
 # Meanings of keys that several sections have.
@@ -267,7 +268,7 @@ class TrainerConfig:
             f"eval_ranking_without: expected none without trainer.eval_ranking, got "
             f"{self.eval_ranking_without!r}. Set trainer.eval_ranking.",
         )
-        unknown = sorted(set(self.eval_splits) - {"train", "valid", "test"})
+        unknown = sorted(set(self.eval_splits) - set(Split))
         yield not unknown, f"eval_splits: expected some of train, valid and test, got {unknown}."
 
 
@@ -708,7 +709,7 @@ class EvaluateConfig:
 
     run_dir: str = key("directory of the training run; latest: the newest under runs/", "latest")
     checkpoint: str = key(CHECKPOINT, "auto")
-    split: str = key("split of the run's dataset to evaluate on", "test")
+    split: Split = key("split of the run's dataset to evaluate on", Split.test)
     batch_size: int | None = key(f"{BATCH_SIZE}; null: as in the run", None, ge=1)
     device: Device = key(DEVICE, Device.auto)
     num_workers: int | None = key(NUM_WORKERS, None, ge=0, le=256)
@@ -745,8 +746,8 @@ class ExportFormConfig:
         "own)",
         RowType.fp32,
     )
-    eval_split: str | None = key(
-        "split of the run's dataset to evaluate the exported model on; null: none", "test"
+    eval_split: Split | None = key(
+        "split of the run's dataset to evaluate the exported model on; null: none", Split.test
     )
     batch_size: int = key(SCORED_AT_ONCE, 4096, ge=1)
 

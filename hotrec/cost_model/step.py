@@ -29,7 +29,6 @@ from hotrec.cost_model.look_ahead import POSITION_BYTES, SLOT_BYTES, LookAheadMo
 from hotrec.types import STAGES, Levels, PipelineKind, PipelineSpec
 
 COVERED = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
-MIN_LOOKUPS = 1e-12
 # TorchRec's messages of pooled vectors, of rows and of replicas, which have separate corrections.
 THEIR_MESSAGES = (
     *("pooled_sent_bytes", "pooled_groups", "permuted_bytes"),

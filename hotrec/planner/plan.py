@@ -168,8 +168,7 @@ class Plan:
         kinds = {
             "kind": PipelineKind(given["kind"]),
             "wire": WireType(given["wire"]),
-            # Plans of earlier versions have none.
-            "levels": Levels(given.get("levels", Levels.one.value)),
+            "levels": Levels(given["levels"]),
         }
         return Plan(of_tables, PipelineSpec(**{**given, **kinds}), document["num_workers"])
 
@@ -186,6 +185,5 @@ def _table(document: Mapping[str, Any]) -> TablePlacement:
         document["cache_load_frac"],
         WireType(document["row_type"]),
         RowFetch(document["row_fetch"]),
-        # Plans of earlier versions have none.
-        is_spread=document.get("is_spread", False),
+        is_spread=document["is_spread"],
     )

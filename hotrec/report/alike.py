@@ -72,10 +72,7 @@ def _dataset(run: Run) -> str | None:
 def _labels(run: Run) -> str | None:
     """The labels with their weights in the mean AUC; empty for one label."""
     weights = run.by_name("label_weights")
-    if weights:
-        return ", ".join(f"{name} (weight {weight:g})" for name, weight in weights.items())
-    # Of earlier versions, which did not record the weights.
-    return ", ".join(run.by_name("auc_by_label")) or "one"
+    return ", ".join(f"{name} (weight {weight:g})" for name, weight in weights.items()) or "one"
 
 
 def _num_samples(run: Run) -> str | None:

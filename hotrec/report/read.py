@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hotrec.artifact import MANIFEST, open_file, read_record
+from hotrec.artifact import open_file, read_record
 from hotrec.config.groups import PlacementKind
 from hotrec.planner.names import plan_name
 from hotrec.runtime.figures import FIGURES
-from hotrec.runtime.run_dir import CHECKPOINTS, EVAL, HOT_SET, METRICS, POINT, SUMMARY
+from hotrec.runtime.run_dir import EVAL, HOT_SET, METRICS, POINT, SUMMARY
 
 Line = Mapping[str, Any]
 
@@ -313,8 +312,6 @@ def _complete(
         notes.append("the run has not finished; its figures are those up to its last line.")
     splits = [line for line in evals if "day" not in line][-1:]
     complete: dict[str, Any] = {
-        # Of earlier versions, which did not record these.
-        "dataset": None if summary.get("dataset") else _dataset_of_checkpoint(path),
         "eval_split": splits[0].get("split") if splits else None,
         "num_eval_samples": splits[0].get("num_samples") if splits else None,
         **summary,
@@ -331,16 +328,6 @@ def _complete(
     if cache.get("num_rows"):
         complete["cache_hit_frac"] = cache["num_hits"] / cache["num_rows"]
     return complete
-
-
-def _dataset_of_checkpoint(run_dir: Path) -> str | None:
-    """The content hash of the dataset that a run recorded in its newest checkpoint."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        checkpoints = run_dir / CHECKPOINTS
-        name = read_record(checkpoints / "latest").strip()
-        manifest = json.loads(read_record(checkpoints / name / MANIFEST))
-        return str(manifest["content"]["facts"]["dataset"])
-    return None
 
 
 def _by_key(

@@ -348,7 +348,6 @@ def _auc_text(run: Run) -> str:
     """The AUC's samples; of several labels, also that it is their mean."""
     text = f"AUC on {run.summary.get('eval_split') or 'held-out samples'}"
     weights = run.by_name("label_weights")
-    # Earlier versions did not record the weights.
     labels = [name for name in run.by_name("auc_by_label") if weights.get(name, 1.0) > 0]
     if len(labels) < 2:
         return f"{text}, label {labels[0]}" if labels else text

@@ -168,7 +168,6 @@ class Metrics:
             tracer = Tracer(record.trace, ranks, start_step=position.step, num_steps=num_steps)
             self._tracer = stack.enter_context(tracer)
             self.callbacks = Callbacks(record.callbacks, record.run_dir, record.description)
-            stack.callback(self.callbacks.close)
             self._start_s = time.perf_counter()
             yield
 
