@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hotrec.cli.app import _print_figures
-from hotrec.cli.closing import best_line, print_closing, print_lines, quality_lines
+from hotrec.cli.closing import print_closing, quality_lines
 from hotrec.cli.launch import BRIEF
 
 QUALITY = {"auc": 0.70021, "log_loss": 0.5, "num_samples": 1000}
@@ -100,41 +100,3 @@ def test_quality_is_that_of_each_label_or_undefined() -> None:
     found = {"clicked": {"auc": 0.9999, "alone": {"dwell_sec": 0.99991, "price": 0.51}}}
     _, line = quality_lines({"auc": 0.9999, "log_loss": 0.1, "suspicious": found}, "test")
     assert "dwell_sec 0.9999, price 0.5100" in line[1]
-
-
-def test_what_a_first_run_gets_wrong_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    said = []
-    for changes in ({}, {"num_steps": 12}, {"normalized_entropy": 8.49}):
-        print_closing("train", {**TRAIN, "batch_size": 2048, "normalized_entropy": 0.9, **changes})
-        said.append(capsys.readouterr().err)
-    extra = [text[len(said[0]) :] if text.startswith(said[0]) else text for text in said]
-    assert "trainer.batch_size" in extra[1]
-    assert "8.49" in extra[2]
-    assert not any(word in said[0] for word in ("trainer.batch_size", "always"))
-
-
-@pytest.mark.parametrize(
-    ("figures", "said"),
-    [
-        ({"best_step": 800, "eval_step": 800, "last_quality": {"test": {"auc": 0.69}}}, "0.6900"),
-        ({"best_step": 1000}, "the last one"),
-        ({"best_step": 800}, "not kept"),
-        ({"best_step": -1}, None),
-        ({}, None),
-    ],
-)
-def test_which_step_is_meant_is_said(figures: dict[str, Any], said: str | None) -> None:
-    lines = best_line({**TRAIN, **figures})
-    assert (said is None and lines == []) or said in lines[0][1]
-
-
-def test_a_terminal_gets_lines_of_its_width_and_commands_whole(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "40")
-    command = "hotrec evaluate run_dir=runs/a/long/path/of/a/run split=valid"
-    print_lines([("measured", "one two three four five six seven eight"), ("next", command)])
-    *lines, last = capsys.readouterr().err.splitlines()
-    assert max(map(len, lines)) <= 40
-    assert last.endswith(command)

@@ -17,7 +17,6 @@ from hotrec.cli.launch import (
     check_network,
     end_with_parent,
     is_under_torchrun,
-    run_under_torchrun,
     wait_for_child,
 )
 
@@ -106,17 +105,6 @@ def test_a_rank_whose_launcher_is_gone_ends(monkeypatch):
     assert os.environ[PARENT] == str(os.getpid()), "for its own children"
     with pytest.raises(SystemExit):
         end_with_parent()
-
-
-def test_torchrun_gets_no_defaults_of_the_cluster(monkeypatch):
-    seen = {}
-    monkeypatch.setattr(
-        "hotrec.cli.launch.wait_for_child", lambda words, variables: seen.update(variables)
-    )
-    environment = {"PET_NNODES": "1", "PET_STANDALONE": "0", "KEPT": "1", "RANK": "0"}
-    run_under_torchrun("train", [], num_ranks=2, run_dir="r", environment=environment)
-    assert not any(name.startswith("PET_") for name in seen)
-    assert seen["KEPT"] == "1"
 
 
 def test_networks_that_are_none(monkeypatch):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -95,26 +93,3 @@ def test_ranks_get_their_time_from_an_old_torchrun(
     # As LocalElasticAgent does.
     ended.close(signal.SIGTERM)
     assert ended.closed == (signal.SIGTERM, timeout)
-
-
-def test_waiting_for_host_0_is_said_and_ends_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, seconds in {"JOIN_S": 0.5, "_PAUSE_S": 0.1, "_SAY_S": 0.2}.items():
-        monkeypatch.setattr(ranks, name, seconds)
-    # Of a process of its own.
-    for of, name in ((ranks, "end_with_parent"), (ranks, "hand_on_later_interrupts"),
-                     (logging, "disable")):  # fmt: skip
-        monkeypatch.setattr(of, name, lambda *_: None)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-conf", "is_host=false"]
-        options += ["--rdzv-endpoint", f"127.0.0.1:{port}", "-m", "hotrec", "train"]
-        given, _ = get_args_parser().parse_known_args(options)
-        ranks.wait_for_host_0(given)
-        assert not capsys.readouterr().err
-    monkeypatch.setattr("sys.argv", ["ranks", *options])
-    assert ranks.main() == 1
-    *waiting, last = capsys.readouterr().err.splitlines()
-    assert set(waiting) == {f"waiting for host 0 at 127.0.0.1:{port}"}
-    assert last.startswith(f"error: rendezvous: expected all hosts at 127.0.0.1:{port}, ")

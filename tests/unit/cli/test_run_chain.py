@@ -229,10 +229,7 @@ SAME = f"{PLAIN} pipeline=look_ahead plan.trial=false"
             *(["placement=torchrec"], f"placement=coverage {PLAIN}"),
         ),
         # What was chosen is what it would be compared with.
-        (
-            {"hot_rows": 0, "placement": "torchrec planner"},
-            *([], f"placement=coverage {PLAIN}"),
-        ),
+        ({"hot_rows": 0, "placement": "torchrec planner"}, *([], f"placement=coverage {PLAIN}")),
     ],
 )
 def test_it_is_compared_with_torchrecs_planner_and_the_other_kind_of_plan(

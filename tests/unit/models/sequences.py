@@ -133,9 +133,7 @@ def encode(layers: Any, x: torch.Tensor) -> torch.Tensor:
     return norm(last, linear(second, hidden))
 
 
-def samples_of(
-    batch: Batch,
-) -> Iterator[tuple[torch.Tensor, Mapping[str, Sequence[torch.Tensor]]]]:
+def samples_of(batch: Batch) -> Iterator[tuple[torch.Tensor, Mapping[str, Sequence[torch.Tensor]]]]:
     """Each sample's dense columns, and its rows by feature."""
     dense, columns = batch
     for sample in range(len(dense)):

@@ -75,9 +75,3 @@ def test_bf16_multiplies_in_bf16_and_keeps_weights_in_fp32(kind: ModelKind) -> N
         assert got.grad.dtype is torch.float32
         assert not torch.equal(got.grad, expected.grad), name
         torch.testing.assert_close(got.grad, expected.grad, rtol=0.1, atol=5e-3, msg=name)
-
-
-def test_a_model_to_plan_with_is_left_alone() -> None:
-    model = Clicks(ModelKind.dlrm, 0).model
-    set_up_dense_layers(model, torch.device("meta"), Precision.bf16, is_compiled=True)
-    assert "forward" not in vars(model.dense_arch)

@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.export import Dim, export
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -25,7 +24,7 @@ from hotrec.models.plain import Architecture, Ids, PlainModel, TableRows, load_m
 from hotrec.models.zoo import build_architecture
 from hotrec.runs.export import by_layer, quantize
 from hotrec.types import ModelKind
-from tests.helpers.dense import POOLED_KINDS, shape_of
+from tests.helpers.dense import shape_of
 
 DIM, NUM_SAMPLES = 8, 6
 # Features in another order than their tables, and two that share one.
@@ -134,33 +133,6 @@ def test_all_forms_of_ids_give_the_same(dtype: str, is_mean: bool) -> None:
     unpooled, lengths = table.unpooled(torch.tensor([0, 7]))
     assert lengths.tolist() == [1, 1]
     close(unpooled, rows[[0, 7]])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "is_int8"),
-    [
-        (ModelKind.dlrm, True),
-        *((kind, False) for kind in POOLED_KINDS if kind is not ModelKind.dlrm),
-    ],
-)
-def test_torch_export(kind: ModelKind, is_int8: bool) -> None:
-    _, model = both(kind, 3)
-    if is_int8:
-        for table in model.tables.values():
-            scales, quantized = map(torch.from_numpy, quantize(table.weight.numpy()))
-            table.weight, table.scale = quantized, scales
-    dense, ids = inputs(3)
-    batch, num_ids = Dim("batch"), Dim("num_ids")
-    one = {0: batch}
-    shapes = (one, {"user": one, "item": one, "seen": ({0: num_ids}, {0: batch + 1})})
-    program = export(model, (dense, ids), dynamic_shapes=shapes).module()
-    torch.testing.assert_close(program(dense, ids), model(dense, ids))
-    # Another size of batch, and of bags.
-    values, _ = ids["seen"]
-    fewer = {"user": ids["user"][:2], "item": ids["item"][:2]}
-    fewer |= {"seen": (values[:3], torch.tensor([0, 1, 3]))}
-    torch.testing.assert_close(program(dense[:2], fewer), model(dense[:2], fewer))
 
 
 @pytest.fixture(scope="module")
@@ -284,15 +256,3 @@ def test_damaged_files_are_refused(exported: Path, tmp_path: Path, name: str) ->
     path.write_bytes(path.read_bytes()[:-2])
     with pytest.raises(ValueError, match=rf"{name}: expected .*, got "):
         load_model(tmp_path / "forged")
-
-
-def test_layers_that_are_not_finite_are_refused(exported: Path, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(exported, tmp_path / "forged")) / DENSE
-    held = load_file(path)
-    held["top.0.bias"][0] = torch.nan
-    save_file(held, path)
-    model = path.parent / MODEL
-    signed = {**json.loads(model.read_text()), "dense_sha256": checksum_of(path, "sha256")}
-    model.write_text(json.dumps(signed))
-    with pytest.raises(ValueError, match=r"safetensors: expected finite .* in top.0.bias"):
-        load_model(path.parent)

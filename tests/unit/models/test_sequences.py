@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hotrec.models.flops import count_sequence_work
-from hotrec.models.sequence import SequenceColumns, check_lengths, pad_front
+from hotrec.models.sequence import SequenceColumns, check_lengths
 from tests.unit.models.sequences import (
     COLUMNS,
     DIM,
@@ -198,15 +198,6 @@ def test_without_layers_over_them_the_vectors_are_multiplied(make: Any) -> None:
     grads = torch.autograd.grad(vectors[:, 0].square().sum(), inputs, allow_unused=True)
     found = {name for name, of in zip(batch[1], grads, strict=True) if of is not None and of.any()}
     assert found == {*COLUMNS.history, *COLUMNS.side, *COLUMNS.context}
-
-
-def test_padding_keeps_the_newest_rows() -> None:
-    rows = torch.arange(1.0, 6).view(-1, 1)
-    for max_length, expected in ((4, [[0, 1, 2], [0, 0, 0], [3, 4, 5]]),
-                                 (2, [[1, 2], [0, 0], [4, 5]])):  # fmt: skip
-        padded, is_row = pad_front(rows, torch.tensor([2, 0, 3]), max_length)
-        assert padded.squeeze(2).tolist() == expected
-        assert is_row.tolist() == [[value > 0 for value in sample] for sample in expected]
 
 
 def test_what_does_not_fit_is_refused() -> None:

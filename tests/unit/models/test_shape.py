@@ -18,11 +18,9 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from hotrec.assemble.job import architecture_of
 from hotrec.config.groups import (
     DinConfig,
-    HstuConfig,
     MmoeConfig,
     OwnModelConfig,
     SasrecConfig,
-    SequenceConfig,
     TwoTowerConfig,
 )
 from hotrec.models.flops import dense_flops
@@ -47,14 +45,6 @@ SEQUENCES = Schema(
     ),
     (Table("i", 5), Table("a", 3), Table("u", 7), Table("s", 4)),
 )
-
-
-@pytest.mark.parametrize("kind", [HstuConfig, SasrecConfig])
-def test_what_no_role_names_is_read_by_the_last_layers(kind: type[SequenceConfig]) -> None:
-    config = kind(embedding_dim=DIM, history={"seen": "item"}, side=["actions"], context=["user"])
-    layers: Any = make_layers(architecture_of(config, SEQUENCES))
-    assert layers.score.others == ("shop",)
-    assert layers.tokens.columns.side == ["actions"]
 
 
 @pytest.mark.parametrize(

@@ -67,17 +67,8 @@ def prediction(*, num_ranks: int = 4, ranks_per_host: int = 2) -> dict[str, Any]
 
 def table(name: str, num_rows: int, num_hot: int, **changes: Any) -> dict[str, Any]:
     return {
-        "name": name,
-        "num_rows": num_rows,
-        "hot_rows": num_hot,
-        "device_rows": num_rows - num_hot,
-        "cached_rows": 0,
-        "host_rows": 0,
-        "exchange": "rows",
-        "sharding": "row_wise",
-        "coverage_frac": 0.8,
-        "sent_bytes_before": 1.25e6,
-        "sent_bytes_after": 0.5e6,
-        "torchrec_sharding": "row_wise",
-        **changes,
-    }
+        "name": name, "num_rows": num_rows, "hot_rows": num_hot, "device_rows": num_rows - num_hot,
+        "cached_rows": 0, "host_rows": 0, "exchange": "rows", "sharding": "row_wise",
+        "coverage_frac": 0.8, "sent_bytes_before": 1.25e6, "sent_bytes_after": 0.5e6,
+        "torchrec_sharding": "row_wise", **changes,
+    }  # fmt: skip

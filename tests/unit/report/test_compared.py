@@ -127,19 +127,6 @@ def test_the_best_of_torchrecs_in_the_trial_is_said(tmp_path: Path) -> None:
         assert [figure in last for figure in figures] == [took_turns] * 4
 
 
-def test_the_page_begins_with_the_plans(tmp_path: Path) -> None:
-    report = make_report(write_all(tmp_path), compared=tmp_path)
-    assert next(title for title, blocks in report.page.sections.items() if blocks) == "Plans"
-    lines = [line.split("|") for line in report.text("Plans").splitlines()]
-    rows = [[cell.strip() for cell in line[2:-1]] for line in lines if len(line) > 3]
-    assert rows[2] == ["36.0 ms", "-24% to -16%", "0.7812", "2.70 MB", "0", "50.0%", "1.60x"]
-    assert rows[3][:2] == ["45.0 ms", ""]
-    assert rows[4][3:] == ["2.60 MB", "1,650", "90.0%", "1.00x"]
-    assert "step_p50_s" not in json.dumps(report.document["runs"][0]["relative_to_baseline"])
-    others = [write_run(tmp_path / "b", COLD), write_run(tmp_path / "c", TORCHREC)]
-    assert make_report(others, compared=tmp_path).document["verdict"] == []
-
-
 @pytest.mark.parametrize("text", [None, "{", "[]", "{}", '{"plans": {"a": 1}, "doubts": []}'])
 def test_what_compare_did_not_write_is_refused(tmp_path: Path, text: str | None) -> None:
     if text is not None:

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from hotrec.report.pictures import bar_figure
-from hotrec.report.plan import NEEDED_OF_PLAN, RecordedPrediction, plan_report_text
-from hotrec.report.plan_page import draw_stages, write_plan_page
-from hotrec.types import STAGES
+from hotrec.report.plan import RecordedPrediction, plan_report_text
+from hotrec.report.plan_page import write_plan_page
 from tests.unit.report.pages import check_html
 from tests.unit.report.predictions import prediction, table
 
@@ -33,13 +31,6 @@ def many_ranks() -> Document:
     return document
 
 
-def only_needed() -> Document:
-    whole, name = prediction(), "torchrec planner"
-    plan = {field: whole["plans"][name][field] for field in NEEDED_OF_PLAN}
-    document = {field: whole[field] for field in ("world", "batch_size")}
-    return document | {"chosen": name, "plans": {name: plan}}
-
-
 # Of the plan in the document.
 OURS = ("45.5 ms", "65.0 ms", "0.70x", "4.00 MB", "130,007")
 
@@ -51,7 +42,6 @@ OURS = ("45.5 ms", "65.0 ms", "0.70x", "4.00 MB", "130,007")
         (torchrec_chosen(), ("<b>00", "1,000", "91.0 ms")),
         (prediction(num_ranks=1, ranks_per_host=1), ("45.5 ms", "45,011 /s")),
         (many_ranks(), ("45.5 ms", "2,880,703 /s")),
-        (only_needed(), ("65.0 ms", "14.5 MB")),
     ],
 )
 def test_text_and_page_show_the_figures(
@@ -78,17 +68,6 @@ def test_a_broken_document_is_refused(change: Document, got: str, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_bars_of_the_figure_are_the_stages() -> None:
-    document, plans = prediction(), ["torchrec planner", "hot_cold"]
-    document["plans"]["hot_cold"]["stage_s"]["pondering"] = 0.004  # a stage without a style
-    made = RecordedPrediction(document)
-    (axes,) = bar_figure(2, lambda axes: draw_stages(axes, made, plans)).axes
-    for stage, container in zip(["pondering", *STAGES], axes.containers, strict=True):
-        widths = [document["plans"][plan]["stage_s"].get(stage, 0.0) for plan in plans]
-        assert [patch.get_width() for patch in container.patches] == pytest.approx(widths), stage
-    assert axes.containers[-1].patches[1].get_x() == pytest.approx(0.0485)
-
-
 @pytest.mark.parametrize(
     ("label", "facts", "name"),
     [
@@ -113,21 +92,3 @@ def test_what_a_document_says_of_its_plans_goes_before_their_labels() -> None:
     found = RecordedPrediction(document | {"plans": document["plans"] | {"hot_cold": ours}})
     assert found.name("hot_cold") == "theirs"
     assert found.baseline == found.planner == "hot_cold"
-
-
-def test_a_placement_may_have_no_hot_rows() -> None:
-    tables = [{**of, "hot_rows": 0} for of in prediction()["tables"]]
-    without = RecordedPrediction(prediction() | {"tables": tables})
-    # It is all_cold, which is not shown a second time.
-    assert "all_cold" not in without.order
-
-
-def test_the_planner_of_torchrec_is_that_of_its_fastest_pipeline() -> None:
-    plans = prediction()["plans"]
-    slow = {**plans["torchrec planner"], "step_s": 1.0}
-    for name in ("torchrec planner base", "torchrec planner"):
-        others = {"torchrec planner": slow, "torchrec planner base": slow}
-        document = prediction() | {"plans": plans | others | {name: plans["torchrec planner"]}}
-        assert RecordedPrediction(document).planner == name
-    del plans["torchrec planner"]
-    assert RecordedPrediction(prediction() | {"plans": plans}).planner is None

@@ -10,18 +10,11 @@ import pytest
 from hotrec.report.read import read_runs
 from tests.unit.report.runs import (
     CACHE,
-    SUMMARY,
     eval_line,
     metrics_line,
     write_run,
     write_whole_run,
 )
-
-
-def test_runs_of_one_name_are_numbered(tmp_path: Path) -> None:
-    names = {"a": "hot_cold", "b": "hot_cold", "c": "other"}
-    paths = [write_run(tmp_path / path, {**SUMMARY, "name": name}) for path, name in names.items()]
-    assert [run.name for run in read_runs(paths)] == ["hot_cold (1)", "hot_cold (2)", "other"]
 
 
 def test_unfinished_run_takes_its_figures_from_the_last_lines(tmp_path: Path) -> None:

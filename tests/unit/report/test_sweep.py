@@ -14,10 +14,8 @@ from omegaconf import OmegaConf
 from hotrec.cli.report import make_report_of
 from hotrec.cli.sweep import Sweep
 from hotrec.config.roots import ReportConfig
-from hotrec.report.read import read_runs
 from hotrec.report.render import Page
-from hotrec.report.runs import SWEEP_SECTION, make_report
-from hotrec.report.sweep import choosing_quality
+from hotrec.report.runs import make_report
 from tests.unit.report.pages import check_html
 from tests.unit.report.runs import SUMMARY, TORCHREC, write_run
 
@@ -63,19 +61,6 @@ def test_jobs_are_numbered_and_named_by_what_differs(tmp_path: Path) -> None:
     assert document["baseline"] == names[2]
 
 
-@pytest.mark.parametrize(
-    ("overrides", "names"),
-    [
-        ([{"a.x": "1", "b.x": "1"}, {"a.x": "2", "b.x": "2"}], ["a.x=1, b.x=1", "a.x=2, b.x=2"]),
-        ([{"a.x": "1"}, {}], ["hot_cold (1)", "hot_cold (2)"]),  # one is of no sweep
-        ([{"a.x": "1"}, {"a.x": "1", "y": "2"}], ["hot_cold", "y=2"]),
-    ],
-)
-def test_names(overrides: list[dict[str, str]], names: list[str], tmp_path: Path) -> None:
-    jobs = [write_job(tmp_path, n, found, summary=SUMMARY) for n, found in enumerate(overrides)]
-    assert [run.name for run in read_runs(jobs)] == names
-
-
 def sweep_of(folder: Path, *summaries: dict[str, Any]) -> Page:
     """The page of jobs with these summaries."""
     jobs = [write_job(folder, n, {"a": n}, summary=of) for n, of in enumerate(summaries)]
@@ -105,19 +90,6 @@ def test_the_validation_split_chooses(
     assert len(tiles) == (best is not None)
     assert best is None or tiles[0].figure == best[0]
     assert all(text in tiles[0].note for text in (best or ())[1:])
-
-
-def test_steps_of_jobs_are_no_claim(tmp_path: Path) -> None:
-    page = sweep_of(tmp_path, {**SUMMARY, "step_p50_s": 0.1}, {**TORCHREC, "step_p50_s": 0.3})
-    notes = " ".join(block for block in page.sections[SWEEP_SECTION] if isinstance(block, str))
-    assert "not comparable" in notes
-    assert not any(word in f"{page}" for word in ("faster", "shortest"))
-
-
-def test_optuna_maximizes_what_chooses() -> None:
-    assert choosing_quality(evaluated(0.7, 0.8))[1]["auc"] == 0.7
-    split, quality = choosing_quality(evaluated(None, 0.8))
-    assert (split, quality["auc"]) == ("test", 0.8)
 
 
 def end(process: str, folder: Path, mode: str = "MULTIRUN", jobs: tuple[int, ...] = (),

@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra.types import RunMode
-from omegaconf import OmegaConf
 
-from hotrec.cli.sweep import Sweep, write_what_if_page
 from hotrec.report.what_if import find_cheapest, read_predictions, what_if_text, write_what_if
 from tests.unit.report.pages import check_html
 from tests.unit.report.predictions import prediction
@@ -70,14 +67,6 @@ def test_a_job_needs_one_of_its_files(tmp_path: Path) -> None:
     assert "built-in costs dgx" in what_if_text(points)
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"plans": {"a": {}}, "chosen": "a"}'])
-def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "prediction.json").write_text(text)
-    with pytest.raises(ValueError, match=r"0/prediction\.json: .*got"):
-        read_predictions(tmp_path)
-
-
 # Name, ranks, hosts and rate of points that fit.
 MACHINES = [
     ("fast", 8, 1, 900.0),
@@ -106,38 +95,3 @@ def test_the_cheapest_machine(wanted: float | None, name: str | None) -> None:
     for order in (points, points[::-1]):
         cheapest = find_cheapest(order, wanted)
         assert (None if cheapest is None else cheapest["name"]) == name
-
-
-def end(folder: Path, process: str = "plan", mode: str = "MULTIRUN") -> None:
-    """Run the callback of a sweep with one job."""
-    hydra = {"mode": RunMode[mode], "sweep": {"dir": str(folder)}}
-    hydra |= {"overrides": {"task": ["plan.world_size=4", "+placement.hot_budget_mib=64"]}}
-    hydra |= {"runtime": {"output_dir": str(folder / "0")}}
-    plan = {"world_size": 4, "ranks_per_host": 2, "min_samples_per_s": 1000.0}
-    config = OmegaConf.create({"plan": plan, "trainer": {"batch_size": 256}, "hydra": hydra})
-    if (folder / "0").exists():
-        Sweep(process).on_job_start(config=config, task_function=lambda _: None)
-    Sweep(process).on_multirun_end(config=config, config_name="config")
-
-
-def test_the_callback_notes_each_job_of_a_sweep_and_writes_the_page(tmp_path: Path) -> None:
-    write_job(tmp_path / "0", {"infeasible": "no"})
-    for process, mode in (("prepare", "MULTIRUN"), ("plan", "RUN")):
-        end(tmp_path, process, mode)
-        assert [path.name for path in tmp_path.rglob("*.*")] == ["prediction.json"]
-    end(tmp_path)
-    found = json.loads((tmp_path / "what_if.json").read_text())
-    (point,) = found["points"]
-    assert point["overrides"] == {"plan.world_size": "4", "placement.hot_budget_mib": "64"}
-    assert (point["num_ranks"], point["num_hosts"], point["batch_size"]) == (4, 2, 256)
-    assert found["min_samples_per_s"] == 1000.0
-
-
-def test_what_has_no_page_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as caught:
-        end(tmp_path)
-    assert caught.value.code == 1
-    for number, rate in enumerate((4e5, 7.0)):
-        write_job(tmp_path / f"{number}", prediction(), point_of(2, rate))
-    with pytest.raises(ValueError, match=r"expected one value .* got \[400000.0, 7.0\]"):
-        write_what_if_page(tmp_path)

@@ -15,7 +15,6 @@ from hotrec.data.synthetic import write_synthetic
 from hotrec.runs.train import run_training
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.loop import TrainResult
-from tests.unit.data.logs import write_dataset
 
 PERIODS = [f"period {number}" for number in (1, 2, 3)]
 
@@ -89,15 +88,3 @@ def test_another_batch_goes_on_with_the_samples_of_the_day(
         *zip(PERIODS, steps, strict=True)
     ]
     assert resumed.summary["num_samples"] == 600
-
-
-def test_what_has_no_next_day_is_refused(tmp_path: Path, one_rank: Ranks) -> None:
-    write_dataset(tmp_path / "one", {"train": 90})
-    with pytest.raises(ValueError, match="expected the days of the 90 samples of split train"):
-        run(tmp_path / "one", tmp_path / "run", one_rank)
-    write_synthetic(SyntheticSpec([60, 20], num_dense=2, num_train=90), tmp_path / "two")
-    with pytest.raises(ValueError, match=r"order\.evaluate_ahead: expected at least two days"):
-        run(tmp_path / "two", tmp_path / "run", one_rank)
-    with pytest.raises(ValueError, match=r"trainer\.num_epochs: expected 1 with order\.evaluate_a"):
-        config_of(tmp_path, "trainer.num_epochs=2")
-    assert not any((tmp_path / "run").iterdir())

@@ -73,10 +73,7 @@ def test_values_outside_the_type_are_refused(
     rows: torch.Tensor, tmp_path: Path, value: float, row_type: RowType, said: str
 ) -> None:
     rows[30, 2] = value
-    with (
-        saved(rows, tmp_path / "step-00000001") as files,
-        pytest.raises(ArtifactError, match=said),
-    ):
+    with saved(rows, tmp_path / "step-00000001") as files, pytest.raises(ArtifactError, match=said):
         export._write_table(tmp_path / "t", files, "t", row_type)
 
 
