@@ -313,18 +313,6 @@ def test_what_a_killed_writer_of_another_artifact_left_is_removed(tmp_path: Path
     assert left_over(tmp_path) == [".mine.lock", "a", "b"]
 
 
-def test_replacement_by_another_program_is_found(tmp_path: Path) -> None:
-    write(tmp_path / "a")
-    opened = read_artifact(tmp_path / "a", kind="profile", stay_open=True)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    shutil.rmtree(tmp_path / "a")
-    with pytest.raises(ArtifactError, match="expected the artifact opened"):
-        opened.check_opened()
-    (tmp_path / "b").rename(tmp_path / "a")
-    with pytest.raises(ArtifactError, match="expected the artifact opened"):
-        opened.check_opened()
-
-
 def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     def edit_manifest(target: Path) -> None:
         document = json.loads((target / MANIFEST).read_text())

@@ -45,14 +45,6 @@ SAID: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["2,300 samples (train 2,000, test 300), 1,234 rows", "5 ", "hotrec profile\n"],
     ),
 }  # fmt: skip
-NEXT = {
-    "prepare data=a append=[b.csv]": "hotrec profile data=a",
-    "calibrate data=a launch.num_ranks=2 calibrate.budget_s=1": "hotrec plan data=a "
-    "launch.num_ranks=2 plan.world_size=2",
-    "plan data=a launch.num_ranks=2 plan.world_size=2": "hotrec train data=a launch.num_ranks=2",
-    "plan data=a planner.costs=dgx_h100_infiniband": None,
-    "train data=a": None,
-}
 
 
 class Terminal(io.StringIO):
@@ -78,17 +70,6 @@ def test_lines_are_for_readers_and_json_for_programs(
     monkeypatch.setenv(BRIEF, "1")  # a stage of `hotrec run`
     print_closing(command, figures)
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("line", NEXT)
-def test_a_stage_names_the_next(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command, *words = line.split()
-    figures: dict[str, Any] = {"costs": "c", "origin": "measured", "name": "cpu", "elapsed_s": 1.0}
-    figures |= {"why": "", "hot_rows": 0, "total_rows": 1, "hot_bytes": 0, "page": "p"}
-    print_closing(command, SAID.get(command, ({**figures, "world_size": 2},))[0], words)
-    said = [line[len("next") :].strip() for line in capsys.readouterr().err.splitlines()
-            if line.startswith("next")]  # fmt: skip
-    assert said == [NEXT[line]] * (NEXT[line] is not None)
 
 
 def test_quality_is_that_of_each_label_or_undefined() -> None:

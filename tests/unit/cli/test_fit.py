@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +16,7 @@ from hotrec.cli import fit as module
 from hotrec.cli.fit import Run, fit, predict
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.data import ColumnKind, ColumnSpec, DataSpec, SourceFormat, SourceSpec
-from hotrec.config.groups import (
-    CostPlacement,
-    DlrmConfig,
-    NoProfiler,
-    RowwiseAdagradConfig,
-    ShuffledOrder,
-)
-from hotrec.config.roots import Config, PathsConfig, PredictConfig
+from hotrec.config.roots import PredictConfig
 
 NUM = 400
 TABLE: dict[str, list[Any]] = {
@@ -97,25 +91,6 @@ def test_the_same_table_is_not_written_again(started: list[dict[str, Any]]) -> N
     assert before.items() <= times().items()
 
 
-def test_roles_are_corrected() -> None:
-    columns = {
-        "bought": None,  # a leak
-        "age": {"kind": "categorical", "table": "ages"},
-        "price": {"transform": "none", "fill": 3},
-        "price_bucket": {"kind": "categorical", "source": "price", "derive": "log_bucket"},
-        "odd": None,  # could not be kept
-    }
-    table = {**TABLE, "odd": [1, "x"] * (NUM // 2)}
-    fit(table, label="clicked", name="events", columns=columns)
-    found = source_of("events").columns
-    assert list(found) == ["label", "user", "age", "price", "price_bucket"]
-    assert (found["age"].kind, found["age"].table) == ("categorical", "ages")
-    assert (found["age"].fill, found["age"].standardize) == (0, False)  # of another kind
-    price = found["price"]
-    assert (price.kind, price.transform, price.fill) == ("dense", "none", 3)
-    assert found["price_bucket"].derive == "log_bucket"
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -149,16 +124,8 @@ def test_scores_stand_at_their_rows(
                for name in labels}  # fmt: skip
     columns |= {name: ColumnSpec(ColumnKind.dense) for name in ("user", "age", "price")}
     source = SourceSpec(SourceFormat.arrow, ["log"], columns=columns)
-    trained = Config(
-        dataset_name="events",
-        data=DataSpec(source=source),
-        model=DlrmConfig(),
-        optimizer=RowwiseAdagradConfig(learning_rate=0.1),
-        placement=CostPlacement(),
-        order=ShuffledOrder(),
-        profiler=NoProfiler(),
-        paths=PathsConfig("dataset"),
-    )
+    trained = replace(build_config(compose_config("config", ["paths.dataset=dataset"])),
+                      data=DataSpec(source=source))  # fmt: skip
 
     def score(config: PredictConfig, of_run: Any, trained_dir: Path) -> Any:
         assert of_run.paths.dataset == str(tmp_path / "work" / "dataset")

@@ -48,11 +48,3 @@ def test_the_same_error_is_printed_once(
             continue
         assert json.loads(file.read_text())["message"]  # for torchrun
     assert found == printed
-
-
-def test_without_torchrun_every_error_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    printed: list[str] = []
-    for _ in range(2):
-        print_once("a", lambda: printed.append("a"))
-    assert printed == ["a", "a"]

@@ -22,19 +22,9 @@ from hotrec.cost_model.builtin import BUILTIN
 DOUBT = "were measured with other load (1.3 of 2 cores busy)"
 STAGES = ["prepare", "profile", "calibrate", "plan", "train", "evaluate", "report"]
 TRAINED = {
-    "command": "train",
-    "finished": True,
-    "num_steps": 10,
-    "hot_rows": 3,
-    "total_rows": 1000,
-    "placement": "hot_cold",
-    "pipeline": "look_ahead",
-    "samples_per_s": 1000.0,
-    "sent_bytes_total": 2e6,
-    "auc": 0.7,
-    "log_loss": 0.5,
-    "eval_split": "test",
-    "eval_step": 10,
+    **{"command": "train", "finished": True, "num_steps": 10, "hot_rows": 3, "total_rows": 1000},
+    **{"placement": "hot_cold", "pipeline": "look_ahead", "auc": 0.7, "log_loss": 0.5},
+    **{"eval_split": "test", "eval_step": 10},
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,32 +13,27 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.data.batch import Batch
-from hotrec.embedding.collection import HotColdEmbeddingBagCollection
-from hotrec.embedding.initialize import copy_weights
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture, make_checked_layers
-from hotrec.types import ModelKind, Partition
-from tests.helpers.dense import POOLED_KINDS, shape_of
+from hotrec.types import ModelKind
+from tests.helpers.dense import shape_of
 
 DIM = 4
-CPU = torch.device("cpu")
-PARTITION = Partition({"t": 9, "u": 5}, {"t": np.array([3, 1])})
 
 
-def tables(*dims: int) -> list[EmbeddingBagConfig]:
-    return [
-        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=[name])
-        for (name, rows), dim in zip(PARTITION.num_rows.items(), dims or (DIM, DIM), strict=True)
-    ]
-
-
-def sized(kind: ModelKind, num_dense: int = 3, **given: Any) -> Any:
-    sizes: Any = {"dense_layer_sizes": [8, DIM], "over_layer_sizes": [8, 1], **given}
+def sized(kind: ModelKind, num_dense: int = 3) -> Any:
+    sizes: Any = {"dense_layer_sizes": [8, DIM], "over_layer_sizes": [8, 1]}
     return shape_of(kind, num_dense, [("t", "t"), ("u", "u")], DIM, **sizes)
 
 
-def build(kind: ModelKind, embeddings: nn.Module, num_dense: int = 3, **given: Any) -> nn.Module:
-    return build_architecture(sized(kind, num_dense, **given), embeddings, 1, CPU)
+def build(kind: ModelKind, num_dense: int = 3) -> nn.Module:
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=9, embedding_dim=DIM, feature_names=[name])
+        for name in "tu"
+    ]
+    torch.manual_seed(0)
+    bags = EmbeddingBagCollection(tables=tables)
+    return build_architecture(sized(kind, num_dense), bags, 1, torch.device("cpu"))
 
 
 def make_batch(weights: list[float], num_global_samples: int, seed: int = 0) -> Batch:
@@ -56,26 +50,11 @@ def make_batch(weights: list[float], num_global_samples: int, seed: int = 0) -> 
     )
 
 
-@pytest.mark.parametrize("kind", POOLED_KINDS)
-def test_same_model_whatever_holds_the_embeddings(kind: ModelKind) -> None:
-    plain = EmbeddingBagCollection(tables=tables())
-    split = HotColdEmbeddingBagCollection(tables(), PARTITION)
-    with torch.no_grad():
-        copy_weights(plain.embedding_bags, split)
-    batch = make_batch([1.0] * 6, 6)
-    first, second = build(kind, plain), build(kind, split)
-    logits = first(batch.dense, batch.sparse)
-    assert logits.shape == (6, 1)
-    for sparse in (batch.sparse, split.router(batch.sparse)):
-        torch.testing.assert_close(logits, second(batch.dense, sparse), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "kind", [ModelKind.dlrm, ModelKind.dcnv2, ModelKind.deepfm, ModelKind.mmoe]
 )
 def test_without_dense_columns_the_bottom_layers_read_ones(kind: ModelKind) -> None:
-    embeddings = EmbeddingBagCollection(tables=tables())
-    without, with_ones = (build(kind, embeddings, num_dense=number) for number in (0, 1))
+    without, with_ones = (build(kind, num_dense=number) for number in (0, 1))
     batch = make_batch([1.0] * 6, 6)
     logits = without(batch.dense[:, :0], batch.sparse)
     assert torch.equal(logits, with_ones(torch.ones(6, 1), batch.sparse))
@@ -97,24 +76,9 @@ def test_seed_decides_the_layers_and_the_callers_generator_goes_on(kind: ModelKi
     assert not torch.equal(first, other)
 
 
-@pytest.mark.parametrize(
-    ("dims", "arguments", "message"),
-    [
-        ((4, 8), {}, r"embedding_dim: expected .*, got \[4, 8\]"),
-        ((4, 4), {"dense_layer_sizes": [8, 5]}, r"dense_layer_sizes: expected .* 4, got 5"),
-        ((4, 4), {"over_layer_sizes": [8, 2]}, r"over_layer_sizes: expected .* 1, got 2"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(
-    dims: tuple[int, int], arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=rf"^model\.{message}"):
-        build(ModelKind.dlrm, EmbeddingBagCollection(tables=tables(*dims)), **arguments)
-
-
 def test_loss_of_unequal_shares_is_the_global_mean() -> None:
     """Ranks with 3, 1 and 0 samples (the last with padding): the mean over ranks is the mean."""
-    model = build(ModelKind.dlrm, EmbeddingBagCollection(tables=tables()))
+    model = build(ModelKind.dlrm)
     task = ClickTask(model, world_size=3)
     shares = [make_batch([1.0] * 3, 4, 0), make_batch([1.0], 4, 1), make_batch([0.0], 4, 2)]
     results = [task(batch) for batch in shares]

@@ -183,23 +183,17 @@ def described(**changes: Any) -> tuple[str, Change]:
 
 FORGED: dict[str, tuple[tuple[str, Change], str]] = {
     "fewer-rows": (weight(lambda rows: rows[:3].clone()), r"of shape \(30, 8\), got \(3, 8\)"),
-    "no-rows-told": (table(num_rows=0), r"0 rows of table i"),
     "infinite": (weight(put(1, torch.inf)), r"in weight of row 1"),
-    "wider": (weight(torch.Tensor.double), r"expected weight of type torch.float32, got"),
     "int8-without-scale": (weight(torch.Tensor.char), r"got weight of type torch.int8"),
     "no-weight": ((TABLE, lambda held: held.update(rows=held.pop("weight"))), "got rows of type"),
     "other-layers": (
         (DENSE, lambda held: held.update({name: value + 1 for name, value in held.items()})),
         r"expected the layers of this model",
     ),
-    "layers-of-other-sizes": (shape(over_layer_sizes=[64, 4, 1]), r"expected a whole exported"),
     "unsigned": (described(dense_sha256=None), r"with SHA-256 None"),
-    "pooling": (shape(pooling="max"), r"'max'"),
     "kind": (shape(kind="transformer"), r"'transformer'"),
-    "more-keys": (shape(heads=4), r"heads"),
     "dimension": (shape(embedding_dim="8"), r"'8'"),
     "feature-of-no-table": (shape(features=[["user", "guest"]]), r"'guest'"),
-    "rows-of-no-type": (described(rows="fp8"), r"'fp8'"),
     "version": (described(format_version=99), r"99"),
     "file-elsewhere": (table(file=f"../whole/{TABLE}"), r"'../whole/"),
     "name-elsewhere": (

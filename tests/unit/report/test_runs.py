@@ -147,15 +147,6 @@ def test_two_runs_never_give_a_claim_of_speed(tmp_path: Path, step_s: float) -> 
     assert "step_p50_s" not in document["runs"][0]["relative_to_baseline"]
 
 
-def test_what_run_compared_with_is_the_baseline(tmp_path: Path) -> None:
-    """Even where hotrec chose a plan of TorchRec's, too."""
-    table_wise = {**TORCHREC, "name": "cost", "placement": "torchrec table_wise"}
-    paths = [write_run(tmp_path / "train", table_wise), write_run(tmp_path / "torchrec", TORCHREC)]
-    (tmp_path / "made.json").write_text("{}")
-    document = write_report(paths, tmp_path / "out")
-    assert document["baseline"] == document["runs"][1]["name"]
-
-
 OTHER = {"dataset": "fedcba9876543210"}
 
 

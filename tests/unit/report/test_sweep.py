@@ -105,24 +105,6 @@ def end(process: str, folder: Path, mode: str = "MULTIRUN", jobs: tuple[int, ...
     callback.on_multirun_end(config=OmegaConf.create({"hydra": hydra}), config_name="config")
 
 
-@pytest.mark.parametrize(
-    ("process", "mode", "files"),
-    [
-        ("train", "MULTIRUN", {"report.html", "report.json", "sweep.csv"}),
-        ("prepare", "MULTIRUN", set()),
-        ("train", "RUN", set()),
-    ],
-)
-def test_the_page_is_written_at_the_end_of_a_sweep(
-    process: str, mode: str, files: set[str], tmp_path: Path
-) -> None:
-    for number in (8, 9):
-        write_run(tmp_path / f"{number}", SUMMARY)
-    end(process, tmp_path, mode, (8, 9))
-    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == files
-    assert (tmp_path / "8" / "point.json").exists() == bool(files)
-
-
 @pytest.mark.parametrize("names", [["train"], ["train", "torchrec", "counterpart"]])
 def test_jobs_of_run_are_compared_by_what_they_trained(names: list[str], tmp_path: Path) -> None:
     for number in (9, 10):  # in this order, though not as texts

@@ -54,19 +54,6 @@ def test_points_are_read_and_shown(tmp_path: Path) -> None:
     assert "720," in what_if_text(points, 1e6)  # the fastest of them, which is too slow
 
 
-def test_a_job_needs_one_of_its_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"prediction\.json, got none"):
-        read_predictions(tmp_path)
-    write_job(tmp_path / "0", {"infeasible": "too little memory"})
-    costs = {"name": "dgx", "origin": "built-in", "note": None}
-    document = prediction(num_ranks=16, ranks_per_host=8) | {"batch_size": 512, "costs": costs}
-    write_job(tmp_path / "1", document)
-    points = read_predictions(tmp_path)
-    found = [points[1][key] for key in ("num_ranks", "num_hosts", "batch_size")]
-    assert found == [16, 2, 512]
-    assert "built-in costs dgx" in what_if_text(points)
-
-
 # Name, ranks, hosts and rate of points that fit.
 MACHINES = [
     ("fast", 8, 1, 900.0),

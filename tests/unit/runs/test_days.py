@@ -75,16 +75,3 @@ def test_a_resumed_run_evaluates_the_same_days(
     assert whole.step == cut.step == 20
     for name in ("metrics.jsonl", "eval.jsonl"):
         assert read_lines(tmp_path / "cut" / name) == read_lines(tmp_path / "whole" / name)
-
-
-@pytest.mark.slow
-def test_another_batch_goes_on_with_the_samples_of_the_day(
-    dataset: Path, tmp_path: Path, one_rank: Ranks
-) -> None:
-    run(dataset, tmp_path, one_rank, "trainer.max_steps=3")
-    resumed = run(dataset, tmp_path, one_rank, "trainer.batch_size=50")
-    steps = [5, 8, 11]  # 96 + 50 + 4 samples of the first day, then three steps a day
-    assert [(day["day"], day["step"]) for day in resumed.summary["days"]] == [
-        *zip(PERIODS, steps, strict=True)
-    ]
-    assert resumed.summary["num_samples"] == 600

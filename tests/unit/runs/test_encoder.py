@@ -39,7 +39,6 @@ from hotrec.data.vocabulary import RowEncoder
 from hotrec.models.encoder import Encoder, _Hashed, load_encoder
 from hotrec.runs import export
 from hotrec.runs.export import Trained
-from tests.unit.data.logs import spec_by_day, write_day
 
 NUM_RECORDS = 4_000
 Record = dict[str, Any]
@@ -407,20 +406,3 @@ def test_what_is_no_record_is_refused(records: Any) -> None:
     made = Encoder(document, [], {"t": _Hashed(97)})
     with pytest.raises(ValueError, match=r"^record [01]: expected a dict with columns among"):
         made.arrays(records)
-
-
-def test_forged_hashes_are_refused(tmp_path: Path) -> None:
-    spec = spec_by_day(write_day(tmp_path, 0, ["a", "b", "b", "c", "c", "d", "d"]))
-    prepare(spec, tmp_path / "dataset")
-    encoder_of(Dataset.open(tmp_path / "dataset"), spec, tmp_path / "model")
-    path = tmp_path / "model/vocab/user.npy"
-    held = np.load(path)
-    for hashes, message in (
-        (held[:-1], r"expected \d hashes"),
-        (np.array(["a", None], object), r"user.npy: expected an array of numpy"),
-        (np.full_like(held, 7), r"different hash for each row"),
-        (held.astype(np.float64), r"of type uint64, got float64"),
-    ):
-        np.save(path, hashes, allow_pickle=True)
-        with pytest.raises(ValueError, match=message):
-            load_encoder(tmp_path / "model")
