@@ -184,9 +184,9 @@ def _open_locked(manifest: Path, kind: str) -> BinaryIO:
 def _open_manifest(manifest: Path, kind: str) -> BinaryIO:
     # Between the wait and the opening a replacement may start; hardly so three times in a row.
     for _ in range(3):
-        _wait_for_replacement(_resolve(manifest.parent))
+        _wait_for_replacement(real_path(manifest.parent))
         with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return manifest.open("rb")
+            return open_file(manifest)
     raise ArtifactError(
         f"{manifest}: expected the manifest of a {kind}, got no such file. "
         f"Make the {kind} first, or correct the path."
@@ -198,6 +198,19 @@ def _open_without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a file that a command wrote for another.
+
+    Raises:
+        ArtifactError: If it is a device or a pipe, which may have no end.
+    """
+    file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 (it is returned)
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise ArtifactError(f"{path}: expected a file, got a pipe or a device. Remove it.")
+
+
 def read_record(path: Path, max_bytes: int = RECORD_BYTES, errors: str = "strict") -> str:
     """The text of a file that a command wrote for another; ``errors`` as for ``bytes.decode``.
 
@@ -206,12 +219,9 @@ def read_record(path: Path, max_bytes: int = RECORD_BYTES, errors: str = "strict
         ArtifactError: If it is a device or a pipe, which may have no end, too large, or not text.
     """
     try:
-        with open(path, "rb", opener=_open_without_waiting) as file:
-            facts = os.fstat(file.fileno())
-            found = f"{facts.st_size} bytes"
-            if not stat.S_ISREG(facts.st_mode):
-                found = "a pipe or a device"
-            elif facts.st_size <= max_bytes:
+        with open_file(path) as file:
+            found = f"{(num_bytes := os.fstat(file.fileno()).st_size)} bytes"
+            if num_bytes <= max_bytes:
                 return file.read(max_bytes).decode(errors=errors)
     except IsADirectoryError:
         found = "a directory"
@@ -253,7 +263,7 @@ def scratch_directory(target: Path, *, kind: str) -> Iterator[Path]:
         LockedError: If another process writes or reads an artifact there.
     """
     check_replaceable(target, kind)
-    target = _resolve(target)
+    target = real_path(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with lock_file(_sibling(target, "lock"), target):
         _restore_retired(target)
@@ -286,8 +296,8 @@ def _remove_scratch(target: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _resolve(path: Path) -> Path:
-    """The target directory of a link, since renaming would replace the link; loops are kept."""
+def real_path(path: Path) -> Path:
+    """The target of a link, since renaming would replace the link; a link to itself is kept."""
     return Path(os.path.realpath(path))
 
 
@@ -448,7 +458,7 @@ def move_artifact(scratch: Path, target: Path, kind: str) -> None:
     Raises:
         ArtifactError, LockedError: As ``scratch_directory``.
     """
-    target = _resolve(target)
+    target = real_path(target)
     check_replaceable(target, kind)
     if (target / MANIFEST).exists():
         # Two renames; if the process is killed between them, the next reader or writer of the
@@ -480,7 +490,7 @@ def remove_artifact(target: Path, kind: str) -> None:
         ArtifactError: If the directory has foreign files, or is not of this kind.
         LockedError: If another process has opened it.
     """
-    target = _resolve(target)
+    target = real_path(target)
     with lock_file(_sibling(target, "lock"), target):
         check_removable(target, kind)
         # The name of a scratch directory, which the next writer there removes if this one is
@@ -555,8 +565,10 @@ def read_artifact(
 
 
 def _parse_manifest(manifest: Path, kind: str) -> dict[str, Any]:
+    with open_file(manifest) as file:
+        data = file.read()
     try:
-        document = json.loads(manifest.read_text(encoding="utf-8"))
+        document = json.loads(data.decode())
         version = document["format_version"]
         texts = (document["kind"], document["content_hash"], *document["made_from"].values())
         is_sound = (

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hotrec.artifact import MANIFEST, ArtifactError, check_made_from, read_artifact
+from hotrec.artifact import MANIFEST, ArtifactError, check_made_from, read_artifact, read_record
 from hotrec.cli.launch import environment_rank
 from hotrec.cli.store import USER_CONF
 from hotrec.config.groups import SavedPlacement, TorchrecPlacement
@@ -53,7 +53,7 @@ def write_made(record: Path, digest: str, figures: Mapping[str, Any], **more: An
 def read_made(record: Path, digest: str) -> Figures | None:
     """The figures of a stage with exactly these inputs and all its files; None otherwise."""
     try:
-        document = json.loads(record.read_text())
+        document = json.loads(read_record(record))
         found = describe_files(record.parent) if "files" in document else {}
         is_whole = document.get("files", {}).items() <= found.items()
         return dict(document["figures"]) if document["made_from"] == digest and is_whole else None

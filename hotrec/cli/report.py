@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hotrec.artifact import MANIFEST, read_artifact
+from hotrec.artifact import MANIFEST, read_artifact, read_record
 from hotrec.config.roots import ReportConfig
 from hotrec.report.read import find_jobs
 from hotrec.report.runs import Report, make_report
@@ -77,5 +77,5 @@ def _recorded_profile(run_dir: Path) -> Path | None:
     recorded = run_dir / CONFIG_FILE
     if not recorded.exists():
         return None
-    profile = OmegaConf.select(OmegaConf.load(recorded), "paths.profile")
+    profile = OmegaConf.select(OmegaConf.create(read_record(recorded)), "paths.profile")
     return Path(profile) if profile and Path(profile).exists() else None

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from hotrec.artifact import ArtifactError, read_artifact
+from hotrec.artifact import ArtifactError, read_artifact, read_record
 from hotrec.cli.closing import print_closing, shown
 from hotrec.cli.launch import BRIEF, PARENT, RUN_DIR, wait_for_child
 from hotrec.cli.made import (
@@ -413,7 +413,7 @@ def _has_checkpoint(folder: Path) -> bool:
     """Whether a run has all files of its last checkpoint."""
     checkpoints = folder / CHECKPOINTS
     with suppress(ArtifactError, OSError):
-        read_artifact(checkpoints / (checkpoints / "latest").read_text().strip(), kind="checkpoint")
+        read_artifact(checkpoints / read_record(checkpoints / "latest").strip(), kind="checkpoint")
         return True
     return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import os
 import shlex
 from collections.abc import Iterable, Sequence
@@ -20,6 +21,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from hotrec.artifact import read_record
 from hotrec.cli.output import describe_unknown_field
 from hotrec.config.fields import VARIANTS
 from hotrec.config.reference import sentence
@@ -303,9 +305,10 @@ def read_config(path: Path, root: type) -> Any:
             f"{path}: expected the recorded configuration of a run, got no such file. Pass a "
             "directory written by `hotrec train`."
         )
+    text = read_record(path)
     try:
         check_yaml_files(path)
-        recorded: Any = OmegaConf.load(path)
+        recorded: Any = OmegaConf.load(io.StringIO(text))
         schema = OmegaConf.structured(root)
         for group, variants in VARIANTS.items():
             if group in schema:

@@ -24,6 +24,7 @@ from hotrec.artifact import (
     check_removable,
     link_file,
     move_artifact,
+    read_record,
     remove_artifact,
     scratch_directory,
 )
@@ -99,7 +100,7 @@ def check_not_grown(directory: Path) -> None:
     number = 0
     # Damaged ones too. Anything else in the directory is refused by the code that replaces it.
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads(read_record(directory / MANIFEST))
         number = len(manifest["content"]["source"].get("generations", ()))
     if number > 0:
         raise ArtifactError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotrec.artifact import read_record, real_path
 from hotrec.report.read import Run, parse_object
 
 COMPARED_JSON = "compare.json"
@@ -95,8 +96,8 @@ class Comparison:
         """
         file = path / COMPARED_JSON if path.is_dir() else path
         try:
-            document = parse_object(file.read_text(encoding="utf-8"), str(file))
-            plans = {Path(name).resolve(): _plan(of) for name, of in document["plans"].items()}
+            document = parse_object(read_record(file), str(file))
+            plans = {real_path(Path(name)): _plan(of) for name, of in document["plans"].items()}
             doubts = tuple(str(doubt) for doubt in document["doubts"])
             return cls(float(document["seconds"]), doubts, plans)
         except FileNotFoundError as error:
@@ -111,15 +112,15 @@ class Comparison:
 
     def has(self, run: Run) -> bool:
         """Whether the plan of a run took part."""
-        return run.path.resolve() in self.plans
+        return real_path(run.path) in self.plans
 
     def plan(self, run: Run) -> ComparedPlan:
         """The measurements of the plan of a run that took part."""
-        return self.plans[run.path.resolve()]
+        return self.plans[real_path(run.path)]
 
     def ratio(self, run: Run, other: Run) -> Ratio:
         """The ratio of the step times of two runs."""
-        return self.plan(run).ratios[other.path.resolve()]
+        return self.plan(run).ratios[real_path(other.path)]
 
     def why_not(self, run: Run, other: Run) -> str | None:
         """Why the comparison of two runs is inconclusive, in a sentence; None if it is not."""
@@ -134,7 +135,7 @@ class Comparison:
 def _plan(of: Mapping[str, Any]) -> ComparedPlan:
     return ComparedPlan(
         float(of["step_s"]),
-        {Path(other).resolve(): Ratio(*map(float, ends)) for other, ends in of["ratios"].items()},
+        {real_path(Path(other)): Ratio(*map(float, ends)) for other, ends in of["ratios"].items()},
         float(of["replicated_frac"]),
         tuple(float(share) for share in of["owned_fracs"]),
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from hotrec.artifact import open_file, read_record
 from hotrec.config.groups import PlacementKind
 from hotrec.planner.names import plan_name
 from hotrec.runtime.figures import FIGURES
@@ -217,7 +218,7 @@ def _shown_name(summary: Line, path: Path) -> str:
 def _read_overrides(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
-    overrides = parse_object(path.read_text(encoding="utf-8"), str(path)).get("overrides")
+    overrides = parse_object(read_record(path), str(path)).get("overrides")
     if not isinstance(overrides, dict):
         raise ValueError(f"{path} overrides: expected values by key, got {overrides!r}. Delete it.")
     return {key: str(value) for key, value in overrides.items()}
@@ -228,7 +229,8 @@ def _read_text(path: Path, notes: list[str]) -> str | None:
         notes.append(f"{path.name}: not recorded.")
         return None
     try:
-        return path.read_text(encoding="utf-8")
+        with open_file(path) as file:
+            return file.read().decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: expected UTF-8 text, got {error}. Delete it.") from error
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hotrec.artifact import read_record
 from hotrec.planner.names import PLANNER, TORCHREC, plan_name
 from hotrec.report.compared import Comparison, Ratio
 from hotrec.report.plan import RecordedPrediction
@@ -157,7 +158,7 @@ def _of_trial(run: Run) -> list[str]:
     """The best of TorchRec's plans in the run's trial, if that is not the planner's."""
     try:
         prediction = RecordedPrediction(
-            parse_object((run.path / PREDICTION).read_text(), PREDICTION)
+            parse_object(read_record(run.path / PREDICTION), PREDICTION)
         )
     except (OSError, ValueError):
         return []

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hotrec.artifact import read_record
 from hotrec.report.plan import PREDICTION_JSON, TIERS, RecordedPrediction, describe_world
 from hotrec.report.read import find_jobs, parse_object
 from hotrec.report.render import (
@@ -101,7 +102,7 @@ def _read_point(folder: Path, name: str) -> Point:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return parse_object(path.read_text(encoding="utf-8"), str(path)) if path.exists() else {}
+    return parse_object(read_record(path), str(path)) if path.exists() else {}
 
 
 def find_cheapest(points: Sequence[Point], min_samples_per_s: float | None) -> Point | None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hotrec.artifact import MANIFEST
+from hotrec.artifact import MANIFEST, read_record, real_path
 from hotrec.models import encoder, hstu, plain, sasrec, sequence
 from hotrec.models.plain import TABLES_DIR
 
@@ -123,7 +123,7 @@ def check_place(target: Path) -> None:
     Raises:
         ValueError: If it is.
     """
-    for parent in target.resolve().parents:
+    for parent in real_path(target).parents:
         if _is_artifact(parent):
             raise ValueError(
                 f"output {target}: expected a directory outside of hotrec's artifacts, got one "
@@ -145,7 +145,7 @@ def make_ids(values: pa.Array, rows: npt.NDArray[np.int64]) -> pa.Table:
 
 def _is_artifact(directory: Path) -> bool:
     try:  # the file may be from another program
-        return {"kind", "content_hash"} <= json.loads((directory / MANIFEST).read_text()).keys()
+        return {"kind", "content_hash"} <= json.loads(read_record(directory / MANIFEST)).keys()
     except (OSError, ValueError, AttributeError):
         return False
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torchrec.distributed.types import ShardingPlan
 
-from hotrec.artifact import move_artifact
+from hotrec.artifact import move_artifact, read_record
 from hotrec.assemble.order import ALL_HOT
 from hotrec.assemble.torchrec_plan import plan_document, plan_text
 from hotrec.config.roots import Config
@@ -87,7 +87,7 @@ def write_config(config: Config, content_hash: str, staged: Path) -> None:
 def read_prepared(dataset: Path, content_hash: str) -> dict[str, Any] | None:
     """The configuration ``data`` from which ``hotrec prepare`` made a dataset, if known."""
     try:
-        made = json.loads(dataset.with_name(f"{dataset.name}.{RECORD}").read_text())
+        made = json.loads(read_record(dataset.with_name(f"{dataset.name}.{RECORD}")))
         return dict(made["data"]) if made["figures"]["content_hash"] == content_hash else None
     except (OSError, ValueError, LookupError, TypeError):
         return None

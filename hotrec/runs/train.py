@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import yaml
 
-from hotrec.artifact import ArtifactError
+from hotrec.artifact import ArtifactError, read_record, real_path
 from hotrec.assemble.job import Job, make_job
 from hotrec.assemble.machine import make_machine
 from hotrec.assemble.model import ModelSpec
@@ -207,7 +207,7 @@ class _Start:
 def _train(job: Job, start: _Start, ranks: Ranks) -> TrainResult:
     run_dir, staged, machine = start.run_dir, start.staged, start.machine
     resume_from, warm, order = start.resume_from, start.warm, job.order
-    is_own = resume_from is not None and resume_from.resolve().is_relative_to(run_dir.resolve())
+    is_own = resume_from is not None and real_path(resume_from).is_relative_to(real_path(run_dir))
     keeps_plan = is_own and broadcast_object(
         same_verdict(lambda: _is_planned_so(job.placement, run_dir, ranks))
     )
@@ -341,8 +341,8 @@ def _is_planned_so(asked: Mapping[str, Any], run_dir: Path, ranks: Ranks) -> boo
     if not recorded.exists():  # a run started from Python
         return True
     try:
-        placement = dict(yaml.safe_load(recorded.read_text())["placement"])
-        world_size = json.loads((run_dir / ENVIRONMENT).read_text())["world_size"]
+        placement = dict(yaml.safe_load(read_record(recorded))["placement"])
+        world_size = json.loads(read_record(run_dir / ENVIRONMENT))["world_size"]
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
         raise ValueError(
             f"{recorded}: expected the run's recorded configuration and {ENVIRONMENT}, got "

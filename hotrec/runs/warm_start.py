@@ -13,7 +13,7 @@ import yaml
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from hotrec.artifact import ArtifactError
+from hotrec.artifact import ArtifactError, read_record, real_path
 from hotrec.data.chunks import Dataset, one_array
 from hotrec.data.generation import generations_of
 from hotrec.data.kept import open_generation
@@ -200,9 +200,9 @@ def _has_vocabulary(dataset: Dataset, table: str) -> bool:
 
 def _dataset_of(checkpoint: Path) -> str:
     """The directory of the dataset that the run of a checkpoint recorded."""
-    recorded = checkpoint.resolve().parents[1] / CONFIG_FILE
+    recorded = real_path(checkpoint).parents[1] / CONFIG_FILE
     try:
-        return str(yaml.safe_load(recorded.read_text())["paths"]["dataset"])
+        return str(yaml.safe_load(read_record(recorded))["paths"]["dataset"])
     except (OSError, LookupError, TypeError, ValueError, yaml.YAMLError) as error:
         raise ArtifactError(
             f"{recorded}: expected the configuration of the run that saved {checkpoint}, got "

@@ -48,7 +48,7 @@ def read_finished(run_dir: Path, config_text: str | None = None) -> dict[str, An
 def latest_step(run_dir: Path) -> int | None:
     """The step of a run's latest checkpoint, by its name; None if there is none."""
     try:
-        return int((run_dir / CHECKPOINTS / "latest").read_text().strip().rpartition("-")[2])
+        return int(read_record(run_dir / CHECKPOINTS / "latest").strip().rpartition("-")[2])
     except (OSError, ValueError):
         return None
 

@@ -2,19 +2,19 @@
 
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 
 from hotrec.cli.launch import (
+    PARENT,
     check_environment,
-    check_network,
+    end_with_parent,
     is_under_torchrun,
-    run_under_torchrun,
     wait_for_child,
 )
 
@@ -41,23 +41,23 @@ def given(monkeypatch):
     return set_all
 
 
+IN_STEP = {"SLURM_STEP_NUM_TASKS": "2"}
+ELASTIC = {**LEFT_OVER, "TORCHELASTIC_RUN_ID": "a"}
+
+
 @pytest.mark.parametrize(
     ("variables", "num_ranks", "is_rank"),
     [
         ({}, 2, False),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, 2, False),
-        (LEFT_OVER, 2, False),
         ({**LEFT_OVER, **PYTORCH_JOB}, 2, False),
         ({"RANK": "0"}, 2, False),
         (MASTER, 2, False),
-        (SALLOC, 2, False),
         ({**SALLOC, "SLURM_STEP_NUM_TASKS": "1"}, 2, False),
-        (TORCHRUN, None, True),
         (TORCHRUN, 2, True),
         (TWO, None, True),
-        ({**LEFT_OVER, "TORCHELASTIC_RUN_ID": "a"}, None, True),
-        ({**TWO_HOSTS, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, 2, True),
-        ({**TWO, "SLURM_STEP_NUM_TASKS": "2"}, None, True),
+        (ELASTIC, None, True),
+        ({**TWO_HOSTS, **IN_STEP, "SLURM_PROCID": "1"}, 2, True),
+        ({**TWO, **IN_STEP}, None, True),
         ({"OMPI_COMM_WORLD_SIZE": "2", **TWO}, None, True),
         ({**TWO_HOSTS, "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2"}, None, True),
     ],
@@ -69,77 +69,40 @@ def test_right(variables, num_ranks, is_rank, given):
 
 
 @pytest.mark.parametrize(
-    ("variables", "num_ranks", "said"),
+    ("variables", "num_ranks", "key", "expected"),
     [
-        (TWO, 2, "launch.num_ranks: expected none, since RANK and WORLD_SIZE are set"),
-        (TORCHRUN, 4, "launch.num_ranks: expected 2, since .* got 4"),
-        (TORCHRUN, 1, "launch.num_ranks: expected 2, since .* got 1"),
-        (
-            {**LEFT_OVER, "TORCHELASTIC_RUN_ID": "a", "LOCAL_WORLD_SIZE": "1"},
-            2,
-            "expected 1, since",
-        ),
-        (
-            {"WORLD_SIZE": "2", **MASTER},
-            None,
-            "environment RANK: expected a rank below WORLD_SIZE 2",
-        ),
-        ({"RANK": "1", "WORLD_SIZE": "1"}, None, "environment RANK: expected below WORLD_SIZE 1"),
-        (
-            {"LOCAL_WORLD_SIZE": "8"},
-            None,
-            "environment LOCAL_WORLD_SIZE: expected at most WORLD_SIZE",
-        ),
-        ({**TORCHRUN, "LOCAL_RANK": "2"}, None, "environment LOCAL_WORLD_SIZE: .* LOCAL_RANK 2"),
-        ({"LOCAL_RANK": "first"}, None, "environment LOCAL_RANK: expected a count, got 'first'"),
-        ({"PET_NNODES": "2"}, 2, "environment PET_NNODES: expected 1 .*hosts.* got 2"),
-        ({"PET_NPROC_PER_NODE": "4"}, 2, "environment PET_NPROC_PER_NODE: expected 2"),
-        ({"PET_NPROC_PER_NODE": "4"}, 1, "environment PET_NPROC_PER_NODE: expected 1"),
-        ({**LEFT_OVER, "PET_NNODES": "2"}, 2, "environment PET_NNODES: expected 1"),
-        ({**SALLOC, "SLURM_STEP_NUM_TASKS": "2"}, 2, "environment SLURM_STEP_NUM_TASKS: .* srun"),
-        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, None, "environment SLURM_PROCID: .* srun"),
-        ({"SLURM_STEP_NUM_TASKS": "2", **LEFT_OVER}, None, "environment SLURM_STEP_NUM_TASKS"),
-        ({"SLURM_STEP_NUM_TASKS": "2", **TORCHRUN}, None, "environment SLURM_STEP_NUM_TASKS"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, None, "environment OMPI_COMM_WORLD_SIZE: .* mpirun"),
-        ({"PMI_SIZE": "4"}, 2, "environment PMI_SIZE: .* mpirun, got at least 4"),
+        (TWO, 2, "launch.num_ranks", "none"),
+        (TORCHRUN, 1, "launch.num_ranks", "2"),
+        ({**ELASTIC, "LOCAL_WORLD_SIZE": "1"}, 2, "launch.num_ranks", "1"),
+        ({"WORLD_SIZE": "2", **MASTER}, None, "RANK", "a rank below WORLD_SIZE 2"),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, None, "RANK", "below WORLD_SIZE 1"),
+        ({"LOCAL_WORLD_SIZE": "8"}, None, "LOCAL_WORLD_SIZE", "at most WORLD_SIZE"),
+        ({**TORCHRUN, "LOCAL_RANK": "2"}, None, "LOCAL_WORLD_SIZE", ".* LOCAL_RANK 2"),
+        ({"LOCAL_RANK": "first"}, None, "LOCAL_RANK", "a count, got 'first'"),
+        ({"PET_NNODES": "2"}, 2, "PET_NNODES", "1"),
+        ({"PET_NPROC_PER_NODE": "4"}, 1, "PET_NPROC_PER_NODE", "1"),
+        ({**SALLOC, **IN_STEP}, 2, "SLURM_STEP_NUM_TASKS", ".*srun"),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, None, "SLURM_PROCID", ".*srun"),
+        ({**IN_STEP, **TORCHRUN}, None, "SLURM_STEP_NUM_TASKS", ""),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, None, "OMPI_COMM_WORLD_SIZE", ".*mpirun"),
+        ({"PMI_SIZE": "4"}, 2, "PMI_SIZE", ".*mpirun, got at least 4"),
     ],
 )
-def test_refused(variables, num_ranks, said, given):
+def test_refused(variables, num_ranks, key, expected, given):
     given(variables)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=rf"^(environment )?{key}: expected {expected}"):
         check_environment(num_ranks)
+    if key.startswith("PET_"):  # a command of one process may run in a pod
+        check_environment(is_parallel=False)
 
 
-def test_a_command_of_one_process_may_run_in_a_pod(given):
-    given({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"})
-    check_environment(is_parallel=False)
-
-
-def test_torchrun_gets_no_defaults_of_the_cluster(monkeypatch):
-    seen = {}
-    monkeypatch.setattr(
-        "hotrec.cli.launch.wait_for_child", lambda words, variables: seen.update(variables)
-    )
-    environment = {"PET_NNODES": "1", "PET_STANDALONE": "0", "KEPT": "1", "RANK": "0"}
-    run_under_torchrun("train", [], num_ranks=2, run_dir="r", environment=environment)
-    assert not any(name.startswith("PET_") for name in seen)
-    assert seen["KEPT"] == "1"
-
-
-def test_an_interface_that_is_none(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope0")
-    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME: .*'lo'.*, got 'nope0'"):
-        check_network(is_standalone=False)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
-def test_without_a_loopback_interface():
-    program = "from hotrec.cli.launch import check_network; check_network(is_standalone=True)"
-    done = subprocess.run(
-        ["unshare", "--net", sys.executable, "-c", program], capture_output=True, text=True
-    )
-    assert "ValueError: network: expected the loopback address 127.0.0.1" in done.stderr
-    check_network(is_standalone=True)
+def test_a_rank_whose_launcher_is_gone_ends(monkeypatch):
+    monkeypatch.setattr("hotrec.cli.launch.ctypes", Mock())
+    monkeypatch.setenv(PARENT, str(os.getppid()))
+    end_with_parent()
+    assert os.environ[PARENT] == str(os.getpid()), "for its own children"
+    with pytest.raises(SystemExit):
+        end_with_parent()
 
 
 @pytest.mark.parametrize("end", ["os.abort()", "os._exit(0)"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +16,7 @@ from hotrec.cli import fit as module
 from hotrec.cli.fit import Run, fit, predict
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.data import ColumnKind, ColumnSpec, DataSpec, SourceFormat, SourceSpec
-from hotrec.config.groups import (
-    CostPlacement,
-    DlrmConfig,
-    NoProfiler,
-    RowwiseAdagradConfig,
-    ShuffledOrder,
-)
-from hotrec.config.roots import Config, PathsConfig, PredictConfig
+from hotrec.config.roots import PredictConfig
 
 NUM = 400
 TABLE: dict[str, list[Any]] = {
@@ -73,15 +67,6 @@ def test_a_table_becomes_a_dataset(started: list[dict[str, Any]], tmp_path: Path
     assert sorted(left) == ["conf", "data"]
 
 
-def test_a_column_that_cannot_be_kept_is_named_or_skipped(started: list[dict[str, Any]]) -> None:
-    table = {**TABLE, "odd": [1, "x"] * (NUM // 2)}
-    with pytest.raises(ValueError, match="^table column odd: "):
-        fit(table, label="clicked", name="events", quiet=True)
-    assert started == []
-    fit(table, label="clicked", name="events", quiet=True, columns={"odd": None})
-    assert "odd" not in source_of("events").columns
-
-
 def test_the_same_table_is_not_written_again(started: list[dict[str, Any]]) -> None:
     def times() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in Path().rglob("*") if path.is_file()}
@@ -93,94 +78,41 @@ def test_the_same_table_is_not_written_again(started: list[dict[str, Any]]) -> N
         assert times() == before
     assert started[-1]["data"] == started[-2]["data"]
     # Another table, label or role is another dataset.
-    fit({**TABLE, "price": TABLE["price"][::-1]}, label="clicked", quiet=True)
-    fit(TABLE, label="bought", quiet=True)
-    fit(TABLE, label="clicked", columns={"bought": None}, quiet=True)
+    others: list[dict[str, Any]] = [
+        {"table": {**TABLE, "price": TABLE["price"][::-1]}},
+        {"label": "bought"},
+        {"columns": {"bought": None}},
+    ]
+    for other in others:
+        fit(**{"table": TABLE, "label": "clicked", "quiet": True, **other})
+        with pytest.raises(ValueError, match=r"^(conf|data)/.*events.*: expected the .*, got"):
+            fit(**{"table": TABLE, "label": "clicked", "name": "events", **other})
     assert len({call["data"] for call in started}) == 5
     assert before.items() <= times().items()
-
-
-def test_roles_are_corrected(capfd: pytest.CaptureFixture[str]) -> None:
-    columns = {
-        "bought": None,  # a leak
-        "age": {"kind": "categorical", "table": "ages"},
-        "price": {"transform": "none", "fill": 3},
-        "price_bucket": {"kind": "categorical", "source": "price", "derive": "log_bucket"},
-    }
-    fit(TABLE, label="clicked", name="events", columns=columns)
-    found = source_of("events").columns
-    assert list(found) == ["label", "user", "age", "price", "price_bucket"]
-    assert (found["age"].kind, found["age"].table) == ("categorical", "ages")
-    assert (found["age"].fill, found["age"].standardize) == (0, False)  # of another kind
-    price = found["price"]
-    assert (price.kind, price.transform, price.fill, price.standardize) == (
-        "dense",
-        "none",
-        3,
-        True,
-    )
-    assert found["price_bucket"].derive == "log_bucket"
-    said = capfd.readouterr().err
-    assert "conf/data/events.yaml: label clicked, 1 dense, 3 categorical" in said
-    assert "skipped: bought" in said
-    assert "bought: alone" not in said
-
-
-def test_given_roles_are_enough() -> None:
-    numbers = {"clicked": TABLE["clicked"], "price": TABLE["price"]}
-    with pytest.raises(ValueError, match="^table: expected a column of ids, got"):
-        fit(numbers)
-    fit(numbers, columns={"price": {"kind": "categorical"}}, name="events")
-    assert source_of("events").columns["price"].kind == "categorical"
-
-
-def test_another_table_or_description_is_not_replaced() -> None:
-    fit(TABLE, label="clicked", name="events")
-    with pytest.raises(
-        ValueError, match=r"^data/events/table.parquet: expected the same table or none"
-    ):
-        fit({**TABLE, "price": TABLE["price"][::-1]}, label="clicked", name="events")
-    for changed in ({"label": "bought"}, {"columns": {"bought": None}}):
-        with pytest.raises(ValueError, match=r"^conf/data/events.yaml: expected the description"):
-            fit(TABLE, **{"label": "clicked", "name": "events", **changed})
-    file = Path("conf/data/events.yaml")
-    file.write_text(file.read_text() + "# by hand\n")
-    with pytest.raises(ValueError, match="`hotrec run data=events` trains with the existing one"):
-        fit(TABLE, label="clicked", name="events")
-    assert file.read_text().endswith("# by hand\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"label": "nope"}, r"^label: expected columns of 0 and 1 .* got 'nope'\."),
-        ({"label": []}, r"^label: expected columns of 0 and 1 .* got none\."),
-        ({"time": "price"}, r"^time: expected a column of times"),
-        ({"name": "a b"}, r"^name: expected letters, digits and '_', got 'a b'\."),
-        ({"name": "kuairand"}, r"^name: expected another name than "),
-        (
-            {"columns": {"age": {"kind": "categoricl"}}},
-            r"columns\.age\.kind: expected one of label",
-        ),
-        ({"columns": {"age": {"kin": "dense"}}}, r"columns\.age\.kin: expected one of kind"),
-        ({"columns": {"usr": {"kind": "dense"}}}, r"columns\.usr.* got 'usr'\."),
-        ({"columns": {"usr": None}}, r"^columns\.usr: expected one of .*, got 'usr'\."),
-        ({"table": {name: [] for name in TABLE}}, r"^table: expected rows, got none"),
+        ({"label": "nope"}, r"label: expected .*, got 'nope'"),
+        ({"time": "price"}, r"time: expected a column of times"),
+        ({"name": "a b"}, r"name: expected .*, got 'a b'"),
+        ({"name": "kuairand"}, r"name: expected another name than "),
+        ({"columns": {"age": {"kind": "categoricl"}}}, r"columns\.age\.kind: expected .*label"),
+        ({"columns": {"age": {"kin": "dense"}}}, r"columns\.age\.kin: expected .*kind"),
+        ({"columns": {"usr": {"kind": "dense"}}}, r"columns\.usr.*, got 'usr'"),
+        ({"table": {name: [] for name in TABLE}}, r"table: expected rows, got none"),
+        ({"table": {**TABLE, "odd": [1, "x"] * (NUM // 2)}}, "table column odd: "),
     ],
 )
 def test_wrong_arguments_are_refused(
     arguments: dict[str, Any], said: str, started: list[dict[str, Any]]
 ) -> None:
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=rf"^[\w.]*{said}") as caught:
         fit(**{"table": TABLE, "label": "clicked", **arguments})
     assert "\n" not in str(caught.value)
     assert started == []
     assert [path for path in Path().rglob("*") if path.is_file()] == []
-
-
-def test_predict_needs_a_run() -> None:
-    with pytest.raises(ValueError, match="^run_dir: expected a run directory with .*, got nope "):
-        predict("nope", TABLE)
 
 
 @pytest.mark.parametrize("labels", [["clicked"], ["clicked", "bought"]])
@@ -192,16 +124,8 @@ def test_scores_stand_at_their_rows(
                for name in labels}  # fmt: skip
     columns |= {name: ColumnSpec(ColumnKind.dense) for name in ("user", "age", "price")}
     source = SourceSpec(SourceFormat.arrow, ["log"], columns=columns)
-    trained = Config(
-        dataset_name="events",
-        data=DataSpec(source=source),
-        model=DlrmConfig(),
-        optimizer=RowwiseAdagradConfig(learning_rate=0.1),
-        placement=CostPlacement(),
-        order=ShuffledOrder(),
-        profiler=NoProfiler(),
-        paths=PathsConfig("dataset"),
-    )
+    trained = replace(build_config(compose_config("config", ["paths.dataset=dataset"])),
+                      data=DataSpec(source=source))  # fmt: skip
 
     def score(config: PredictConfig, of_run: Any, trained_dir: Path) -> Any:
         assert of_run.paths.dataset == str(tmp_path / "work" / "dataset")
@@ -228,11 +152,12 @@ def test_scores_stand_at_their_rows(
         np.testing.assert_array_equal(values, expected)
 
 
-def test_a_run_on_text_is_scored_with_by_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = SourceSpec(SourceFormat.delimited, ["log.csv"])
+def test_what_predict_cannot_score_with_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="^run_dir: expected .*, got nope "):
+        predict("nope", TABLE)
     monkeypatch.setattr(module, "find_trained", Path)
-    for given, said in ((source, "a log of format delimited"), (None, "no log")):
+    for given, got in ((SourceSpec(SourceFormat.delimited, ["log.csv"]), "delimited"), (None, "")):
         trained = SimpleNamespace(data=DataSpec(source=given))
         monkeypatch.setattr(module, "read_config", lambda *_, trained=trained: trained)
-        with pytest.raises(ValueError, match=rf"^run .*, got {said}\. .*`hotrec predict`"):
+        with pytest.raises(ValueError, match=rf"^run .*, got .*{got}.*`hotrec predict`"):
             predict("run", TABLE)

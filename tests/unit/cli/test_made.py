@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from hotrec.artifact import ArtifactError
-from hotrec.cli.made import find_artifact, record_artifact
+from hotrec.cli.app import _write_config
+from hotrec.cli.made import artifact_inputs, find_artifact, record_artifact
 from hotrec.cli.prepare import figures_of
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.data import ColumnKind, ColumnSpec, SourceSpec
 from hotrec.config.roots import Config
 from hotrec.data.chunks import Dataset
 from hotrec.data.prepare import prepare
+from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE
 from tests.unit.data.logs import spec_by_day, write_day
 
 
@@ -44,3 +46,23 @@ def test_a_dataset_that_has_grown_is_current(tmp_path: Path) -> None:
     columns = {**spec.columns, "more": ColumnSpec(ColumnKind.dense, source="price")}
     with pytest.raises(ArtifactError, match=r"columns\.more .* set overwrite=true"):
         find_artifact("prepare", config_of(tmp_path, replace(spec, columns=columns)))
+
+
+def test_a_log_that_has_changed_is_prepared_again(tmp_path: Path) -> None:
+    file = Path(write_day(tmp_path, 0, ["a", "b", "c"]))
+    spec = spec_by_day(str(file))
+    config = config_of(tmp_path, spec)
+    prepare(spec, tmp_path / "dataset")
+    figures = figures_of(Dataset.open(tmp_path / "dataset"))
+    record_artifact("prepare", config, artifact_inputs("prepare", config), figures)
+    assert find_artifact("prepare", config) is not None
+    file.write_text(file.read_text() + file.read_text().splitlines(keepends=True)[-1])
+    assert find_artifact("prepare", config) is None
+
+
+def test_no_other_command_writes_into_a_training_run(tmp_path: Path) -> None:
+    (tmp_path / CHECKPOINTS).mkdir()
+    (tmp_path / CONFIG_FILE).write_text("trained")
+    with pytest.raises(ValueError, match="expected a directory without a training run"):
+        _write_config("evaluate", "new", tmp_path)
+    assert (tmp_path / CONFIG_FILE).read_text() == "trained"

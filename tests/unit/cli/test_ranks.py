@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -78,55 +76,20 @@ class Ranks(PContext):
         return {}
 
 
-@pytest.fixture
-def old_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "get_args_parser", argparse.ArgumentParser)
+@pytest.mark.parametrize(
+    ("option", "timeout"),
+    [([], 30), (["--shutdown-timeout", "150"], 150), (["--shutdown-timeout=150"], 150)],
+)
+def test_ranks_get_their_time_from_an_old_torchrun(
+    option: list[str], timeout: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(PContext, "close", PContext.close)
-
-
-@pytest.mark.usefixtures("old_torchrun")
-@pytest.mark.parametrize("option", [["--shutdown-timeout", "150"], ["--shutdown-timeout=150"]])
-def test_ranks_get_their_time_from_an_old_torchrun(option: list[str]) -> None:
-    assert ranks.take_shutdown_timeout([*option, *REST]) == REST
+    given = [*option, *REST]
+    has_it = "--shutdown-timeout" in get_args_parser().format_help()
+    assert ranks.take_shutdown_timeout(given) == (given if has_it else REST)
+    monkeypatch.setattr(ranks, "get_args_parser", argparse.ArgumentParser)
+    assert ranks.take_shutdown_timeout(given) == REST
     ended = Ranks()
     # As LocalElasticAgent does.
     ended.close(signal.SIGTERM)
-    assert ended.closed == (signal.SIGTERM, 150)
-
-
-@pytest.mark.usefixtures("old_torchrun")
-def test_without_the_option_torchruns_time_stands() -> None:
-    assert ranks.take_shutdown_timeout(REST) == REST
-    ended = Ranks()
-    ended.close(signal.SIGTERM)
-    assert ended.closed == (signal.SIGTERM, 30)
-
-
-def test_a_torchrun_that_has_it_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PContext, "close", PContext.close)
-    given = ["--shutdown-timeout", "150", *REST]
-    has_it = "--shutdown-timeout" in get_args_parser().format_help()
-    assert ranks.take_shutdown_timeout(given) == (given if has_it else REST)
-
-
-def test_waiting_for_host_0_is_said_and_ends_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(ranks, "JOIN_S", 0.5)
-    monkeypatch.setattr(ranks, "_PAUSE_S", 0.1)
-    monkeypatch.setattr(ranks, "_SAY_S", 0.2)
-    monkeypatch.setattr(ranks, "end_with_parent", lambda: None)
-    monkeypatch.setattr(ranks, "hand_on_later_interrupts", lambda: None)
-    monkeypatch.setattr(logging, "disable", lambda _: None)  # of a process of its own
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-conf", "is_host=false"]
-        options += ["--rdzv-endpoint", f"127.0.0.1:{port}", "-m", "hotrec", "train"]
-        given, _ = get_args_parser().parse_known_args(options)
-        ranks.wait_for_host_0(given)
-        assert not capsys.readouterr().err
-    monkeypatch.setattr("sys.argv", ["ranks", *options])
-    assert ranks.main() == 1
-    *waiting, last = capsys.readouterr().err.splitlines()
-    assert set(waiting) == {f"waiting for host 0 at 127.0.0.1:{port}"}
-    assert last.startswith(f"error: rendezvous: expected all hosts at 127.0.0.1:{port}, ")
+    assert ended.closed == (signal.SIGTERM, timeout)

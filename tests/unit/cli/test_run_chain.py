@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import logging
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,15 @@ from hotrec.cost_model.builtin import BUILTIN
 DOUBT = "were measured with other load (1.3 of 2 cores busy)"
 STAGES = ["prepare", "profile", "calibrate", "plan", "train", "evaluate", "report"]
 TRAINED = {
-    "command": "train",
-    "finished": True,
-    "num_steps": 10,
-    "hot_rows": 3,
-    "total_rows": 1000,
-    "placement": "hot_cold",
-    "pipeline": "look_ahead",
-    "samples_per_s": 1000.0,
-    "sent_bytes_total": 2e6,
-    "auc": 0.7,
-    "log_loss": 0.5,
-    "eval_split": "test",
-    "eval_step": 10,
+    **{"command": "train", "finished": True, "num_steps": 10, "hot_rows": 3, "total_rows": 1000},
+    **{"placement": "hot_cold", "pipeline": "look_ahead", "auc": 0.7, "log_loss": 0.5},
+    **{"eval_split": "test", "eval_step": 10},
 }
+
+
+@functools.cache
+def config_of(*overrides: str) -> Any:
+    return build_config(compose_config("config", ["data=synthetic", *overrides]))
 
 
 @dataclass
@@ -49,21 +44,12 @@ class Machine:
     number: int = 0
     started: dict[str, list[str]] = field(default_factory=dict)
 
-    def run(
-        self, *overrides: str, name: str = "", words: Sequence[str] = ()
-    ) -> tuple[dict[str, Any], list[str]]:
-        """Run the chain in a directory of its own; its figures, and the stages that were made.
-
-        Args:
-            overrides: Of the configuration.
-            name: Of the directory.
-            words: What the stages are started with.
-        """
+    def run(self, *overrides: str, words: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
+        """Run the chain in a directory of its own; its figures, and the stages that were made."""
         self.number += 1
-        folder = Path("runs/run", name or f"{self.number:02d}")
+        folder = Path("runs/run", f"{self.number:02d} a=b")
         folder.mkdir(parents=True, exist_ok=True)
-        composed = compose_config("config", ["data=synthetic", *overrides])
-        chain = _Chain(build_config(composed), folder, [*words], {})
+        chain = _Chain(config_of(*overrides), folder, [*words], {})
         return chain.run(), chain.made
 
 
@@ -115,90 +101,68 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-def test_what_is_current_is_not_made_again(
-    machine: Machine, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "hotrec")
-    first, made = machine.run()
-    # The costs on disk are those of this machine; training has evaluated the split.
-    assert made == [stage for stage in STAGES if stage != "calibrate"]
-    assert "6/7 evaluate: done by train" in caplog.text
-    assert "evaluate: current" not in caplog.text
-    again, made = machine.run()
-    assert made == []
-    assert again["run_dir"] == first["run_dir"]
-    assert "6/7 evaluate: current, nothing to do" in caplog.text
+Change = Callable[[Machine, Path], object]
 
 
-@pytest.mark.parametrize(
-    ("stage", "file"),
-    [
-        ("plan", "plan/compare.json"),
-        ("train", "train/checkpoints"),
-        ("train", "train/checkpoints/latest"),
-        ("train", "train/checkpoints/step-00000010/tensors"),
-        ("train", "train/summary.json"),
-        ("torchrec", "torchrec/checkpoints"),
-        ("compare", "compare/compare.json"),
-        ("report", "report/compare.json"),
-    ],
-)
-def test_a_stage_without_all_its_files_is_made_again(
-    machine: Machine, stage: str, file: str
-) -> None:
-    first, _ = machine.run("run.compare=true")
-    lost = Path(first["run_dir"], file)
-    text = "" if lost.is_dir() else lost.read_text()
-    shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
-    again, made = machine.run("run.compare=true")
-    assert stage in made
-    assert set(made) <= {stage, "evaluate", "report"}
-    assert again["run_dir"] == first["run_dir"]
-    assert lost.is_dir() or lost.read_text() == text
-    assert machine.run("run.compare=true")[1] == []
-    for other in (text[:-1], text[::-1]) if text else ():  # a part of it, or that of another run
-        lost.write_text(other)
-        assert stage in machine.run("run.compare=true")[1]
-        assert lost.read_text() == text
+def lose(file: str) -> Change:
+    def change(machine: Machine, folder: Path) -> None:
+        lost = folder / file
+        shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
+
+    return change
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_run_that_ended_when_this_program_was_killed(machine: Machine, is_whole: bool) -> None:
-    """Without a record of its files, and then without some of them."""
-    first, _ = machine.run()
-    trained = Path(first["run_dir"], "train")
-    lost = trained / "checkpoints/step-00000010/tensors"
-    (trained / "made.json").unlink()
-    if is_whole:
-        assert machine.run()[1] == []
-    lost.unlink()
-    assert "train" in machine.run()[1]
-    assert lost.exists()
-    assert machine.run()[1] == []
+def write(file: str, text: str) -> Change:
+    return lambda machine, folder: (folder / file).write_text(text)
 
 
-def test_costs_that_are_not_to_be_trusted_are_measured_again_and_said(
-    machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    machine.doubts = (DOUBT,)
-    first, made = machine.run()
-    assert made == STAGES
-    said = f"costs      the costs {DOUBT}: calibrate again on a quiet machine\n"
-    assert said in capsys.readouterr().err
-    assert DOUBT in first["caveat"]
-    # Still busy: new costs, a new plan; they are no better, so the model stays.
-    machine.costs = "second"
-    again, made = machine.run()
-    assert made == ["calibrate", "plan"]
-    assert again["run_dir"] == first["run_dir"]
-    # On a quiet machine all that rested on them is made anew, beside what there is.
-    machine.costs, machine.doubts = "third", ()
-    quiet, made = machine.run()
-    assert made == ["plan", "train", "evaluate", "report"]
-    assert quiet["run_dir"] != first["run_dir"]
-    capsys.readouterr()
-    assert machine.run()[1] == []
-    assert "costs " not in capsys.readouterr().err
+def become(**facts: Any) -> Change:
+    return lambda machine, folder: vars(machine).update(facts)
+
+
+def both(*changes: Change) -> Change:
+    return lambda machine, folder: [change(machine, folder) for change in changes]
+
+
+WEIGHTS = "train/checkpoints/step-00000010/tensors"
+AGAIN = ["plan", "train", "evaluate", "torchrec", "counterpart", "compare", "report"]
+# What changes after a first run, how the second is called, and what it makes in which directory.
+DECISIONS: dict[str, tuple[Change, list[str], set[str], bool]] = {
+    "nothing": (become(), [], set(), True),
+    "no plan": (lose("plan/compare.json"), [], {"plan"}, True),
+    "no pointer": (lose("train/checkpoints/latest"), [], {"train"}, True),
+    "no weights": (lose(WEIGHTS), [], {"train"}, True),
+    "other weights": (write(WEIGHTS, "sthgiew"), [], {"train"}, True),
+    "no summary": (lose("train/summary.json"), [], {"train"}, True),
+    "no report": (lose("report/compare.json"), [], {"report"}, True),
+    # This program was killed before it recorded a stage.
+    "no record": (lose("train/made.json"), [], set(), True),
+    "and no weights": (both(lose("train/made.json"), lose(WEIGHTS)), [], {"train"}, True),
+    "new costs": (become(costs="second"), [], {*AGAIN}, False),
+    # New costs, a new plan; they are no better, so the model stays.
+    "in doubt": (become(costs="second", doubts=(DOUBT,)), [], {"calibrate", "plan"}, True),
+    "from report": (become(), ["run.from_=report"], {"report"}, True),
+    "from evaluate": (become(), ["run.from_=evaluate"], {"evaluate", "compare", "report"}, True),
+    # The directory is new, so the plan is written into it, too.
+    "from train": (become(), ["run.from_=train"], {*AGAIN}, False),
+    "from calibrate": (become(), ["run.from_=calibrate"], {"calibrate", *AGAIN}, False),
+    "from prepare": (become(), ["run.from_=prepare"], {*STAGES, *AGAIN}, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_what_is_current_is_not_made_again(machine: Machine, name: str) -> None:
+    change, words, expected, is_same = DECISIONS[name]
+    machine.summary |= {"eval_split": "valid"}  # so that evaluate is a stage of its own
+    first, made = machine.run("run.compare=true")
+    assert {*made} == {*STAGES, *AGAIN} - {"calibrate"}  # the costs on disk are this machine's
+    change(machine, Path(first["run_dir"]))
+    again, made = machine.run("run.compare=true", *words)
+    assert {*made} == expected
+    assert (again["run_dir"] == first["run_dir"]) is is_same
+    assert Path(again["run_dir"], WEIGHTS).read_text() == "weights"
+    if not machine.doubts:
+        assert machine.run("run.compare=true")[1] == []
 
 
 def test_what_was_trained_by_half_goes_on_with_new_costs(machine: Machine) -> None:
@@ -210,121 +174,65 @@ def test_what_was_trained_by_half_goes_on_with_new_costs(machine: Machine) -> No
     assert again["run_dir"] == first["run_dir"]
 
 
-def test_costs_that_are_given_are_not_measured(
-    machine: Machine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_costs_that_are_not_to_be_trusted_are_measured_again_and_said(machine: Machine) -> None:
     machine.doubts = (DOUBT,)
-    caplog.set_level(logging.INFO, "hotrec")
+    first, made = machine.run()
+    assert made == STAGES
+    assert DOUBT in first["caveat"]
+    # Costs that are given are not measured.
     figures, made = machine.run("planner.costs=cpu_1gbit")
-    assert made == [stage for stage in STAGES if stage != "calibrate"]
+    assert "calibrate" not in made
     assert figures["caveat"] is None
-    assert "3/6 plan: " in caplog.text
+    # On a quiet machine all that rested on them is made anew, beside what there is.
+    machine.costs, machine.doubts = "second", ()
+    quiet, made = machine.run()
+    assert made == ["plan", "train", "evaluate", "report"]
+    assert quiet["run_dir"] != first["run_dir"]
+    assert machine.run()[1] == []
 
 
 def test_it_ends_with_the_commands_that_take_its_model(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    machine.run("run.compare=true", name="a b=c")
+    figures, made = machine.run()
+    assert (figures["auc"], made[-2:]) == (0.7, ["evaluate", "report"])
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().err.splitlines())
     words = shlex.split(lines["evaluate"])
-    assert words == ["hotrec", "evaluate", f"run_dir={quoted('runs/run/a b=c/train')}"]
-    assert lines["export"].endswith(" output=exported")
-    assert lines["measured"] == "a sentence."
+    assert words == ["hotrec", "evaluate", f"run_dir={quoted('runs/run/01 a=b/train')}"]
+    machine.summary |= {"eval_split": "valid"}  # the test split is a stage of its own
+    assert machine.run("run.from_=train")[0]["auc"] == 0.6
+    with pytest.raises(ValueError, match=r"run.from: expected one of .*, got compare"):
+        machine.run("run.from_=compare")
 
 
-COMPARED = ["train", "torchrec", "counterpart", "evaluate", "compare", "report"]
+PLAIN = "placement.cold_tier=fused"
+SAME = f"{PLAIN} pipeline=look_ahead plan.trial=false"
 
 
 @pytest.mark.parametrize(
     ("trained", "theirs", "counterpart"),
     [
-        (
-            {},
-            "placement=torchrec",
-            "placement=all_cold placement.cold_tier=fused pipeline=look_ahead plan.trial=false",
-        ),
-        (
-            {"hot_rows": 0},
-            "placement=torchrec",
-            "placement=coverage placement.cold_tier=fused pipeline=look_ahead plan.trial=false",
-        ),
+        ({}, ["placement=torchrec"], f"placement=all_cold {SAME}"),
+        ({"hot_rows": 0}, ["placement=torchrec"], f"placement=coverage {SAME}"),
         (
             {"hot_rows": 0, "placement": "torchrec hand_tuned"},
-            "placement=torchrec",
-            "placement=coverage placement.cold_tier=fused",
+            *(["placement=torchrec"], f"placement=coverage {PLAIN}"),
         ),
         # What was chosen is what it would be compared with.
-        (
-            {"hot_rows": 0, "placement": "torchrec planner"},
-            None,
-            "placement=coverage placement.cold_tier=fused",
-        ),
+        ({"hot_rows": 0, "placement": "torchrec planner"}, *([], f"placement=coverage {PLAIN}")),
     ],
 )
 def test_it_is_compared_with_torchrecs_planner_and_the_other_kind_of_plan(
-    machine: Machine, trained: dict[str, Any], theirs: str | None, counterpart: str
+    machine: Machine, trained: dict[str, Any], theirs: list[str], counterpart: str
 ) -> None:
     machine.summary |= trained
-    words = ["seed=1", "placement=cost", "placement.cold_tier=fused", "pipeline=auto"]
+    words = ["seed=1", "placement=cost", PLAIN, "pipeline=auto"]
+    assert machine.run(words=words)[1][-1] == "report"
     _, made = machine.run("run.compare=true", words=words)
-    expected = [stage for stage in COMPARED if theirs or stage != "torchrec"]
-    assert made[3:] == expected
-    assert machine.started.get("torchrec") == (theirs and ["train", "seed=1", theirs])
+    assert made == [*["torchrec"][: len(theirs)], "counterpart", "compare", "report"]
+    assert machine.started.get("torchrec", ["train", "seed=1"]) == ["train", "seed=1", *theirs]
     assert machine.started["counterpart"] == ["train", "seed=1", *counterpart.split()]
-    runs = [name for name in ("train", "torchrec", "counterpart") if name in made]
-    paths = [f"runs/run/01/{name}" for name in runs]
-    assert machine.started["compare"][1] == f"runs=[{','.join(map(quoted, paths))}]"
-    assert machine.started["report"][-1] == f"compared={quoted('runs/run/01/compare')}"
+    runs = [name for name in ("train", "torchrec", "counterpart") if name in ("train", *made)]
+    paths = [quoted(f"runs/run/01 a=b/{name}") for name in runs]
+    assert machine.started["compare"][1] == f"runs=[{','.join(paths)}]"
     assert machine.run("run.compare=true", words=words)[1] == []
-
-
-def test_a_run_can_be_compared_later(machine: Machine) -> None:
-    first, _ = machine.run()
-    again, made = machine.run("run.compare=true")
-    assert (again["run_dir"], made) == (
-        first["run_dir"],
-        ["torchrec", "counterpart", "compare", "report"],
-    )
-
-
-@pytest.mark.parametrize(
-    ("stage", "made", "is_same_directory"),
-    [
-        ("report", ["report"], True),
-        ("evaluate", ["evaluate", "report"], True),
-        # The directory is new, so the plan is written into it, too.
-        ("train", ["plan", "train", "evaluate", "report"], False),
-        ("calibrate", ["calibrate", "plan", "train", "evaluate", "report"], False),
-        ("prepare", STAGES, False),
-    ],
-)
-def test_it_begins_again_at_a_stage(
-    machine: Machine, stage: str, made: list[str], is_same_directory: bool
-) -> None:
-    machine.summary |= {"eval_split": "valid"}  # so that evaluate is a stage of its own
-    first, _ = machine.run()
-    again, found = machine.run(f"run.from_={stage}")
-    assert found == made
-    # What was trained before stays as it is.
-    assert (again["run_dir"] == first["run_dir"]) is is_same_directory
-    assert machine.run()[0]["run_dir"] == again["run_dir"]
-
-
-def test_it_cannot_begin_again_at_a_stage_that_it_has_not(machine: Machine) -> None:
-    with pytest.raises(ValueError, match=r"run.from: expected one of the stages .* got compare"):
-        machine.run("run.from_=compare")
-
-
-def test_hot_rows_that_the_trial_threw_away_are_explained(
-    machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    machine.summary |= {"hot_rows": 0, "placement": "torchrec table_wise"}
-    machine.run()
-    said = "hot rows   0 of 1,000: TorchRec's table-wise plan was trained\n"
-    assert said in capsys.readouterr().err
-
-
-def test_the_test_split_is_evaluated_where_training_did_not(machine: Machine) -> None:
-    machine.summary |= {"eval_split": "valid"}
-    figures, made = machine.run()
-    assert (figures["auc"], made[-2:]) == (0.6, ["evaluate", "report"])

@@ -133,9 +133,7 @@ def encode(layers: Any, x: torch.Tensor) -> torch.Tensor:
     return norm(last, linear(second, hidden))
 
 
-def samples_of(
-    batch: Batch,
-) -> Iterator[tuple[torch.Tensor, Mapping[str, Sequence[torch.Tensor]]]]:
+def samples_of(batch: Batch) -> Iterator[tuple[torch.Tensor, Mapping[str, Sequence[torch.Tensor]]]]:
     """Each sample's dense columns, and its rows by feature."""
     dense, columns = batch
     for sample in range(len(dense)):
@@ -181,3 +179,79 @@ def score(layers: Any, user: torch.Tensor, item: torch.Tensor, sample: Any) -> t
 
 def candidate(columns: SequenceColumns, rows: Mapping[str, Sequence[torch.Tensor]]) -> torch.Tensor:
     return torch.cat([total(rows[name]) for name in columns.history.values()])
+
+
+def stu(layer: Any, tokens: list[torch.Tensor], num_context: int) -> list[torch.Tensor]:
+    """HSTU's layer by its formula, by loops over tokens and heads."""
+    heads, (num_linear, num_attention) = layer.num_heads, layer.dims
+    made = []
+    for token in tokens:
+        normed = norm(layer.norm, token, 1e-6)
+        uq, vk = silu(linear(layer.uq, normed)), silu(linear(layer.vk, normed))
+        made.append((uq[:num_linear], uq[num_linear:], vk[:num_linear], vk[num_linear:]))
+    outputs = []
+    for number, (u, q, _, _) in enumerate(made):
+        attended = []
+        for head in range(heads):
+            of_q = slice(head * num_attention // heads, (head + 1) * num_attention // heads)
+            of_v = slice(head * num_linear // heads, (head + 1) * num_linear // heads)
+            sums = torch.zeros(num_linear // heads, dtype=torch.float64)
+            for other, (_, _, v, k) in enumerate(made):
+                if other <= number or other < num_context:
+                    product = (q[of_q] * k[of_q]).sum() / (num_attention / heads) ** 0.5
+                    sums = sums + silu(product) / (num_context + MAX_LENGTH + 1) * v[of_v]
+            attended.append(sums)
+        a = torch.cat(attended)
+        joined = torch.cat((u, a, norm(layer.attention_norm, a, 1e-6) * u))
+        outputs.append(tokens[number] + linear(layer.output, joined))
+    return outputs
+
+
+def block(layer: Any, tokens: list[torch.Tensor], num_context: int) -> list[torch.Tensor]:
+    """SASRec's block by its formula."""
+    normed = [norm(layer.attention_norm, token) for token in tokens]
+    q, k, v = ([linear(of, x) for x in normed] for of in (layer.query, layer.key, layer.value))
+    width = DIM // layer.num_heads
+    outputs = []
+    for number, token in enumerate(tokens):
+        attended = []
+        seen = [i for i in range(len(tokens)) if i <= number or i < num_context]
+        for head in range(layer.num_heads):
+            part = slice(head * width, (head + 1) * width)
+            weights = [((q[number][part] * k[i][part]).sum() / width**0.5).exp() for i in seen]
+            sums = [weight * v[i][part] for weight, i in zip(weights, seen, strict=True)]
+            attended.append(torch.stack(sums).sum(0) / torch.stack(weights).sum())
+        x = token + torch.cat(attended)
+        first, _, second = layer.token_layers
+        hidden = linear(first, norm(layer.token_norm, x)).clamp(min=0)
+        outputs.append(x + linear(second, hidden))
+    return outputs
+
+
+def by_loops(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits, and for retrieval the vectors of users, without their candidates, and items."""
+    columns, is_hstu = model.tokens.columns, hasattr(model, "candidate")
+    apply = stu if is_hstu else block
+
+    def item_of(x: torch.Tensor) -> torch.Tensor:
+        return encode(model.tokens.item, x) if is_hstu or len(columns.history) > 1 else x
+
+    def user_of(tokens: list[torch.Tensor]) -> torch.Tensor:
+        for layer in model.layers:
+            tokens = apply(layer, tokens, len(columns.context))
+        return norm(model.user_norm, tokens[-1])
+
+    logits, users, items = [], [], []
+    for sample in samples_of(batch):
+        rows = sample[1]
+        tokens, of_item = tokens_of(model.tokens, item_of, rows), candidate(columns, rows)
+        users.append(user_of(tokens))
+        items.append(encode(model.item_tower, of_item) if is_hstu else item_of(of_item))
+        if is_hstu:  # the candidate is the last token
+            history = tokens if rows[next(iter(columns.history))] else tokens[:-1]
+            user = user_of([*history, item_of(of_item) + model.candidate])
+            logits.append(score(model.score, user, items[-1], sample))
+        else:
+            product = (users[-1] * items[-1]).sum()
+            logits.append(product + score(model.score, users[-1], items[-1], sample))
+    return torch.stack(logits), torch.stack(users), torch.stack(items)

@@ -21,15 +21,9 @@ def _precision_as_before() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
-def test_tf32_is_refused_on_cpu() -> None:
-    with pytest.raises(ValueError, match=r"^trainer\.precision: expected fp32 or bf16 on cpu, .*"):
-        use_precision(Precision.tf32, CPU)
-
-
 @pytest.mark.parametrize(
     ("precision", "capability", "expected"),
     [
-        (Precision.fp32, (7, 0), "highest"),
         (Precision.fp32, (9, 0), "highest"),
         (Precision.tf32, (8, 0), "high"),
         (Precision.bf16, (9, 0), "highest"),
@@ -47,14 +41,16 @@ def test_on_gpus_the_process_multiplies_as_asked(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     torch.set_float32_matmul_precision("medium")
     if expected is None:
-        with pytest.raises(ValueError, match=rf"7\.\d, got {precision.name}, which needs 8\.0"):
+        with pytest.raises(ValueError, match=rf"7\.\d, got {precision.name}"):
             use_precision(precision, torch.device("cuda", 0))
         return
     use_precision(precision, torch.device("cuda", 0))
     assert torch.get_float32_matmul_precision() == expected
 
 
-def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_machine_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"^trainer\.precision: expected fp32 or bf16 on cpu, "):
+        use_precision(Precision.tf32, CPU)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(RuntimeError, match=r"^trainer\.compile: expected a compiler, no-such-"):
         check_compiler(CPU)
@@ -79,9 +75,3 @@ def test_bf16_multiplies_in_bf16_and_keeps_weights_in_fp32(kind: ModelKind) -> N
         assert got.grad.dtype is torch.float32
         assert not torch.equal(got.grad, expected.grad), name
         torch.testing.assert_close(got.grad, expected.grad, rtol=0.1, atol=5e-3, msg=name)
-
-
-def test_a_model_to_plan_with_is_left_alone() -> None:
-    model = Clicks(ModelKind.dlrm, 0).model
-    set_up_dense_layers(model, torch.device("meta"), Precision.bf16, is_compiled=True)
-    assert "forward" not in vars(model.dense_arch)

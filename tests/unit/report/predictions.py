@@ -34,7 +34,6 @@ def prediction(*, num_ranks: int = 4, ranks_per_host: int = 2) -> dict[str, Any]
         }
 
     slower = tuple(1.4 * seconds for seconds in TORCHREC_S)
-    changes = {"hot budget x 0.5": 0.0495, "batch x 2": 0.088, "ranks x 2": 0.0465}
     return {
         "costs": {"name": "rack7", "origin": "measured", "note": "measured on another host: box"},
         "world": {"num_ranks": num_ranks, "ranks_per_host": ranks_per_host},
@@ -54,7 +53,6 @@ def prediction(*, num_ranks: int = 4, ranks_per_host: int = 2) -> dict[str, Any]
             table("tag", 800, 0, exchange="pooled", sharding="table_wise", coverage_frac=0.0),
             table("day", 7, 7, torchrec_sharding="data_parallel", coverage_frac=1.0),
         ],
-        "break_even": {"64": 1.75, "128": None},
         "balance": {"served_rows": [float(500 + 10 * rank) for rank in range(num_ranks)]},
         "expected": {
             "coverage_frac": 0.8125,
@@ -64,29 +62,13 @@ def prediction(*, num_ranks: int = 4, ranks_per_host: int = 2) -> dict[str, Any]
             "all_hot_frac": 0.17,
             "cache_hit_frac": 0.55,
         },
-        "sensitivity": [
-            {"what": "ranks x 0.5", "step_s": None, "hot_rows": None, "why": "needs 12 GB more."},
-            *(
-                {"what": what, "step_s": s, "samples_per_s": batch / s, "hot_rows": 65_000}
-                for what, s in changes.items()
-            ),
-        ],
     }
 
 
 def table(name: str, num_rows: int, num_hot: int, **changes: Any) -> dict[str, Any]:
     return {
-        "name": name,
-        "num_rows": num_rows,
-        "hot_rows": num_hot,
-        "device_rows": num_rows - num_hot,
-        "cached_rows": 0,
-        "host_rows": 0,
-        "exchange": "rows",
-        "sharding": "row_wise",
-        "coverage_frac": 0.8,
-        "sent_bytes_before": 1.25e6,
-        "sent_bytes_after": 0.5e6,
-        "torchrec_sharding": "row_wise",
-        **changes,
-    }
+        "name": name, "num_rows": num_rows, "hot_rows": num_hot, "device_rows": num_rows - num_hot,
+        "cached_rows": 0, "host_rows": 0, "exchange": "rows", "sharding": "row_wise",
+        "coverage_frac": 0.8, "sent_bytes_before": 1.25e6, "sent_bytes_after": 0.5e6,
+        "torchrec_sharding": "row_wise", **changes,
+    }  # fmt: skip

@@ -10,76 +10,31 @@ from hotrec.artifact import commit_artifact, scratch_directory
 
 Record = dict[str, Any]
 SUMMARY: Record = {
-    "name": "hot_cold",
-    "placement": "hot_cold",
-    "model": "dlrm",
-    "world_size": 2,
-    "batch_size": 2048,
-    "num_steps": 300,
-    "dataset": "0123456789abcdef",
-    "dataset_name": "events",
-    "eval_split": "test",
-    "num_eval_samples": 5000,
-    "auc": 0.78125,
-    "log_loss": 0.4571,
-    "normalized_entropy": 0.79,
-    "samples_per_s": 33000.0,
-    "step_p50_s": 0.124,
-    "step_p90_s": 0.139,
-    "data_wait_frac": 0.0125,
-    "exposed_communication_s": 0.0093,
-    "sent_bytes": {"cold_all_to_all": 2.5e6, "hot_gradients": 2.0e6},
-    "sent_bytes_total": 4.5e6,
-    "bound_bytes": 4.0e6,
-    "hot_rows": 62840,
-    "total_rows": 4_950_000,
-    "hot_rows_frac": 62840 / 4_950_000,
-    "hot_lookup_frac": 0.9123,
-    "finished": True,
-}
-TORCHREC = {
-    **SUMMARY,
-    "name": "planner",
-    "placement": "torchrec planner",
-    "auc": 0.78115,
-    "step_p50_s": 0.248,
-    "exposed_communication_s": 0.093,
-    "sent_bytes": {"embedding_all_to_all": 15.0e6},
+    "name": "hot_cold", "placement": "hot_cold", "model": "dlrm", "world_size": 2,
+    "batch_size": 2048, "num_steps": 300, "finished": True,
+    "dataset": "0123456789abcdef", "dataset_name": "events", "eval_split": "test",
+    "num_eval_samples": 5000, "auc": 0.78125, "log_loss": 0.4571,
+    "samples_per_s": 33000.0, "step_p50_s": 0.124, "step_p90_s": 0.139,
+    "sent_bytes": {"cold_all_to_all": 2.5e6, "hot_gradients": 2.0e6}, "sent_bytes_total": 4.5e6,
+    "bound_bytes": 4.0e6, "hot_rows": 62840, "total_rows": 4_950_000, "hot_lookup_frac": 0.9123,
+}  # fmt: skip
+TORCHREC: Record = {
+    **SUMMARY, "name": "planner", "placement": "torchrec planner", "auc": 0.78115,
+    "step_p50_s": 0.248, "hot_rows": 0, "sent_bytes": {"embedding_all_to_all": 15.0e6},
     "sent_bytes_total": 15.0e6,
-    "hot_rows": 0,
-    "hot_rows_frac": 0.0,
-}
+}  # fmt: skip
 COMPARED: Record = {
-    "compared_from_step": 50,
-    "predicted_step_s": 0.100,
-    "measured_step_s": 0.125,
-    "step_error_frac": -0.2,
-    "predicted_sent_bytes": 4.59e6,
-    "sent_bytes_error_frac": 0.02,
+    "compared_from_step": 50, "predicted_step_s": 0.100, "measured_step_s": 0.125,
+    "step_error_frac": -0.2, "predicted_sent_bytes": 4.59e6,
     "predicted_stage_s": {"route": 0.010, "dense": 0.080, "hot_exchange": 0.010, "other": 0.0},
     "measured_stage_s": {"route": 0.005, "dense": 0.095, "hot_exchange": 0.020, "other": 0.005},
-    "slowest_rank_stage_s": {"route": 0.006, "dense": 0.097, "hot_exchange": 0.030, "other": 0.01},
-}
-MEMORY: Record = {
-    "predicted_device_bytes": 4.4e9,
-    "measured_device_bytes": 4.0e9,
-    "device_bytes_error_frac": 0.1,
-    "measured_host_bytes": 10.0e9,
-    "device_bytes_by_kind": {"hot_rows": 3.0e9, "cache": 1.0e9, "router": 0},
-    "host_bytes_by_kind": {"cold_rows": 9.8e9, "router": 2.0e8},
-    "peak_resident_bytes": 1.2e10,
-}
+    "slowest_rank_stage_s": {"route": 0.006, "dense": 0.097, "hot_exchange": 0.03, "other": 0.01},
+}  # fmt: skip
 CACHE: Record = {
-    "num_steps": 200,
-    "num_lookups": 4_000_000,
-    "num_rows": 1_000_000,
-    "num_hits": 875_000,
-    "num_misses": 125_000,
-    "num_conflict_misses": 4_000,
-    "num_evictions": 110_000,
-    "read_bytes": 64_000_000,
-    "written_bytes": 57_000_000,
-}
+    "num_steps": 200, "num_lookups": 4_000_000, "num_rows": 1_000_000, "num_hits": 875_000,
+    "num_misses": 125_000, "num_conflict_misses": 4_000, "num_evictions": 110_000,
+    "read_bytes": 64_000_000, "written_bytes": 57_000_000,
+}  # fmt: skip
 TEXTS = {
     "config.yaml": "model: dlrm\n",
     "plan.txt": "t_user_hot  data_parallel <x>\n",
@@ -89,16 +44,10 @@ TEXTS = {
 
 def metrics_line(step: int, **changes: Any) -> Record:
     return {
-        "step": step,
-        "loss": 0.7 - step / 1000,
-        "samples_per_s": 32000.0,
-        "step_p50_s": 0.125,
-        "data_wait_s": 0.002,
-        "sent_bytes": {"cold_all_to_all": 2.6e6, "hot_gradients": 1.9e6},
-        "bound_bytes": 4.1e6,
-        "stage_s": {"forward": 0.03, "backward": 0.05},
-        **changes,
-    }
+        "step": step, "loss": 0.7 - step / 1000, "step_p50_s": 0.125, "data_wait_s": 0.002,
+        "sent_bytes": {"cold_all_to_all": 2.6e6, "hot_gradients": 1.9e6}, "bound_bytes": 4.1e6,
+        "stage_s": {"forward": 0.03, "backward": 0.05}, **changes,
+    }  # fmt: skip
 
 
 def eval_line(step: int, auc: float, split: str = "valid") -> Record:
@@ -130,37 +79,26 @@ def write_whole_run(path: Path, summary: Record = SUMMARY) -> Path:
     return write_run(path, summary, metrics, evals, TEXTS)
 
 
-def profile_content(*, heldout: bool = True) -> Record:
+PROFILE: Record = {
+    "num_samples": 1000, "num_heldout_samples": 100, "sampling": {"frac": 1.0},
+    "tables": {"user": {"num_rows": 80}, "<item>": {"num_rows": 20}},
+    "coverage": {"rows_frac": [0.0, 1.0], "train": [0.0, 1.0], "heldout": [0.0, 1.0]},
+}  # fmt: skip
+
+
+def hot_part(num_rows: int, num_hot: int) -> Record:
     return {
-        "num_samples": 1000,
-        "num_heldout_samples": 100 if heldout else 0,
-        "sampling": {"frac": 1.0 if heldout else 0.05},
-        "tables": {"user": {"num_rows": 80}, "<item>": {"num_rows": 20}},
-        "coverage": {
-            "rows_frac": [0.0, 0.01, 0.1, 1.0],
-            "train": [0.0, 0.5, 0.8, 1.0],
-            "heldout": [0.0, 0.4, 0.7, 1.0] if heldout else None,
-        },
+        **{"num_rows": num_rows, "hot_rows": num_hot, "hot_rows_frac": num_hot / num_rows},
+        **{"hot_bytes": num_hot * 260, "row_bytes": 260},
+        **{"coverage_train": 0.8125, "coverage_heldout": 0.7},
     }
 
 
-def partition_content(*, hot: bool = True) -> Record:
-    def summary(num_rows: int, num_hot: int, heldout: float | None = 0.7) -> Record:
-        return {
-            "num_rows": num_rows,
-            "hot_rows": num_hot,
-            "hot_rows_frac": num_hot / num_rows,
-            "hot_bytes": num_hot * 260,
-            "row_bytes": 260,
-            "coverage_train": 0.8125 if num_hot else 0.0,
-            "coverage_heldout": heldout if num_hot else 0.0,
-        }
-
-    return {
-        "policy": "budget < 2,600 bytes",
-        "tables": {"user": summary(80, 8 * hot), "<item>": summary(20, 2 * hot, None)},
-        "total": summary(100, 10 * hot),
-    }
+SPLIT: Record = {
+    "policy": "budget < 2,600 bytes",
+    "tables": {"user": hot_part(80, 8), "<item>": hot_part(20, 2)},
+    "total": hot_part(100, 10),
+}
 
 
 def write_artifact(path: Path, kind: str, content: Record, made_from: dict[str, str]) -> str:

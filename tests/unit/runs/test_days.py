@@ -15,7 +15,6 @@ from hotrec.data.synthetic import write_synthetic
 from hotrec.runs.train import run_training
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.loop import TrainResult
-from tests.unit.data.logs import write_dataset
 
 PERIODS = [f"period {number}" for number in (1, 2, 3)]
 
@@ -76,28 +75,3 @@ def test_a_resumed_run_evaluates_the_same_days(
     assert whole.step == cut.step == 20
     for name in ("metrics.jsonl", "eval.jsonl"):
         assert read_lines(tmp_path / "cut" / name) == read_lines(tmp_path / "whole" / name)
-
-
-@pytest.mark.slow
-def test_another_batch_goes_on_with_the_samples_of_the_day(
-    dataset: Path, tmp_path: Path, one_rank: Ranks
-) -> None:
-    run(dataset, tmp_path, one_rank, "trainer.max_steps=3")
-    resumed = run(dataset, tmp_path, one_rank, "trainer.batch_size=50")
-    steps = [5, 8, 11]  # 96 + 50 + 4 samples of the first day, then three steps a day
-    assert [(day["day"], day["step"]) for day in resumed.summary["days"]] == [
-        *zip(PERIODS, steps, strict=True)
-    ]
-    assert resumed.summary["num_samples"] == 600
-
-
-def test_what_has_no_next_day_is_refused(tmp_path: Path, one_rank: Ranks) -> None:
-    write_dataset(tmp_path / "one", {"train": 90})
-    with pytest.raises(ValueError, match="expected the days of the 90 samples of split train"):
-        run(tmp_path / "one", tmp_path / "run", one_rank)
-    write_synthetic(SyntheticSpec([60, 20], num_dense=2, num_train=90), tmp_path / "two")
-    with pytest.raises(ValueError, match=r"order\.evaluate_ahead: expected at least two days"):
-        run(tmp_path / "two", tmp_path / "run", one_rank)
-    with pytest.raises(ValueError, match=r"trainer\.num_epochs: expected 1 with order\.evaluate_a"):
-        config_of(tmp_path, "trainer.num_epochs=2")
-    assert not any((tmp_path / "run").iterdir())

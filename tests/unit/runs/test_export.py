@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,7 @@ def saved(rows: torch.Tensor, directory: Path) -> TensorFiles:
             part = TensorPart("t", (NUM_ROWS, DIM), held, (first, 0), is_shard=True)
             parts = TensorParts([part], [], {}, frozenset("t"))
             shares = own_shares(parts, rank, 2)
-            pieces += write_tensors(shares, scratch, "tensors", rank, lambda: None)[0]
+            pieces += write_tensors(shares, scratch, "tensors", rank)[0]
         commit_artifact(scratch, directory, kind=KIND, content={"tensors": make_index(pieces)})
     return open_tensors(directory)
 
@@ -73,11 +74,20 @@ def test_values_outside_the_type_are_refused(
     rows: torch.Tensor, tmp_path: Path, value: float, row_type: RowType, said: str
 ) -> None:
     rows[30, 2] = value
-    with (
-        saved(rows, tmp_path / "step-00000001") as files,
-        pytest.raises(ArtifactError, match=said),
-    ):
+    with saved(rows, tmp_path / "step-00000001") as files, pytest.raises(ArtifactError, match=said):
         export._write_table(tmp_path / "t", files, "t", row_type)
+
+
+def test_outputs_stand_outside_of_artifacts(rows: torch.Tensor, tmp_path: Path) -> None:
+    """A pipe or a link to itself is no artifact, and neither is waited for nor followed."""
+    with saved(rows, tmp_path / "step-00000001"):
+        pass
+    with pytest.raises(ValueError, match=r"^output .*: expected a directory outside .*, got"):
+        exported.check_place(tmp_path / "step-00000001" / "deep" / "output")
+    os.mkfifo(tmp_path / "manifest.json")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("output", "loop", "loop/output"):
+        exported.check_place(tmp_path / name)
 
 
 def test_int8_is_within_half_a_step_and_keeps_zeros(rows: torch.Tensor) -> None:

@@ -13,11 +13,6 @@ from hotrec.runs.evaluate import AUTO, find_checkpoint, is_best
 KEEP = ["trainer.keep_best=true", "trainer.eval_every_steps=2"]
 
 
-def keeps_best(*words: str) -> bool:
-    config: Config = build_config(compose_config("config", list(words)))
-    return config.trainer.keeps_best
-
-
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A run whose best checkpoint is not its newest."""
@@ -41,7 +36,8 @@ def run_dir(tmp_path: Path) -> Path:
     ],
 )
 def test_which_checkpoint_is_meant(run_dir: Path, words: list[str], name: str, step: int) -> None:
-    found = find_checkpoint(run_dir, name, keeps_best=keeps_best(*words))
+    config: Config = build_config(compose_config("config", words))
+    found = find_checkpoint(run_dir, name, keeps_best=config.trainer.keeps_best)
     assert found.name == f"step-{step:08d}"
     assert is_best(found) == (step == 4)
 
@@ -49,11 +45,3 @@ def test_which_checkpoint_is_meant(run_dir: Path, words: list[str], name: str, s
 def test_every_command_means_the_same() -> None:
     given = EvaluateConfig(), ExportConfig(), PredictConfig()
     assert [config.checkpoint for config in given] == [AUTO] * 3
-
-
-def test_a_best_checkpoint_that_is_not_there_is_said(run_dir: Path) -> None:
-    (run_dir / "checkpoints" / "best").unlink()
-    with pytest.raises(ValueError, match=r"expected a best checkpoint in .*, got none.*=latest"):
-        find_checkpoint(run_dir, AUTO, keeps_best=keeps_best(*KEEP))
-    with pytest.raises(ValueError, match="expected auto, latest, best or one of .*, got 'best'"):
-        find_checkpoint(run_dir, "best", keeps_best=keeps_best())

@@ -126,14 +126,3 @@ def test_a_run_stays_of_use_after_its_dataset_has_grown(tmp_path: Path, one_rank
     for call in calls:
         with pytest.raises(ArtifactError, match=r"expected generation 0 \(.* \(pruned"):
             call()
-
-
-@pytest.mark.slow
-def test_only_what_is_new_to_the_warm_start_can_be_skipped(tmp_path: Path, one_rank: Ranks) -> None:
-    prepare(spec_by_day(write_day(tmp_path, 0, DAYS[0])), tmp_path / "dataset")
-    run(tmp_path, "before", one_rank)
-    words = [f"trainer.warm_start={tmp_path}/before", "order.new_only=true"]
-    with pytest.raises(ValueError, match=r"order\.new_only: expected .* got .* of this one"):
-        run(tmp_path, "warm", one_rank, *words)
-    with pytest.raises(ValueError, match=r"order\.new_only: expected trainer\.warm_start"):
-        build_config(compose_config("config", ["order=time", words[1]]))

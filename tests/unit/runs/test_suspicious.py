@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 
-from hotrec.cli.closing import quality_lines
 from hotrec.cli.store import build_config, compose_config, read_config
 from hotrec.config.data import (
     ColumnKind,
@@ -37,13 +35,9 @@ def folder(tmp_path: Path) -> Path:
         user = f"new{number}" if number >= 0.9 * NUM_SAMPLES else f"u{draw.randrange(40)}"
         lines.append(f"{click},{user},{click * draw.randrange(1, 9)},{draw.random():.3f}")
     (tmp_path / "log.csv").write_text("\n".join([*lines, ""]))
-    dense = ColumnSpec(ColumnKind.dense, standardize=True)
-    columns = {
-        "label": ColumnSpec(ColumnKind.label, source="clicked"),
-        "user": ColumnSpec(ColumnKind.categorical),
-        "seconds": dense,
-        "price": dense,
-    }
+    columns = dict.fromkeys(("seconds", "price"), ColumnSpec(ColumnKind.dense, standardize=True))
+    columns["label"] = ColumnSpec(ColumnKind.label, source="clicked")
+    columns["user"] = ColumnSpec(ColumnKind.categorical)
     split = SplitSpec(kind=SplitKind.last, valid_frac=0.1, test_frac=0.1)
     files = [str(tmp_path / "log.csv")]
     spec = SourceSpec(SourceFormat.delimited, files, columns, separator=",", split=split)
@@ -55,17 +49,9 @@ def folder(tmp_path: Path) -> Path:
 def test_a_run_with_a_leak_names_it(folder: Path, one_rank: Ranks) -> None:
     words = [
         *("data=synthetic", f"paths.dataset={folder}/dataset", "placement=torchrec"),
-        *(
-            "model.embedding_dim=8",
-            "model.dense_layer_sizes=[32,8]",
-            "model.over_layer_sizes=[32,1]",
-        ),
-        *(
-            "trainer.batch_size=20",
-            "trainer.num_workers=0",
-            "optimizer.learning_rate=0.02",
-            "trainer.num_epochs=3",
-        ),
+        *("model.embedding_dim=8", "model.dense_layer_sizes=[32,8]"),
+        *("model.over_layer_sizes=[32,1]", "optimizer.learning_rate=0.02"),
+        *("trainer.batch_size=20", "trainer.num_workers=0", "trainer.num_epochs=3"),
     ]
     config = build_config(compose_config("config", words))
     summary = run_training(config, folder / "run", one_rank).summary
@@ -74,24 +60,16 @@ def test_a_run_with_a_leak_names_it(folder: Path, one_rank: Ranks) -> None:
     assert next(iter(alone)) == "seconds"
     assert alone["seconds"] > 0.99
     assert alone["price"] < 0.6
-    assert (
-        json.loads((folder / "run/summary.json").read_text())["suspicious"]
-        == (summary["suspicious"])
-    )
-    (_, line) = quality_lines(summary, "test")
-    assert "single columns, in training: seconds 1.0000" in line[1]
-
     # What the run recorded is all that is needed to evaluate it.
     recorded = read_config(folder / "run/config.yaml", Config)
     found = evaluate_run(EvaluateConfig(), recorded, folder / "run", one_rank)
     assert found.quality.auc == pytest.approx(summary["auc"], abs=1e-6)
     assert next(iter(found.suspicious["label"]["alone"])) == "seconds"
     # Each of the new users is one without a row.
-    assert found.unknown is not None
-    assert found.unknown.fracs == {"user": 1.0}
     known = evaluate_run(EvaluateConfig(split="valid"), recorded, folder / "run", one_rank)
-    assert known.unknown is not None
-    assert known.unknown.fracs["user"] == 0
+    for evaluated, frac in ((found, 1.0), (known, 0.0)):
+        assert evaluated.unknown is not None
+        assert evaluated.unknown.fracs == {"user": frac}
 
 
 def test_an_ordinary_auc_is_not_suspicious(folder: Path) -> None:

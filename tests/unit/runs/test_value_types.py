@@ -17,10 +17,8 @@ from hotrec.config.data import (
     ColumnKind,
     ColumnSpec,
     Derive,
-    JoinSpec,
     SourceFormat,
     SourceSpec,
-    SplitKind,
     SplitSpec,
     TableSpec,
 )
@@ -43,26 +41,18 @@ TIMES: dict[str, pa.Array] = {
     "us": MOMENTS,
     "ns": MOMENTS.cast(pa.timestamp("ns")),
     "UTC": MOMENTS.cast(pa.timestamp("us", "UTC")),
-    "Berlin": MOMENTS.cast(pa.timestamp("ms", "Europe/Berlin")),
     "date": MOMENTS.cast(pa.date32()),
-    "date64": MOMENTS.cast(pa.date32()).cast(pa.date64()),
     "int s": pa.array(SECONDS),
     "float s": pa.array(SECONDS.astype(float)),
     "int ms": pa.array(SECONDS * 1000),
-    "decimal ms": pa.array(SECONDS * 1000).cast(pa.decimal128(19, 0)),
     "int ns": pa.array(SECONDS * 10**9),
     "int days": pa.array(SECONDS // 86400),
-    "int hours": pa.array(SECONDS // 3600),
     "int minutes": pa.array(SECONDS // 60),
     "negative s": pa.array(-SECONDS),
     "digits of days": pa.array([int(f"{of.as_py():%Y%m%d}") for of in MOMENTS]),
-    "digits of minutes": pa.array([int(f"{of.as_py():%Y%m%d%H%M}") for of in MOMENTS]),
-    "digits of seconds": pa.array([int(f"{of.as_py():%Y%m%d%H%M%S}") for of in MOMENTS]),
-    "of Windows": pa.array((SECONDS + 11_644_473_600) * 10**7),
     "bool": pa.array(SECONDS % 2 == 0),
     "minutes since the first": pa.array((SECONDS - SECONDS[0]) // 60),
     "iso": texts("{}", [f"{moment.as_py()}" for moment in MOMENTS]),
-    "iso UTC": texts("{}Z", [f"{moment.as_py()}" for moment in MOMENTS]),
     "iso date": texts("{}", [f"{moment.as_py():%Y-%m-%d}" for moment in MOMENTS]),
     "nothing": pa.nulls(NUM),
 }
@@ -70,12 +60,9 @@ AS_IDS: dict[str, pa.Array] = {
     "int": pa.array(IDS),
     "int8": pa.array(IDS.astype(np.int8)),
     "float": pa.array(IDS.astype(float)),
-    "decimal": pa.array(IDS).cast(pa.decimal128(20, 1)),
     "digits": texts("{}"),
     "zeros": texts("{:03}"),
     "text": texts("u{}"),
-    "large": texts("u{}").cast(pa.large_string()),
-    "view": texts("u{}").cast(pa.string_view()),
     "dictionary": texts("u{}").dictionary_encode(),
     "binary": texts("u{}").cast(pa.binary()),
     "bool": pa.array(IDS < 3),
@@ -85,10 +72,8 @@ AS_IDS: dict[str, pa.Array] = {
     "us": MOMENTS,
     "ns": TIMES["ns"],
     "date": TIMES["date"],
-    "clock": pa.array(IDS.astype(np.int32), pa.time32("s")),
     "iso date": TIMES["iso date"],
     "ints": pa.array([[of, 9] for of in IDS]),
-    "small ints": pa.array([[of, 9] for of in IDS], pa.large_list(pa.int32())),
     "texts": pa.array([[f"u{of}"] for of in IDS]),
     "nothing": pa.nulls(NUM),
 }
@@ -118,14 +103,14 @@ def spec_of(file: Path, column: ColumnSpec, form: str = "") -> SourceSpec:
 
 def rows_of(path: Path) -> list[list[int]]:
     """The rows of each sample's ids."""
-    dataset = Dataset.open(path)
-    found = []
-    for chunk in range(len(dataset.chunks("train"))):
-        ids: Any = dataset.block("train", chunk).features["x_"]
-        if isinstance(ids, np.ndarray):
-            found += [[row] for row in ids.tolist()]
+    ids: Any = Dataset.open(path, stay_open=False)
+    blocks = [ids.block("train", chunk) for chunk in range(len(ids.chunks("train")))]
+    found: list[list[int]] = []
+    for values in (block.features["x_"] for block in blocks):
+        if isinstance(values, np.ndarray):
+            found += values[:, None].tolist()
         else:
-            found += [part.tolist() for part in np.split(ids.values, ids.offsets[1:-1])]
+            found += [of.tolist() for of in np.split(values.values, values.offsets[1:-1])]
     return found
 
 
@@ -136,97 +121,51 @@ def check(
     path, file = folder / "dataset", folder / f"other{Path(spec.files[0]).suffix}"
     write(Path(spec.files[0]), trained)
     write(file, other)
-
-    def together() -> None:
-        both = replace(spec, files=[*spec.files, str(file)])
-        prepare(both, path, allow_repeats=True, overwrite=True)
-
-    def appended() -> None:
-        prepare(spec, path, overwrite=True)
-        prepare(spec, path, append=[str(file)], allow_repeats=True)
-
-    for way in (together, appended):
-        if not as_same:
-            with pytest.raises(ValueError, match=rf"{file.name}.* column x[:, ].* got") as caught:
-                way()
-            assert "\n" not in str(caught.value)
+    both = replace(spec, files=[*spec.files, str(file)])
+    for is_appended in (False, True):
+        if is_appended:
+            prepare(spec, path, overwrite=True)
+        more: dict[str, Any] = {"append": [str(file)]} if is_appended else {"overwrite": True}
+        of = spec if is_appended else both
+        if as_same:
+            prepare(of, path, allow_repeats=True, **more)
+            rows = rows_of(path)
+            assert rows[:NUM] == rows[NUM:] or other.null_count == NUM
             continue
-        way()
-        rows = rows_of(path)
-        assert rows[:NUM] == rows[NUM:] or other.null_count == NUM
+        with pytest.raises(ValueError, match=rf"{file.name}.* column x[:, ].* got") as caught:
+            prepare(of, path, allow_repeats=True, **more)
+        assert "\n" not in str(caught.value)
+
+
+# What a log is trained on, in which unit, what is the same, and what is refused.
+LOGS: list[tuple[str, ColumnSpec, str, str, str, str]] = [
+    ("parquet", HOUR, "us", "", "ns, int ms, nothing",
+     "int s, float s, int ns, int days, minutes since the first, date, UTC, bool, negative s"),
+    ("parquet", HOUR, "date", "", "nothing", "us, int ms, int days"),
+    ("parquet", HOUR, "int s", "s", "float s, us, UTC",
+     "int ms, int ns, int days, date, int minutes, digits of days, negative s, bool"),
+    ("parquet", HOUR, "iso", "iso", "us, ns, nothing", "iso date, UTC, date"),
+    ("parquet", ID, "int", "", "int8, float, digits, nothing", "bool, date, text"),
+    ("parquet", ID, "zeros", "", "", "int, bool"),
+    ("parquet", ID, "text", "", "dictionary, binary", "int, float, bool, us"),
+    ("parquet", ID, "bool", "", "true, nothing", "0 and 1, True, date"),
+    ("parquet", BAG, "ints", "", "nothing", "texts, bool, date"),
+    # Text has the types that its values show.
+    ("csv", HOUR, "int s", "s", "float s", "int ms, int days, iso, digits of days, int minutes"),
+    ("csv", HOUR, "iso", "iso", "ns", "iso date, UTC, int s"),
+]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("trained", "form", "same", "others"),
-    [
-        ("us", "", ["ns", "int ms", "decimal ms", "nothing"],
-         ["int s", "float s", "int ns", "int days", "minutes since the first", "date", "date64",
-          "UTC", "Berlin", "bool", "digits of minutes", "digits of seconds", "negative s"]),
-        ("UTC", "", ["Berlin", "int ms"], ["us", "int s", "int ns", "date"]),
-        ("date", "", ["date64", "nothing"], ["us", "int ms", "int days"]),
-        ("int s", "s", ["float s", "us", "UTC"],
-         ["int ms", "int ns", "int days", "date", "int hours", "int minutes", "digits of days",
-          "digits of minutes", "digits of seconds", "of Windows", "negative s", "bool"]),
-        ("int ms", "", ["us", "decimal ms"],
-         ["int s", "int days", "date", "digits of minutes", "digits of seconds"]),
-        ("minutes since the first", "s", ["nothing"], ["int s", "us"]),
-        ("iso", "iso", ["us", "ns", "nothing"], ["iso date", "iso UTC", "UTC", "date"]),
-        ("iso date", "iso", ["date"], ["iso", "us"]),
-    ],
-    ids=lambda of: of if isinstance(of, str) else "",
-)  # fmt: skip
-def test_times(tmp_path: Path, trained: str, form: str, same: list[str], others: list[str]) -> None:
-    for other in (*same, *others):
-        spec = spec_of(tmp_path / "log.parquet", HOUR, form)
-        check(tmp_path, spec, TIMES[trained], TIMES[other], other in same)
-
-
-@pytest.mark.parametrize(
-    ("trained", "same", "others"),
-    [
-        ("int", ["int8", "float", "decimal", "digits", "nothing"], ["bool", "date", "text"]),
-        ("digits", ["int", "float"], []),
-        ("zeros", [], ["int", "bool"]),
-        (
-            "text",
-            ["large", "view", "dictionary", "binary"],
-            ["int", "float", "bool", "us", "date", "clock"],
-        ),
-        ("iso date", ["date"], []),
-        ("dictionary", ["text"], ["int"]),
-        ("bool", ["true", "nothing"], ["0 and 1", "True", "date"]),
-        ("us", [], ["ns", "date", "int"]),
-        ("ints", ["small ints"], ["texts", "bool", "date", "us"]),
-    ],
-    ids=lambda of: of if isinstance(of, str) else "",
-)
-def test_ids(tmp_path: Path, trained: str, same: list[str], others: list[str]) -> None:
-    for other in (*same, *others):
-        spec = spec_of(tmp_path / "log.parquet", BAG if "ints" in trained else ID)
-        check(tmp_path, spec, AS_IDS[trained], AS_IDS[other], other in same)
-
-
-@pytest.mark.parametrize(
-    ("trained", "form", "same", "others"),
-    [
-        (
-            "int s",
-            "s",
-            ["float s"],
-            ["int ms", "int ns", "int days", "iso", "digits of days", "int minutes"],
-        ),
-        ("int ms", "ms", [], ["int s", "iso", "date"]),
-        ("iso", "iso", ["ns"], ["iso date", "UTC", "int s"]),
-    ],
-    ids=lambda of: of if isinstance(of, str) else "",
-)
-def test_text_has_the_types_that_its_values_show(
-    tmp_path: Path, trained: str, form: str, same: list[str], others: list[str]
+@pytest.mark.parametrize(("suffix", "column", "trained", "form", "same", "others"), LOGS)
+def test_logs(
+    tmp_path: Path, suffix: str, column: ColumnSpec, trained: str, form: str, same: str, others: str
 ) -> None:
-    for other in (*same, *others):
-        spec = spec_of(tmp_path / "log.csv", HOUR, form)
-        check(tmp_path, spec, TIMES[trained], TIMES[other], other in same)
+    columns = TIMES if column is HOUR else AS_IDS
+    spec = spec_of(tmp_path / f"log.{suffix}", column, form)
+    for names, as_same in ((same, True), (others, False)):
+        for other in filter(None, names.split(", ")):
+            check(tmp_path, spec, columns[trained], columns[other], as_same)
 
 
 def test_a_few_rows_of_another_unit_are_named(tmp_path: Path) -> None:
@@ -236,117 +175,6 @@ def test_a_few_rows_of_another_unit_are_named(tmp_path: Path) -> None:
         file = write(tmp_path / "a.csv", pa.array(times))
         with pytest.raises(ValueError, match=rf"a\.csv line 19: .* column x, got {other}"):
             prepare(spec_of(file, HOUR, "s"), tmp_path / "dataset")
-
-
-@pytest.mark.parametrize("years", [(1975, 1986, 1997, 2008), (1955, 1975, 1985), (2008, 1960)])
-def test_times_before_1990_are_of_any_file(tmp_path: Path, years: tuple[int, ...]) -> None:
-    """A sorted log has files of times before 1990, and one file has all of them, also of 1970."""
-    path = tmp_path / "dataset"
-    files = [tmp_path / f"{year}.parquet" for year in years]
-    for year, file in zip(years, files, strict=True):
-        write(file, pa.array(SECONDS + (year - 2024) * 31_556_952))
-    spec = spec_of(files[0], HOUR, "s")
-    prepare(replace(spec, files=[*map(str, files)]), path, allow_repeats=True)
-    prepare(spec, path, overwrite=True)
-    prepare(spec, path, append=[*map(str, files[1:])], allow_repeats=True)
-    many = [SECONDS[n] + (year - 2024) * 31_556_952 for n, year in enumerate([*years, 1970])]
-    write(files[0], pa.array(np.resize(many, NUM)))
-    prepare(spec, path, overwrite=True)
-    assert Dataset.open(path).num_samples("train") == NUM
-
-
-def test_times_of_another_unit_than_the_bounds_are_refused(tmp_path: Path) -> None:
-    for name in ("int s", "int ns", "digits of minutes", "int ms"):
-        spec = spec_of(write(tmp_path / "log.parquet", TIMES[name]), ID)
-        columns = {"label": spec.columns["label"], "z": spec.columns["z"]}
-        bounds = SplitSpec(SplitKind.time, column="x", valid_from="2024-05-02")
-        spec = replace(spec, columns=columns, tables={}, split=bounds)
-        if name == "int ms":
-            prepare(spec, tmp_path / "dataset", overwrite=True)
-            assert Dataset.open(tmp_path / "dataset").num_samples("train") == 13
-            continue
-        with pytest.raises(ValueError, match=r"log\.parquet column x: .* data\.source\.times\.x"):
-            prepare(spec, tmp_path / "dataset", overwrite=True)
-
-
-@pytest.mark.parametrize("of", [0, 1])
-def test_a_label_of_one_value_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, of: int
-) -> None:
-    table = pa.table({"y": [of] * NUM, "y2": IDS % 2, "x": IDS, "z": IDS})
-    pq.write_table(table, tmp_path / "log.parquet")
-    spec = spec_of(tmp_path / "log.parquet", ID)
-    second = {"y2": ColumnSpec(ColumnKind.label), **spec.columns}
-    for columns, name in ((spec.columns, "label"), (second, "label")):
-        caplog.clear()
-        prepare(replace(spec, columns=columns), tmp_path / "dataset", overwrite=True)
-        said = [text for text in caplog.messages if f"{of} in all" in text]
-        assert len(said) == 1
-        assert name in said[0]
-
-
-@pytest.mark.parametrize(
-    ("log", "same", "others"),
-    [
-        ("int", ["int8", "float", "digits"], ["text", "bool", "date", "us"]),
-        ("text", ["dictionary", "binary"], ["int", "date"]),
-        ("date", ["date"], ["us", "int", "text"]),
-        ("zeros", ["zeros"], ["int"]),
-    ],
-)
-def test_the_keys_of_a_side_table_have_the_type_of_the_log(
-    tmp_path: Path, log: str, same: list[str], others: list[str]
-) -> None:
-    spec = spec_of(write(tmp_path / "log.parquet", AS_IDS[log]), ID)
-    columns = {**spec.columns, "of_side": ColumnSpec(ColumnKind.dense)}
-    side = tmp_path / "side.parquet"
-    joins = {"side": JoinSpec([str(side)], on="x", format=SourceFormat.parquet, key="key")}
-    for other in (*same, *others):
-        keys = AS_IDS[other].unique()
-        pq.write_table(pa.table({"key": keys, "of_side": np.arange(len(keys)) + 1}), side)
-
-        def prepared() -> Dataset:
-            prepare(replace(spec, columns=columns, joins=joins), tmp_path / "ds", overwrite=True)
-            return Dataset.open(tmp_path / "ds")
-
-        if other in same:
-            assert (prepared().block("train", 0).dense > 0).all()
-            continue
-        with pytest.raises(ValueError, match=r"side\.parquet column key: expected .*log\.parquet"):
-            prepared()
-
-
-def test_keys_of_a_side_table_may_be_texts_and_numbers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """In one file of the log and the other: the first has no key of the side table."""
-    files = [write(tmp_path / f"{name}.csv", AS_IDS[name]) for name in ("text", "digits")]
-    side = tmp_path / "side.parquet"
-    pq.write_table(pa.table({"key": IDS, "of_side": IDS + 1}).take(np.unique(IDS, True)[1]), side)
-    spec = spec_of(files[0], ID)
-    columns = {**spec.columns, "of_side": ColumnSpec(ColumnKind.dense)}
-    joins = {"side": JoinSpec([str(side)], on="x", format=SourceFormat.parquet, key="key")}
-    spec = replace(spec, files=[str(file) for file in files], columns=columns, joins=joins)
-    prepare(spec, tmp_path / "ds")
-    said = [text for text in caplog.messages if "of_side: all" in text]
-    assert ["text.csv" in text for text in said] == [True]
-
-
-def test_a_column_without_any_value_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    files = [write(tmp_path / f"{n}.csv", AS_IDS[of]) for n, of in enumerate(("text", "nothing"))]
-    side = tmp_path / "side.csv"
-    side.write_text("key,city\n" + "".join(f"U{n},Rome\n" for n in range(7)))  # the log has u0
-    spec = spec_of(files[0], ID)
-    columns = {**spec.columns, "city": ColumnSpec(ColumnKind.categorical)}
-    joins = {"side": JoinSpec([str(side)], on="x", separator=",", key="key")}
-    files_of = [str(file) for file in files]
-    prepare(replace(spec, files=files_of, columns=columns, joins=joins), tmp_path / "ds")
-    said = [text for text in caplog.messages if "missing" in text]
-    for name, column in (("0.csv", "city"), ("1.csv", "city"), ("1.csv", "x_")):
-        assert sum(f"{name} column {column}" in text for text in said) == 1
-    assert len(said) == 3
 
 
 MOMENT = datetime(2024, 5, 1, 13)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hotrec.artifact import ArtifactError, commit_artifact, scratch_directory
+from hotrec.artifact import commit_artifact, scratch_directory
 from hotrec.config.data import Encoding, TableSpec
 from hotrec.data.chunks import Dataset
 from hotrec.data.prepare import prepare
@@ -66,12 +66,6 @@ def test_rows_follow_their_raw_ids(tmp_path: Path) -> None:
         assert found.count(-1) == 2
 
 
-def test_the_same_dataset_keeps_its_rows(tmp_path: Path) -> None:
-    data = prepare_days(tmp_path / "one", ["u1", "u2"])
-    warm = WarmStart.open(str(save_run(tmp_path / "run", data)), data, "adam")
-    assert warm._find_rows("user", torch.tensor([2, 0, 1])).tolist() == [2, 0, 1]
-
-
 @pytest.mark.parametrize(
     ("table", "message"),
     [
@@ -87,13 +81,3 @@ def test_other_encodings_and_datasets_are_refused(
     run = save_run(tmp_path / "run", before, "" if table else "77b0c4")
     with pytest.raises(ValueError, match=message):
         WarmStart.open(str(run), after, "adam")
-
-
-def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
-    data = prepare_days(tmp_path / "one", ["u1", "u2"])
-    with pytest.raises(ValueError, match=r"trainer\.warm_start: expected the directory of a run"):
-        WarmStart.open(str(tmp_path / "nowhere"), data, "adam")
-    run = save_run(tmp_path / "run", data, "77b0c4")
-    (run / "config.yaml").unlink()
-    with pytest.raises(ArtifactError, match=r"config\.yaml: expected the configuration"):
-        WarmStart.open(str(run), data, "adam")
