@@ -22,12 +22,6 @@ def test_take_is_the_list_comprehension(keep):
     assert as_lists(block.take(np.array(keep))) == expected
 
 
-def test_check_accepts_both_widths_and_empty_blocks():
-    for dtype in (np.int32, np.int64):
-        check_block(make_samples(20, dtype=dtype), SCHEMA, position=0)
-    check_block(make_samples(20).take(np.zeros(20, bool)), SCHEMA, position=0)
-
-
 def changed(tag_lengths=None, **columns):
     block = make_samples(10)
     lengths = block.lengths if tag_lengths is None else {"tags": np.array(tag_lengths)}
@@ -81,7 +75,3 @@ def test_sample_has_the_rate_and_seeds_are_independent(frac):
     assert abs((first[1:] & first[:-1]).mean() - frac * frac) < tolerance
     # Nor is one seed's draw another's, shifted.
     assert abs((first[1:] & second[:-1]).mean() - frac * frac) < tolerance
-
-
-def test_sample_of_everything():
-    assert sample_mask(3, 10, frac=1.0, seed=0).all()

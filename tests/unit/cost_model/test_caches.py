@@ -95,29 +95,6 @@ def test_lfu_as_simulated(num_cached, num_skipped):
     assert lfu_hit_frac(demand, num_cached, num_skipped) == pytest.approx(found, abs=0.006)
 
 
-def test_lfu_by_hand():
-    demand = make_demand([5, 3, 1, 1], batch_size=1, world_size=1)
-    assert lfu_hit_frac(demand, 1) == pytest.approx(0.5)
-    assert lfu_hit_frac(demand, 1, 1) == pytest.approx(0.6)
-    # Half of a group, and more than there is.
-    assert lfu_hit_frac(demand, 1.5) == pytest.approx(0.65)
-    assert lfu_hit_frac(demand, 100, 1) == 1.0
-    # Nothing but hot rows is looked up.
-    assert lfu_hit_frac(demand, 0, 4) == 1.0
-
-
-def test_lru_by_hand():
-    # Two rows alike, one cached: it is either of them.
-    assert lru_hit_frac(make_demand([4, 4]), 1, is_per_lookup=True) == pytest.approx(0.5)
-    # p = 0.9, 0.1: T of a cache of one row by bisection on 0.1^T + 0.9^T = 1.
-    low, high = 0.0, 20.0
-    for _ in range(60):
-        time = (low + high) / 2
-        low, high = (time, high) if 0.1**time + 0.9**time > 1 else (low, time)
-    hit_frac = lru_hit_frac(make_demand([9, 1]), 1, is_per_lookup=True)
-    assert hit_frac == pytest.approx(0.9 * (1 - 0.1**low) + 0.1 * (1 - 0.9**low))
-
-
 def test_lru_ends():
     demand = make_demand([50, 30, 20, 0, 0])
     for num_cached, num_skipped, expected in ((0, 0, 0.0), (3, 0, 1.0), (2, 1, 1.0), (1, 3, 1.0)):
@@ -163,12 +140,6 @@ def test_conflicts_by_load(load, percent, digits):
     assert conflict_frac(load) == pytest.approx(left_out, rel=0.05)
 
 
-def test_conflicts_at_the_ends():
-    assert conflict_frac(0.0) == 0.0
-    assert conflict_frac(0.1) < 1e-12
-    assert conflict_frac(4.0) == pytest.approx(0.75, abs=1e-6)  # a quarter of the rows fits
-
-
 @pytest.mark.parametrize(("exponent", "num_sets"), [(1.05, 4), (1.05, 16), (0.8, 30), (0.0, 55)])
 def test_sets_as_simulated(exponent, num_sets):
     counts, probs = zipf(2000, exponent)
@@ -179,15 +150,6 @@ def test_sets_as_simulated(exponent, num_sets):
     table = CachedTable(make_demand(counts, batch_size=1, world_size=1), is_per_lookup=True)
     [shares] = shared_cache_shares([table], 32 * num_sets)
     assert shares.hit == pytest.approx(found, abs=LRU_TOLERANCE)
-
-
-@pytest.mark.parametrize("load", [0.7, 0.8, 0.9, 1.0])
-def test_rows_alike_miss_what_finds_no_way(load):
-    """Where all rows are as popular, what LRU misses is what the sets leave out."""
-    num_rows = round(3200 * load)
-    demand = make_demand(np.full(num_rows, 10), batch_size=1, world_size=1)
-    [shares] = shared_cache_shares([CachedTable(demand, is_per_lookup=True)], 3200)
-    assert 1 - shares.hit == pytest.approx(conflict_frac(load), abs=1e-3)
 
 
 def test_tables_share_a_cache():

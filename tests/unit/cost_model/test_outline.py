@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotrec.cli.store import build_config, compose_config
 from hotrec.config.data import OutlineSpec, OutlineTableSpec
 from hotrec.config.validate import validate
 from hotrec.cost_model.outline import write_outline, zipf_rows
@@ -31,15 +30,6 @@ def test_every_row_has_one_rank(num_rows: int) -> None:
     probs = np.concatenate([probs for _, probs in slices])
     assert probs.sum() == pytest.approx(1)
     assert (np.diff(probs) < 0).all()
-
-
-def test_popular_rows_are_spread_over_the_shards() -> None:
-    (rows, probs), *_ = zipf_rows(100_000, 1.05)
-    of_shards = np.bincount(rows * 8 // 100_000, probs)
-    # The most popular row alone takes an eighth of the lookups.
-    assert np.sort(of_shards)[:-1].max() < 2 / 8
-    hottest = np.bincount(rows[:800] * 8 // 100_000)
-    assert (np.abs(hottest - 100) <= 2).all()
 
 
 def test_counts_are_those_of_so_many_samples(tmp_path: Path) -> None:
@@ -70,11 +60,3 @@ def test_bad_outlines_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             validate(spec, "data.outline")
-
-
-def test_criteo_terabyte_has_the_columns_of_its_source() -> None:
-    data = build_config(compose_config("config", ["experiment=criteo_terabyte"])).data
-    assert list(data.outline.tables) == [f"C{number}" for number in range(1, 27)]
-    assert data.outline.num_dense == 13
-    hashed = {name: table.num_rows for name, table in data.source.tables.items()}
-    assert {name: data.outline.tables[name].num_rows for name in hashed} == hashed

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import CollectiveCurve, Costs, World
+from hotrec.cost_model.costs import CollectiveCurve, World
 from hotrec.cost_model.forms import PipelineSpec, Workload
-from hotrec.cost_model.step import make_step_model
 from hotrec.types import STAGES, PipelineKind
 from tests.unit.cost_model.samples import predict_step, work_of
 
