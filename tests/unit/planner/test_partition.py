@@ -1,5 +1,9 @@
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hotrec.artifact import ArtifactError, commit_artifact, scratch_directory
 from hotrec.cost_model.profile import Profile, Sampling
@@ -75,13 +79,6 @@ def test_summary_by_hand():
     }
 
 
-def test_summary_without_heldout_data():
-    profile = Profile(10, 0, 10, Sampling(), COUNTS)
-    summary = summarize_partition(PARTITION, profile, ROW_BYTES)
-    assert summary["total"]["coverage_heldout"] is None
-    assert summary["tables"]["file"]["coverage_heldout"] is None
-
-
 def test_the_most_accessed_rows_are_hot():
     """As many of each table as the split has, rows that were never seen last, ties by number."""
     tables = {**TABLES, "t/x": TablePlacement()}
@@ -125,27 +122,26 @@ def test_popular_rows_round_trip(tmp_path):
     }  # fmt: skip
 
 
-def test_partitions_of_before_there_were_two_ways_to_fetch_are_read(tmp_path):
-    table = {"exchange": "rows", "sharding": "row_wise", "tier": "cached", "row_type": "fp32"}
-    tables = {"t": {**table, "cache_load_frac": 0.5}}
-    with scratch_directory(tmp_path / "p", kind="partition") as scratch:
-        np.savez(scratch / "hot_rows.npz", t=np.array([2]))
-        content = {
-            **{"policy": "by hand", "num_rows": {"t": 7}},
-            "placement": {"is_hot_dense": False, "tables": tables},
-        }
-        commit_artifact(scratch, tmp_path / "p", kind="partition", content=content)
-    assert read_placement(tmp_path / "p")[0].tables["t"].row_fetch is RowFetch.staged
+HOT_ROWS = st.dictionaries(
+    st.sampled_from(sorted(PARTITION.num_rows)), st.sets(st.integers(0, 1)), max_size=3
+)
 
 
-def test_altered_hot_rows_are_found(tmp_path):
-    write(tmp_path / "p")
-    path = tmp_path / "p" / "hot_rows.npz"
-    data = bytearray(path.read_bytes())
-    data[200] ^= 1
-    path.write_bytes(bytes(data))
-    with pytest.raises(ArtifactError, match=r"hot_rows\.npz: expected checksum"):
-        read_placement(tmp_path / "p")
+@given(HOT_ROWS, HOT_ROWS, st.randoms())
+def test_partitions_with_the_same_hot_rows_have_one_digest(
+    ours: Any, theirs: Any, random: Any
+) -> None:
+    """In any order and layout of the rows and tables, and with or without a table of no hot row."""
+
+    def digest(rows: Any) -> str:
+        shuffled = [(name, random.sample(sorted(of), len(of))) for name, of in rows.items()]
+        layout = slice(None, None, random.choice([1, -1]))
+        hot = {name: np.array(of, np.int64)[layout] for name, of in shuffled[layout]}
+        return Partition(PARTITION.num_rows, hot).digest
+
+    same = {n: of for n, of in ours.items() if of} == {n: of for n, of in theirs.items() if of}
+    assert digest(ours) == digest(dict(ours))
+    assert (digest(ours) == digest(theirs)) == same
 
 
 def test_rows_outside_their_table_are_found(tmp_path):

@@ -91,33 +91,6 @@ def test_what_did_not_take_turns_claims_nothing(tmp_path: Path) -> None:
     assert Trial({"a": [1.0, 4.0, 4.0], "c": [1.6]}, 5.0).chosen == "a"
 
 
-def test_a_difference_that_rounds_to_nothing_has_no_minus() -> None:
-    trial = Trial({"a": [1.0, 1.001], "b": [1.001, 1.0]}, 5.0)
-    assert "-0%" not in trial.why(LABELS)
-
-
-def test_a_record_is_read_back(tmp_path: Path) -> None:
-    trial, file = Trial({"a": [1.0, 2.0], "b": [3.0]}, 5.0), trial_file(tmp_path, {"batch": 1})
-    assert read_trial(file, LABELS) is None
-    write_trial(trial, file)
-    assert read_trial(file, LABELS) == replace(trial, is_recorded=True)
-    assert trial_file(tmp_path, {"batch": 2}) != file
-
-
-def test_the_document_of_a_trial_has_labels() -> None:
-    trial = Trial({"a": [1.0, 1.0], "b": [2.0, 2.0]}, 5.0)
-    document = trial.document(LABELS)
-    assert (document["seconds"], document["is_recorded"], document["took_turns"]) == (
-        5,
-        False,
-        True,
-    )
-    assert list(document["plans"]) == ["plan a", "plan b"]
-    of_b = document["plans"]["plan b"]
-    assert (of_b["step_s"], of_b["block_s"]) == (pytest.approx(2.0), [2.0, 2.0])
-    assert of_b["slower"][0] < 2 < of_b["slower"][1]
-
-
 @pytest.mark.parametrize("kind", ["pipe", "device", "large", "directory"])
 def test_a_record_without_an_end_is_not_read(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
