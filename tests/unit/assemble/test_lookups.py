@@ -82,11 +82,3 @@ def test_spread_rows_are_read_where_they_are_stored() -> None:
     placement = Placement.alike(partition).spread(["rows"])
     found = destinations(PLAN, placement, COUNTS, 2)
     assert found.owned == pytest.approx(((40 + 60) / 400, (10 + 20 + 20) / 400))
-
-
-def test_a_plan_of_torchrec_has_no_hot_rows() -> None:
-    counts = {name: COUNTS[name] for name in ("rows", "whole")}
-    found = destinations(PLAN, None, counts, 2)
-    assert (found.replicated, found.owned) == (0.0, pytest.approx((50 / 120, 70 / 120)))
-    nothing = {name: np.zeros_like(of) for name, of in counts.items()}
-    assert destinations(PLAN, None, nothing, 2).owned == (0.0, 0.0)

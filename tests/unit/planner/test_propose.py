@@ -18,7 +18,6 @@ from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
 from hotrec.planner.predict import (
     Prediction,
-    Shardings,
     predict_shardings,
 )
 from hotrec.planner.propose import (
@@ -35,7 +34,6 @@ from hotrec.planner.request import ByCost, GivenTables, PlanRequest
 from hotrec.planner.search import InfeasibleError
 from hotrec.planner.situation import Situation
 from hotrec.types import (
-    ColdTier,
     Exchange,
     Levels,
     Partition,
@@ -192,21 +190,6 @@ def baselines(
     request = PlanRequest(ALL_COLD, PipelineSpec(kind), name="all_cold")
     decision = propose(request, situation(on), shardings, with_baselines=True)
     return {p.label: of for p, of in decision.predictions.items() if not p.is_hotrec}
-
-
-def test_host_tiers_are_predicted_on_cuda_where_the_tables_do_not_fit() -> None:
-    def on_hosts(tables: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:
-        return "no" if tables.tier is ColdTier.auto else by_table(tables, pipeline)
-
-    found = baselines(machine(), shardings=on_hosts)
-    uvm, prefetched = (f"torchrec planner {t}" for t in ("fused_uvm", "fused_uvm_caching prefetch"))
-    assert list(found) == [uvm, prefetched]
-    assert found[prefetched].step.hidden_s["row_lookup"] > 0
-    assert found[uvm].max_bytes[0] < found[prefetched].max_bytes[0]
-    # Where all fits the devices they are never faster, and on a CPU there are none.
-    for device in ("cuda", "cpu"):
-        assert list(baselines(machine(device))) == ["torchrec planner", "torchrec hand_tuned"]
-    assert baselines(machine("cpu"), shardings=on_hosts) == {}
 
 
 def test_each_plan_of_torchrec_is_predicted_in_each_pipeline() -> None:
