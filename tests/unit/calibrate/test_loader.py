@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 
 from hotrec.bench.job import make_subject
 from hotrec.bench.samples import table_per_feature
-from hotrec.calibrate.loader import cpu_seconds, measure_loader
+from hotrec.calibrate.loader import measure_loader
 from hotrec.calibrate.workload import CalibrationTarget, CalibrationWorkload, group_alone
 from hotrec.config.groups import DlrmConfig, RowwiseAdagradConfig
 from hotrec.cost_model.costs import LOADER_PARTS
@@ -45,8 +43,3 @@ def test_every_part_of_the_loader_takes_time(
     assert set(found) == parts
     seconds = {name: line.seconds(1000) for name, line in found.items()}
     assert all(of_part > 0 for of_part in seconds.values()), seconds
-
-
-def test_the_time_of_a_process_is_that_of_all_its_threads() -> None:
-    tick_s = 1 / os.sysconf("SC_CLK_TCK")
-    assert cpu_seconds(os.getpid()) == pytest.approx(time.process_time(), abs=5 * tick_s)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,26 +21,18 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,
-    EmbeddingConfig,
     PoolingType,
 )
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.optim import LAMB
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import hotrec
-from hotrec.cli.profile import blocks_of
-from hotrec.cost_model.profile import read_profile, write_profile
-from hotrec.cost_model.reuse import LogReuse
-from hotrec.data.chunks import Dataset
-from hotrec.data.loader import make_loader
 from hotrec.embedding.fused import optimizer_of, rule_of
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.batches import features_of_each
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import OptimizerKind, Partition, PipelineKind, TorchrecPlan
-from tests.unit.data.logs import SCHEMA, write_dataset
 from tests.unit.planner.situations import torchrec_plan
 
 ROWS = {"a": 20, "b": 12}
@@ -143,16 +133,6 @@ def test_what_cannot_be_is_an_error(
         hotrec.parallelize(make(), hot, **asked)
 
 
-def test_rules_of_the_model_are_kept(one_rank: Ranks) -> None:
-    model, optimizer = hotrec.parallelize(
-        in_backward(Model(), a=0.3, b=0.3), Partition(ROWS), dense_optimizer=DENSE
-    )
-    parts = dict(optimizer.optimizers)
-    rates = {name: group["lr"] for name, part in parts.items() for group in part.param_groups}
-    assert rates == pytest.approx({"fused": 0.3, "dense": 0.1})
-    assert hotrec.choice_of(model).num_hot == 0
-
-
 def tied(first: str, second: str) -> Model:
     model = Model(bags("a"), bags("b"))
     model.proj = nn.Linear(4, 20)
@@ -228,14 +208,6 @@ def test_every_choice_refuses_what_it_would_train_otherwise(
         hotrec.parallelize(model, hot, **given)
 
 
-def test_layers_without_weights_need_a_way_to_make_some(one_rank: Ranks) -> None:
-    model = Model()
-    model.scale = nn.Module()
-    model.scale.factor = nn.Parameter(torch.ones(1, device="meta"))
-    with pytest.raises(ValueError, match=r"dense layer scale: expected reset_parameters\(\)"):
-        hotrec.parallelize(model, Partition(ROWS), embedding_optimizer=RULE, dense_optimizer=DENSE)
-
-
 def test_look_ahead_is_refused_before_anything_is_sharded(one_rank: Ranks) -> None:
     for layer, message in (
         (nn.BatchNorm1d(3), "dense layer norm: expected no running statistics"),
@@ -263,22 +235,6 @@ def test_weights_and_random_numbers_are_left_as_they_were(one_rank: Ranks, hot: 
     assert torch.equal(torch.rand(3), expected)
     for name, table in hotrec.gather_tables(model).items():
         assert torch.equal(table, weights[name])
-
-
-def test_a_collection_stays_one_wherever_it_is_held(one_rank: Ranks) -> None:
-    for hot in CHOICES:
-        model = Model()
-        model.again = nn.ModuleList([model.collections[0]])
-        sharded, optimizer = hotrec.parallelize(
-            model, hot, embedding_optimizer=RULE, dense_optimizer=DENSE
-        )
-        assert sharded.module.again[0] is sharded.module.collections[0]
-        names = [name for _, part in optimizer.optimizers for name in part.params]
-        assert not [name for name in names if "again" in name]
-
-
-def test_public_names_are_listed() -> None:
-    assert dir(hotrec) == sorted(hotrec.__all__)
 
 
 @pytest.mark.parametrize("kind", OptimizerKind)
@@ -324,47 +280,6 @@ def test_a_profile_of_arrays_is_that_of_batches(tmp_path: Path) -> None:
         assert np.array_equal(again.counts[table], counts)
 
 
-def test_a_log_has_the_reuse_that_its_loader_has(tmp_path: Path) -> None:
-    """Of `hotrec profile` and of ``hotrec.profile``, on the same batches."""
-    write_dataset(tmp_path / "dataset", {"train": 90})
-    dataset = Dataset.open(tmp_path / "dataset")
-    of_table = {
-        table.name: [feature.name for feature in SCHEMA.features_of(table.name)]
-        for table in SCHEMA.tables
-    }
-    model = Model(
-        EmbeddingBagCollection(
-            [
-                EmbeddingBagConfig(
-                    name=one.name,
-                    num_embeddings=one.num_rows,
-                    embedding_dim=4,
-                    feature_names=of_table[one.name],
-                )
-                for one in SCHEMA.tables
-            ]
-        )
-    )
-    options: Any = {"batch_size": 8, "rank": 0, "world_size": 1, "epochs": 1, "shuffle": False}
-    loader = make_loader(tmp_path / "dataset", "train", **options)
-    of_loader = hotrec.profile((batch.sparse for batch in loader), model)
-    of_log, _ = write_profile(
-        blocks_of(dataset, "train"),
-        SCHEMA,
-        tmp_path / "profile",
-        dataset_hash="d",
-        reuse=LogReuse(SCHEMA, 90, batch_size=8),
-    )
-    assert len(of_loader.reuse["t_b"].read_frac) == 4  # 12 batches, none with 16 before it
-    assert {name: replace(of, is_of_log=False) for name, of in of_log.reuse.items()} == dict(
-        of_loader.reuse
-    )
-    assert of_log.shuffled_reuse.keys() == of_log.reuse.keys()
-    assert of_log.shuffled_reuse != of_log.reuse
-    read, _ = read_profile(tmp_path / "profile")
-    assert (read.reuse, read.shuffled_reuse) == (of_log.reuse, of_log.shuffled_reuse)
-
-
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -386,11 +301,6 @@ def test_what_cannot_be_counted_is_an_error(source: Any, message: str) -> None:
         hotrec.profile(source, Model())
     with pytest.raises(ValueError, match="profile model: expected the model"):
         hotrec.profile(source)
-
-
-def test_other_models_have_no_pipeline() -> None:
-    with pytest.raises(ValueError, match=r"expected the result of hotrec\.parallelize"):
-        hotrec.Pipeline(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]))
 
 
 @pytest.mark.parametrize("hot", ["off", Partition(ROWS, {"a": np.arange(3)})], ids=["off", "hot"])
@@ -428,49 +338,3 @@ def test_off_takes_a_plan_whose_replicated_tables_follow_their_rule(one_rank: Ra
     assert rates == pytest.approx([0.2, 0.3])
     assert list(replicated.params) == ["collections.0.embedding_bags.a.weight"]
     assert {name.split(".")[0] for name in dense.params} == {"out"}
-
-
-def test_off_names_what_the_dense_optimizer_trains(
-    one_rank: Ranks, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = in_backward(Model(), b=0.1)
-    table = model.collections[0].embedding_bags["a"]  # type: ignore[operator, index]
-    _apply_optimizer_in_backward(LAMB, table.parameters(), {"lr": 0.1})
-    with caplog.at_level(logging.WARNING, "hotrec"):
-        _, optimizer = hotrec.parallelize(
-            model, "off", dense_optimizer=DENSE, plan=plan_of_two(model)
-        )
-    [message] = [
-        record.getMessage() for record in caplog.records if record.name.startswith("hotrec")
-    ]
-    assert "only fused kernels support: ['collections.0.embedding_bags.a.weight']" in message
-    _, dense = optimizer.optimizers[1]
-    assert {name.split(".")[0] for name in dense.params} == {"collections", "out"}
-
-
-@pytest.mark.parametrize("hot", CHOICES, ids=["hot", "torchrec", "off"])
-def test_adam_needs_cuda(one_rank: Ranks, hot: Any) -> None:
-    with pytest.raises(ValueError, match="expected sgd, adagrad or rowwise_adagrad .* got adam"):
-        hotrec.parallelize(
-            Model(),
-            hot,
-            embedding_optimizer=partial(torch.optim.Adam, lr=0.1),
-            dense_optimizer=DENSE,
-        )
-
-
-def test_other_sharded_modules_stay_torchrecs(one_rank: Ranks) -> None:
-    unpooled = EmbeddingCollection(
-        tables=[
-            EmbeddingConfig(name="seq", num_embeddings=8, embedding_dim=4, feature_names=["seq"])
-        ]
-    )
-    hot = Partition(ROWS, {"a": np.arange(3)})
-    model, optimizer = hotrec.parallelize(
-        Model(bags("a", "b"), unpooled), hot, embedding_optimizer=RULE, dense_optimizer=DENSE
-    )
-    kinds = {type(m).__name__ for m in model.module.collections}
-    assert kinds == {"ShardedHotColdEmbeddingBagCollection", "ShardedEmbeddingCollection"}
-    assert "dense" in dict(optimizer.optimizers)
-    layers = dict(dict(optimizer.optimizers)["dense"].params)
-    assert all("out" in name for name in layers)
