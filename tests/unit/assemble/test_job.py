@@ -10,14 +10,11 @@ import pytest
 from hotrec.assemble.job import (
     check_placement,
     plan_job,
-    schedule_of,
 )
-from hotrec.config.groups import Decay, ScheduleConfig
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
-from hotrec.train.schedule import Schedule
 from hotrec.types import (
     HotExchange,
     Levels,
@@ -138,13 +135,3 @@ def test_pipelines_are_checked_before_there_is_data() -> None:
     with pytest.raises(ValueError, match=r"^pipeline\.kind: expected .* got look_ahead"):
         check_placement(config, "cpu")
     check_placement(config_of("placement=torchrec"), "cpu")
-
-
-@pytest.mark.parametrize("start", [0, 10])
-def test_a_decay_takes_the_rest_of_the_run(start: int) -> None:
-    asked = ScheduleConfig(Decay.linear, warmup_steps=4, decay_start_step=start)
-    first = start or 4
-    schedule = schedule_of(asked, 24)
-    assert schedule == Schedule(Decay.linear, 4, first, 24 - first)
-    assert [schedule(first), schedule(24), schedule(100)] == [1.0, 0.0, 0.0]
-    assert schedule((first + 24) // 2) == pytest.approx(0.5)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from hotrec.artifact import Artifact, ArtifactError
 from hotrec.assemble.job import order_of
@@ -16,14 +15,12 @@ from hotrec.assemble.order import (
     count_epoch_steps,
     find_all_hot,
     make_alternation,
-    make_train_loader,
 )
 from hotrec.data.chunks import Dataset
 from hotrec.planner.partition import write_partition
-from hotrec.runtime.ranks import Ranks
 from hotrec.types import Partition, Placement
 from tests.unit.assemble.configs import config_of
-from tests.unit.data.logs import samples_of, write_dataset
+from tests.unit.data.logs import write_dataset
 
 NUM_ROWS = {"t_a": 10, "t_b": 1000}
 
@@ -51,16 +48,6 @@ def planned(dataset: Dataset, folder: Path, num_hot: tuple[int, int]) -> tuple[P
         profile_hash="none",
     )
     return partition, artifact
-
-
-@pytest.mark.parametrize(("kind", "is_in_order"), [("shuffled", False), ("time", True)])
-def test_samples_come_as_the_order_says(dataset: Dataset, kind: str, is_in_order: bool) -> None:
-    words = (f"order={kind}", f"paths.dataset={dataset.artifact.path}", "trainer.num_workers=0")
-    ranks = Ranks(0, 1, 0, 1, torch.device("cpu"))
-    loader = make_train_loader(order(*words), ranks, None, None, None, None)
-    samples = [sample for batch in loader for sample in samples_of(batch)]
-    assert sorted(samples) == [*range(90)]
-    assert (samples == [*range(90)]) == is_in_order
 
 
 def test_a_resumed_run_refuses_stale_samples_and_a_new_one_replaces_them(

@@ -26,13 +26,12 @@ from hotrec.cost_model.demand import expected_urgent
 from hotrec.cost_model.profile import read_profile, write_profile
 from hotrec.cost_model.reuse import TableReuse
 from hotrec.data.chunks import Dataset
-from hotrec.models.shape import ids_per_sample
 from hotrec.planner.machine import Machine
-from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
+from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.planner.situation import LoaderWorkers
 from hotrec.planner.trial import Trial, write_trial
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
-from hotrec.types import Exchange, PipelineKind, PipelineSpec, TorchrecPlan
+from hotrec.types import PipelineKind, PipelineSpec, TorchrecPlan
 from tests.unit.data.logs import write_dataset
 
 SPARSE_DIST, BASE = PipelineKind.sparse_dist, PipelineKind.base
@@ -84,26 +83,6 @@ def test_predictions_are_for_the_loader_workers_that_a_run_starts(
     assert proposal.situation.loader == LoaderWorkers(expected, cores)
     assert proposal.situation.workload.is_routed_by_loader == (expected > 0)
     assert {plan.plan.num_workers for plan in proposal.candidates.values()} == {expected}
-
-
-def test_sequences_are_not_pooled_and_compared_with_torchrecs_plans(folder: Path) -> None:
-    words = ("model=hstu", "+model.history.bag=b")
-    decision = propose_plan(folder, *words).decision
-    assert decision is not None
-    theirs = set()
-    for plan in decision.predictions:
-        if isinstance(plan.tables, SplitTables):
-            assert {t.exchange for t in plan.tables.tables.values()} == {Exchange.ROWS}
-        else:
-            theirs.add(plan.tables.plan)
-    # By hand small tables are replicated, which TorchRec does not look up rightly on a CPU.
-    assert theirs == {TorchrecPlan.planner}
-    given = propose_plan(folder, *words, "placement=torchrec").decision
-    assert given is not None
-    assert given.prediction.step_s > 0
-    # The history at its full length.
-    spec = job_of(folder, *words).spec
-    assert ids_per_sample(spec.architecture, {"t_b": 2.4}) == {"a": 1, "b": 1, "bag": 50}
 
 
 def make(folder: Path, *words: str, run: str = "run") -> SettledPlan:

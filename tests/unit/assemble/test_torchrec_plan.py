@@ -35,7 +35,6 @@ from hotrec.assemble.constraints import (
 from hotrec.assemble.topology import topology_of
 from hotrec.assemble.torchrec_plan import (
     TrainedStorageEstimator,
-    host_tier_bytes,
     make_plan,
     plan_document,
 )
@@ -180,19 +179,6 @@ def test_all_ways_into_the_library_choose_lru() -> None:
     assert all(c.cache_params.prefetch_pipeline for c in of_torchrec.values() if c.cache_params)
 
 
-@pytest.mark.parametrize(("device", "kernel"), [("cpu", "fused"), ("cuda", "fused_uvm")])
-def test_rows_behind_slots_are_in_fbgemms_host_memory(device: str, kernel: str) -> None:
-    slots = TablePlacement(tier=Tier.CACHED, cache_load_frac=0.3)
-    placement = Placement(PARTITION, dict.fromkeys(NUM_ROWS, slots))
-    constraints = placement_constraints(placement, device=device)
-    assert constraints["big"].compute_kernels == [kernel]
-    plan = make_plan(Model(placement), SHARDERS, machine(2, device), constraints)
-    assert summary(plan_document(plan)["e"])["big"] == ("row_wise", kernel)
-    for table in (replace(slots, exchange=Exchange.POOLED), replace(slots, cache_load_frac=None)):
-        with pytest.raises(ValueError, match="table owned: .* in tier cached"):
-            Placement(PARTITION, {**placement.tables, "owned": table})
-
-
 # --- plans
 
 
@@ -241,31 +227,6 @@ def test_ranks_with_other_hash_seeds_make_the_same_plan() -> None:
     first, second = (rank.communicate()[0] for rank in ranks)
     assert first == second
     assert first.count(b"table_wise") == 2
-
-
-def test_more_cache_sets_than_fbgemm_can_count_are_refused(one_rank: Ranks) -> None:
-    config = EmbeddingBagConfig(
-        name="t", num_embeddings=1 << 30, embedding_dim=4, feature_names=["f"]
-    )
-    model = EmbeddingBagCollection(tables=[config], device=META)
-    sharders: Any = [EmbeddingBagCollectionSharder(fused_params(SGD))]
-
-    def plan(load_factor: float) -> None:
-        constraints = torchrec_constraints(
-            [config],
-            TorchrecPlan.table_wise,
-            batch_size=64,
-            tier=CACHED,
-            cache_load_factor=load_factor,
-        )
-        on = machine(1, "cuda", device_bytes=1 << 40, host_bytes=1 << 40)
-        make_plan(model, sharders, on, constraints)
-
-    plan(0.49)
-    with pytest.raises(
-        ValueError, match=r"on rank 0: expected fewer than 16777215 sets .* got 1677"
-    ):
-        plan(0.5)
 
 
 # --- memory
@@ -333,16 +294,6 @@ def test_states_and_gradients_are_counted_where_they_are(
     # A shard of 350 rows: row-wise state is on the device for every row, no state is cached.
     of_element = (350 * element, 0) if tier is ColdTier.fused else (0, 350 * element)
     assert beside["owned"] == [(of_element[0] + 350 * row, of_element[1])] * 2
-
-
-@pytest.mark.parametrize(("state_bytes", "row_bytes"), [(0, 32), (4, 32), (32, 64), (64, 96)])
-def test_what_host_tiers_map_is_that_of_the_fullest_host(state_bytes: int, row_bytes: int) -> None:
-    """Rows with element-wise state; a state of one float and hot rows are on the device."""
-    on = machine(4, "cuda", local_world_size=2)
-    for tier, num_rows in ((ColdTier.fused, 0), (ColdTier.fused_uvm, 1760), (CACHED, 1760)):
-        constraints = hot_cold_constraints(tables(), PARTITION, cold_tier=tier)
-        plan = make_plan(Model(PARTITION), SHARDERS, on, constraints)
-        assert host_tier_bytes(plan, 2, lambda dim: state_bytes) == num_rows // 2 * row_bytes
 
 
 # --- the machine

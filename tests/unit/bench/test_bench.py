@@ -13,31 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.bench.benchmark import measure
-from hotrec.bench.cases import Case
 from hotrec.bench.figures import Measured, losses_apart, summarize
-from hotrec.bench.job import choose_hot_rows, make_benchmark, make_cases
+from hotrec.bench.job import choose_hot_rows, make_benchmark
 from hotrec.bench.machine import interface_sent_bytes
 from hotrec.bench.page import render_page, result_text
-from hotrec.bench.samples import ZipfTables
 from hotrec.bench.stored import StoredSamples
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.data import SyntheticSpec
 from hotrec.config.roots import BenchRootConfig
 from hotrec.data.synthetic import write_synthetic
-from hotrec.planner.plan import SplitTables
 from hotrec.runtime.ranks import process_group
 from hotrec.runtime.traffic import COLLECTIVES
 from hotrec.train.interleave import Block
-from hotrec.types import STAGES, HotExchange
+from hotrec.types import STAGES
 
 
 def root_config(*words: str) -> BenchRootConfig:
     config: BenchRootConfig = build_config(compose_config("bench", ["bench=smoke", *words]))
     return config
-
-
-def zipf_tables(rows: list[int] | None = None, seed: int = 0) -> ZipfTables:
-    return ZipfTables(rows or [1000, 10], exponent=1.05, num_dense=2, seed=seed)
 
 
 @pytest.mark.parametrize(
@@ -94,34 +87,6 @@ def test_hot_rows_are_the_most_looked_up() -> None:
     bench.num_hot_rows = 7
     with pytest.raises(ValueError, match="num_hot_rows: expected at most .* 6 rows, got 7"):
         choose_hot_rows(bench, counts)
-
-
-def cases_of(config: BenchRootConfig, device: str = "cpu") -> dict[str, Case]:
-    counts = zipf_tables(list(config.bench.table_rows)).count(1000)
-    cases = make_cases(config.bench, counts, world_size=2, device=device)
-    return {case.name: case for case in cases}
-
-
-def test_a_variant_is_a_placement_and_a_pipeline() -> None:
-    config = root_config(
-        "bench.cases=[look_ahead,look_ahead_bf16,hot_cold_base,hot_cold]",
-        "bench.variants.look_ahead.depth=3",
-    )
-    cases = cases_of(config)
-    pipelines = {name: case.plan.pipeline for name, case in cases.items()}
-    assert {n: (p.kind.name, p.depth, p.wire.name) for n, p in pipelines.items()} == {
-        "look_ahead": ("look_ahead", 3, "fp32"),
-        "look_ahead_bf16": ("look_ahead", 1, "bf16"),
-        "hot_cold_base": ("base", 1, "fp32"),
-        "hot_cold": ("sparse_dist", 1, "fp32"),
-    }
-    assert [name for name, case in cases.items() if not case.is_exact] == ["look_ahead_bf16"]
-    base, hot_cold = cases["hot_cold_base"], cases["hot_cold"]
-    assert isinstance(base.plan.tables, SplitTables)
-    assert base.plan.tables.hot_exchange is HotExchange.dense
-    assert base.placement is not None
-    assert base.placement.is_hot_dense
-    assert (base.plan.num_hot, hot_cold.plan.num_hot) == (10, 60)
 
 
 @pytest.mark.filterwarnings("ignore:`broadcast_buffers`:FutureWarning")

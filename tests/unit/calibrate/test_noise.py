@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hotrec.calibrate.noise import doubts_of
-from hotrec.calibrate.timing import Repeats, slowest_median
 from hotrec.runtime import load as load_module
 from hotrec.runtime.load import HostLoad, LoadMeter
 from hotrec.runtime.ranks import Ranks
@@ -65,14 +64,3 @@ def test_work_of_others_disturbs_where_no_core_is_idle(load: HostLoad, is_distur
     assert load.is_disturbed == bool(doubts) == is_disturbed
     taken = f"({load.others + load.stolen:.1f} of {load.num_cores} cores busy)"
     assert all(taken in doubt for doubt in doubts)
-
-
-def steady(*medians: float) -> Repeats:
-    return Repeats(slowest_median, [[[m, m, m]] for m in medians])
-
-
-def test_rounds_that_differ_raise_a_doubt() -> None:
-    assert doubts_of([], [steady(1.0, 1.05), steady(1.0, 2.0), steady(1.0)]) == [
-        "differ by 25% from round to round"
-    ]
-    assert doubts_of([], [steady(1.0, 1.05), steady(1.0)]) == []

@@ -108,36 +108,6 @@ def test_torchrecs_messages_have_a_factor_of_their_own() -> None:
     assert fitted.correction("ids_exchange", of_torchrec=True) == fitted.correction("ids_exchange")
 
 
-def test_an_overhead_is_no_more_than_the_least_that_was_measured() -> None:
-    """Else a line through large replicas would charge every small one for its slope."""
-
-    def curved(family: str, seconds: float, size: float) -> float:
-        return seconds / 5 if size < 1 else seconds
-
-    anchors = all_anchors(dense=curved, hot_exchange=curved)
-    fitted = fit_steps(COSTS, anchors)
-    for stage in ("dense", "hot_exchange"):
-        least_s = min(a.measured_s[stage] for a in anchors if a.predicted_s[stage] > 0)
-        assert fitted.stage_overhead_s[stage] <= least_s
-
-
-def test_the_dense_exchange_counts_as_far_as_it_is_waited_for() -> None:
-    for exposed in (0.0, 0.5, 1.0):
-        anchors = []
-        for found in all_anchors():
-            # Other placements have more hot rows, or hide more, at the same batch size.
-            factor = {0.8: 1.0, 1.0: 3.0, None: 0.5}[found.coverage]
-            predicted = {**found.predicted_s, "other": PREDICTED["other"] / factor}
-            predicted["hot_exchange"] *= factor
-            waited = predicted["hot_exchange"] + exposed * predicted["other"]
-            measured = {**found.measured_s, "hot_exchange": waited}
-            anchors.append(replace(found, predicted_s=predicted, measured_s=measured))
-        fitted = fit_steps(COSTS, anchors)
-        assert fitted.correction("other") == pytest.approx(exposed, abs=1e-6)
-        assert fitted.correction("hot_exchange") == pytest.approx(1.0)
-        assert fitted.stage_overhead_s["hot_exchange"] == pytest.approx(0.0, abs=1e-6)
-
-
 def ahead(row_bytes: float, left_s: float) -> Anchor:
     """A step with look-ahead that took so much more than was predicted."""
     return Anchor(AHEAD, 0.0, PREDICTED, PREDICTED, sum(PREDICTED.values()) + left_s, row_bytes)

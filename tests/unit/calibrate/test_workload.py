@@ -20,11 +20,9 @@ from hotrec.calibrate.workload import (
 )
 from hotrec.config.groups import (
     DlrmConfig,
-    HstuConfig,
     RowwiseAdagradConfig,
 )
 from hotrec.runtime.ranks import Ranks
-from hotrec.types import Feature, Schema, Table
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=30), st.integers(1, 100_000))
@@ -38,42 +36,6 @@ def test_tables_are_cut_to_one_height(rows: list[int], most: int) -> None:
         assert cut == rows
     else:
         assert sum(cut) > most - len(rows) or max(cut) == 1  # no memory is left idle
-
-
-def test_histories_are_timed_at_full_length_and_drawn_with_their_side_columns(
-    one_rank: Ranks,
-) -> None:
-    schema = Schema(
-        dense=(),
-        features=(
-            Feature("item", "i"),
-            Feature("seen", "i", is_multi_hot=True),
-            Feature("actions", "a", is_multi_hot=True),
-        ),
-        tables=(Table("i", 500), Table("a", 5)),
-        labels=("click", "like"),
-    )
-    model = HstuConfig(embedding_dim=8, history={"seen": "item"}, side=["actions"], max_length=6)
-    tables, lengths = table_per_feature([500, 500, 5], 0, schema), np.array([0, 3, 9, 9])
-    subject = make_subject(
-        model, RowwiseAdagradConfig(learning_rate=0.1), tables, batch_size=16, columns=schema
-    )
-    target = CalibrationTarget(subject, bag_lengths=[np.array([1]), lengths, lengths.copy()])
-    workload = CalibrationWorkload(target, one_rank, group_alone(one_rank))
-    (dense,) = [probe for probe in all_probes(workload) if probe.name == "dense"]
-    work = dense.make(*dense.sizes[0])
-    batch = work.prepare()
-    num_samples = len(batch.labels)
-    assert {name: len(rows.values()) for name, rows in batch.sparse.items()} == {
-        "item": num_samples,
-        "seen": 6 * num_samples,
-        "actions": 6 * num_samples,
-    }
-    work.run(batch)
-    assert work.num_items == pytest.approx(subject.work.flops * num_samples)
-    for features in workload.features(workload.samples, 64):
-        _, seen, actions = features.lengths().view(3, -1)
-        assert torch.equal(seen, actions)
 
 
 def subject_of(table_rows: list[int], dim: int, batch_size: int) -> Subject:

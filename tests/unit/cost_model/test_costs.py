@@ -12,10 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from hotrec.artifact import ArtifactError
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import (
     KERNELS,
@@ -72,13 +69,6 @@ def test_built_in_sets_are_found_by_name() -> None:
             write_costs(costs, Path(name))
 
 
-def test_no_costs_at_all(tmp_path: Path) -> None:
-    with pytest.raises(CostsError, match="one of .*'cpu_1gbit'.*Calibrate on the machines"):
-        find_costs(str(tmp_path / "none"))
-    with pytest.raises(ArtifactError, match="expected the manifest of a costs"):
-        read_costs(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
@@ -132,21 +122,6 @@ def test_costs_of_one_host_get_a_link_for_two() -> None:
     assert fit_to_world(MEASURED, World(4, 2), 512) == (MEASURED, [])
 
 
-@pytest.mark.parametrize(
-    ("world", "batch_size", "said"),
-    [
-        (World(2, 2), 2048, []),
-        (World(2, 1), 2048, ["ranks_per_host 1 from 2"]),
-        (World(4, 2), 512, ["num_ranks 4 from 2", "batch_size 512 from 2048"]),
-    ],
-)
-def test_extrapolation_is_said(world: World, batch_size: int, said: list[str]) -> None:
-    facts = {"num_ranks": 2, "ranks_per_host": 2, "batch_size": 2048}
-    _, notes = fit_to_world(replace(MEASURED, facts=facts), world, batch_size)
-    assert len(notes) == bool(said)
-    assert all(part in notes[0] for part in said)
-
-
 def curve(*points: tuple[float, float]) -> CollectiveCurve:
     sizes, seconds = zip(*points, strict=True)
     return CollectiveCurve("all_to_all", World(2, 1), sizes, seconds, (0.0,) * len(points))
@@ -158,35 +133,6 @@ def test_a_curve_is_exact_at_measured_sizes_and_between_them() -> None:
     asked[8e6] = 64e-3  # beyond the largest the last two go on: 8 ns a byte
     for size, seconds in asked.items():
         assert shaped.line_at(size).seconds(num_bytes=size) == pytest.approx(seconds)
-
-
-def test_a_curve_on_rails_is_of_all_rails_at_once() -> None:
-    rails = replace(curve((1e3, 1e-3), (1e6, 5e-3)), num_rails=4)
-    by_link = BUILTIN["dgx_a100"]
-    costs = replace(by_link, curves=(rails,))
-    found = costs.on_rails("all_to_all", World(8, 4), 1e6)
-    assert found.seconds(num_bytes=1e6) == pytest.approx(5e-3)
-    for kind, world in (("all_reduce", World(8, 4)), ("all_to_all", World(16, 8))):
-        assert costs.on_rails(kind, world, 1e6) == by_link.on_rails(kind, world)
-    # Two hosts of one rank have the link for themselves.
-    alone = "all_to_all", World(2, 1), 1e6
-    assert costs.collective(*alone) == by_link.collective(*alone)
-    assert Costs.from_json(costs.to_json()) == costs
-
-
-def test_a_disturbed_small_message_does_not_count() -> None:
-    disturbed = curve((1e3, 5e-3), (1e4, 1e-4), (1e6, 1e-2))
-    assert disturbed.line_at(1e4).fixed_s == pytest.approx(1e-4)
-    assert disturbed.line_at(5e5).seconds(num_bytes=5e5) < 1e-2
-
-
-@given(st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=6), st.floats(1.0, 1e8))
-def test_no_line_has_a_negative_part(seconds: list[float], size: float) -> None:
-    measured = curve(*((10.0 ** (3 + n), s) for n, s in enumerate(seconds)))
-    found = measured.line_at(size)
-    assert found.fixed_s > 0
-    assert found.per_byte_s >= 0
-    assert min(measured.line().fixed_s, measured.line().per_byte_s) >= 0
 
 
 @pytest.mark.parametrize("name", BUILTIN)

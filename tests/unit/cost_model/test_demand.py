@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import (
     all_hot_share,
-    build_demand,
     coverage,
     expected_distinct,
     expected_urgent,
@@ -18,7 +16,6 @@ from hotrec.cost_model.demand import (
     prob_drawn,
     prob_met,
 )
-from hotrec.cost_model.histogram import CountHistogram
 from tests.unit.cost_model.samples import draw_steps, make_demand, zipf
 
 COUNTS = arrays(np.int64, st.integers(1, 60), elements=st.integers(0, 50)).filter(
@@ -61,19 +58,6 @@ def test_distinct_and_urgent_rows_as_drawn(num_rows, exponent, num_hot, lookups,
     assert is_mean_of(
         found, [*expected_distinct(demand, num_hot), expected_urgent(demand, num_hot)]
     )
-
-
-def test_distinct_rows_of_batches_of_the_profiled_data():
-    # Batches cut from the very lookups that were counted, in random order: the estimate is exact,
-    # also where a batch is half of the data.
-    rng = np.random.default_rng(1)
-    lookups = rng.zipf(1.5, 400) % 150
-    demand = make_demand(np.bincount(lookups, minlength=150), batch_size=100)
-    found = []
-    for _ in range(400):
-        drawn = rng.permutation(lookups)
-        found.append((np.unique(drawn[:100]).size, np.unique(drawn[:200]).size))
-    assert is_mean_of(found, [demand.rows_G @ q for q in (demand.by_rank_G, demand.by_any_G)])
 
 
 def test_estimates_from_a_small_profile_have_no_bias():
@@ -119,14 +103,6 @@ def test_probabilities_that_are_tiny_or_one():
     one, six = (prob_drawn(counts, 10, num_draws) for num_draws in (1, 6))
     assert prob_both(counts, 10, 2, one, one) == pytest.approx([0, 5 / 10 * 4 / 9, 1], abs=0.01)
     assert prob_both(counts, 10, 12, six, six) == pytest.approx(six**2)
-
-
-def test_a_table_that_nobody_reads():
-    demand = make_demand([0, 0, 0], lookups=0.0)
-    assert demand.rows_G.size == 0
-    assert expected_distinct(demand, 2) == (0.0, 0.0, 0.0)
-    assert coverage(demand, 2) == 0.0
-    assert all_hot_share([demand], {}) == 1.0
 
 
 @given(counts=COUNTS, batch_size=st.integers(1, 200), world_size=st.integers(1, 5))
@@ -185,12 +161,3 @@ def test_all_hot_share():
 def test_refuses(options, key, got):
     with pytest.raises(ValueError, match=rf"table t {key}.*: expected .* got {got}"):
         make_demand([1, 2], **options)
-
-
-def test_a_billion_rows_are_a_few_numbers():
-    empty = np.zeros(2, np.int64)
-    histogram = CountHistogram(np.array([5, 1]), np.array([10, 10**9]), empty, 7, 0)
-    table = {"dim": 4, "row_bytes": 20, "num_columns": 1, "lookups_per_sample": 1.0}
-    demand = build_demand("t", histogram, **table, batch_size=10**6, world=World(1, 1))
-    # 1e6 of 1e9 lookups: a row seen once is read with probability n / K.
-    assert demand.by_rank_G[1] == pytest.approx(1e6 / (10**9 + 50), rel=1e-9)

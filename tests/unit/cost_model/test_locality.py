@@ -19,14 +19,12 @@ from tests.unit.cost_model.samples import (
     SCHEMA,
     as_lists,
     count_slowly,
-    cut,
     make_demand,
     make_samples,
 )
 
 NUM_ROWS = 4096
 ONE = Schema((), (Feature("a", "t"),), (Table("t", NUM_ROWS),))
-TWO = Schema((), (Feature("a", "t"), Feature("b", "t")), (Table("t", NUM_ROWS),))
 
 
 def zipf_rows(rng, size):
@@ -72,22 +70,6 @@ def test_blocks_with_rows_of_their_own():
         assert expected_distinct(demand)[1] == pytest.approx(read, rel=0.02)
 
 
-def test_features_that_share_a_table_count_their_union():
-    """Two features that read the same ids: half of the lookups count."""
-    rng = np.random.default_rng(2)
-    blocks = []
-    for _ in range(4):
-        rows = zipf_rows(rng, 8192)
-        blocks.append(Block(8192, {"a": rows, "b": rows}))
-    profile = profile_of(blocks, TWO)
-    assert profile.locality["t"].lookups[0] == 128
-    num_lookups = 2 * 4 * 8192
-    for batch_size in (128, 1024, 4096):
-        # (1 - n / K)^(2 s) = (1 - B / N)^s for a row in s samples
-        expected = num_lookups * (1 - math.sqrt(1 - batch_size / (4 * 8192)))
-        assert draws_of(profile, batch_size, 2.0) == pytest.approx(expected, rel=0.03)
-
-
 def test_a_draw_of_a_whole_block_reads_what_the_block_reads():
     """Also of bags, some of them empty."""
     block = make_samples(64)
@@ -125,13 +107,6 @@ def test_between_the_measured_batches_and_beyond():
         assert effective_draws(ZIPF, found, size, 3.0) == pytest.approx(3 * size * ratio, rel=1e-4)
 
 
-def test_without_measurements_lookups_are_independent():
-    draws = step_draws(ZIPF, None, batch_size=100, world_size=4, lookups_per_sample=2.5)
-    assert draws == (250.0, 1000.0)
-    # Blocks of fewer samples than the smallest batch
-    assert count_rows(cut(make_samples(200), 63), SCHEMA).locality == {}
-
-
 def test_what_may_be_noise_is_no_locality():
     # Two standard errors are one row, with 4 batches of spread 1.
     near, far = (with_ratios(ZIPF, {256: 1.0}, error=error) for error in (-0.99, -2.0))
@@ -167,10 +142,3 @@ def test_a_sampled_profile_draws_batches_from_all_samples():
     at = found.batch_sizes.index(2048)
     expected = NUM_ROWS * prob_drawn(np.array([2.0]), rows.size, 2048)[0]
     assert found.mean[at] == pytest.approx(expected, rel=0.02)
-
-
-def test_held_out_batches_are_measured_apart():
-    cut_off = profile_of([Block(4096, {"a": np.repeat([0, 1], [3072, 1024])})], heldout_frac=0.25)
-    assert cut_off.locality["t"].mean[0] == 1.0
-    assert cut_off.heldout_locality["t"].mean[0] == 1.0
-    assert cut_off.heldout_locality["t"].batch_sizes[-1] == 1024

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import CostsError, Line, Link, World
 from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineSpec, Workload
-from hotrec.cost_model.step import make_step_model
 from hotrec.types import STAGES, PipelineKind, WireType
 from tests.unit.cost_model.samples import predict_step, work_of
 
@@ -154,56 +153,6 @@ def test_what_is_paid_beside_the_stages():
     of_torchrec = {"rows_exchange": 9.0, "ids_exchange": 9.0}
     assert more_s(corrections=of_torchrec) == pytest.approx(0)
     assert more_s(corrections={"row_update": 2.0}) == pytest.approx(base.stage_s["row_update"])
-
-
-def test_the_thread_of_communication_takes_its_share_of_the_cores():
-    busy = replace(COSTS, look_ahead=Line(2e-3, 0.0, 1e-9))
-    more_s = predict(costs=busy).step_s - predict().step_s
-    assert more_s == pytest.approx(2e-3 + 1e-9 * MIXED["bytes_device"])
-    assert predict(costs=busy, world=World(1, 1)).step_s == predict(world=World(1, 1)).step_s
-    # Where the link is the step, there is time for it.
-    slow, slow_busy = with_link(1e7), replace(with_link(1e7), look_ahead=busy.look_ahead)
-    assert predict(costs=slow_busy).step_s == pytest.approx(predict(costs=slow).step_s)
-
-
-def test_pooled_tables_are_exchanged_in_line():
-    pooled = {"pooled_sent_bytes": 1e5, "pooled_sent_ids": 1e3, "pooled_groups": 1}
-    costs = with_link(1e9)
-    workload = replace(WORKLOAD, dense_flops=0.0)
-    lines = [
-        predict({**CALM, **more}, costs=costs, workload=workload)
-        for more in ({}, pooled, {"pooled_groups": 1})
-    ]
-    in_line_s = 2 * (message_s(1e5, costs=costs) + 1e5 * costs.kernels["copy"].per_byte_s)
-    assert lines[1].step_s - lines[2].step_s == pytest.approx(in_line_s)
-    assert lines[1].total_sent_bytes - lines[0].total_sent_bytes == pytest.approx(2e5 + 8e3)
-
-
-def test_ids_travel_in_line_in_base():
-    base = predict(pipeline=PipelineSpec(PipelineKind.base))
-    ahead = predict(pipeline=SPARSE_DIST)
-    assert base.hidden_s["ids_exchange"] == 0 < ahead.hidden_s["ids_exchange"]
-    assert base.step_s - ahead.step_s == pytest.approx(ahead.hidden_s["ids_exchange"])
-    assert ahead == make_step_model(COSTS, WORLD, WORKLOAD, at=MIXED).predict(MIXED)
-
-
-@pytest.mark.parametrize("is_hot_dense", [False, True])
-def test_a_narrow_wire_halves_what_floats_take_in_line(is_hot_dense):
-    pooled = {"pooled_sent_bytes": 1e5, "pooled_groups": 1, "replicated_bytes": 2e5}
-    found = [
-        predict(
-            {**MIXED, **pooled},
-            pipeline=PipelineSpec(PipelineKind.sparse_dist, WireType(wire)),
-            is_hot_dense=is_hot_dense,
-        ).sent_bytes
-        for wire in ("fp32", "bf16")
-    ]
-    slots = 3e3 * (8 if is_hot_dense else 4)
-    ids = found[0]["ids_exchange"]
-    integers = {**dict.fromkeys(STAGES, 0.0), "ids_exchange": ids, "hot_exchange": slots}
-    for stage in STAGES:
-        values = found[0][stage] - integers[stage]
-        assert found[1][stage] - integers[stage] == pytest.approx(values / 2)
 
 
 def test_without_depth_everything_is_urgent():

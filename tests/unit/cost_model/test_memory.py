@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,18 +5,12 @@ from hypothesis import strategies as st
 
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.memory import (
-    expanded_bytes,
-    held_by_relay,
     memory_by_rank,
 )
-from hotrec.cost_model.quantities import TableSharding, hot_cold_quantities
+from hotrec.cost_model.quantities import TableSharding
 from hotrec.types import (
     Exchange,
-    Levels,
-    PipelineKind,
-    PipelineSpec,
     Sharding,
-    TableOutput,
     TablePlacement,
     Tier,
 )
@@ -37,35 +29,6 @@ def memory(demands, num_hot, tables, world_size=2, device="cuda", **options):
         demands, num_hot, tables, World(world_size, world_size), device, **options
     )
     return [(entry["device_bytes"], entry["host_bytes"]) for entry in found]
-
-
-@pytest.mark.parametrize(
-    ("kind", "levels", "num_batches"),
-    [
-        (PipelineKind.look_ahead, Levels.two, 3),  # of the step and of two later ones
-        (PipelineKind.look_ahead, Levels.one, 0),
-        (PipelineKind.sparse_dist, Levels.two, 0),
-    ],
-)
-def test_relays_hold_the_rows_of_batches_in_flight(kind, levels, num_batches):
-    # Every rank reads all four rows, so a host does: its two relays have two of 16 bytes each.
-    demand = samples.make_demand(
-        np.full(4, 1000), "a", dim=4, lookups=500.0, batch_size=8, world_size=4, ranks_per_host=2
-    )
-    quantities = hot_cold_quantities([demand], {}, {"a": TablePlacement()}, World(4, 2), 8)
-    assert quantities["relayed_bytes"] == pytest.approx(32)
-    pipeline = PipelineSpec(kind, depth=2, levels=levels)
-    assert held_by_relay(quantities, World(4, 2), pipeline) == pytest.approx(32 * num_batches)
-    assert held_by_relay(quantities, World(4, 4), pipeline) == 0
-
-
-def test_rows_of_sequences_are_expanded_to_every_id():
-    bags = samples.make_demand([3, 1], "a", dim=4, lookups=5.0)
-    expanded = replace(bags, output=TableOutput.expanded)
-    packed = replace(bags, output=TableOutput.packed)
-    # 8 samples of 5 ids, 16 bytes each and as many of gradient.
-    assert expanded_bytes([bags, expanded, packed], 8) == 2 * 8 * 5 * 16
-    assert expanded_bytes([bags, expanded, packed], 8, by_torchrec=True) == 4 * 8 * 5 * 16
 
 
 def test_hot_and_cold_by_hand():

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from hotrec.config.data import OutlineSpec, OutlineTableSpec
-from hotrec.config.validate import validate
 from hotrec.cost_model.outline import write_outline, zipf_rows
 from hotrec.cost_model.profile import Sampling, read_profile
 from hotrec.data.chunks import Dataset
@@ -50,13 +49,3 @@ def test_counts_are_those_of_so_many_samples(tmp_path: Path) -> None:
     by_rank = np.sort(profile.counts["skewed"])[::-1]
     assert by_rank[:10] == pytest.approx(drawn * weights[:10] / weights.sum(), rel=0.1)
     assert profile.counts["uniform"] == pytest.approx(drawn / 50, rel=0.15)
-
-
-def test_bad_outlines_are_refused() -> None:
-    for spec, message in (
-        (outline(), "tables: expected at least one table"),
-        (outline(**{"a.b": ONE_ROW}), "tables.a.b"),
-        (outline(a=(0, 1.0)), "tables.a.num_rows"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            validate(spec, "data.outline")

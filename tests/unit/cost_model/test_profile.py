@@ -4,7 +4,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from hotrec.artifact import ArtifactError
 from hotrec.cost_model.blocks import Block, sample_mask
 from hotrec.cost_model.histogram import build_histogram
 from hotrec.cost_model.profile import (
@@ -13,7 +12,6 @@ from hotrec.cost_model.profile import (
     cover_lookups,
     coverage_curve,
     read_profile,
-    summarize_profile,
     wilson_interval,
     write_profile,
 )
@@ -132,32 +130,6 @@ def test_content_of_the_manifest(tmp_path):
     at = 0.1 * top.size
     expected = (top[: int(at)].sum() + (at - int(at)) * top[int(at)]) / top.sum()
     assert landmark["train"] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda tables: tables.clear(), r"tables \[\] and files"),
-        (lambda tables: tables["users"].update(num_lookups=1), "num_lookups 1 of table users"),
-    ],
-)
-def test_facts_that_contradict_the_counts_are_refused(tmp_path, monkeypatch, change, message):
-    def summarize_otherwise(profile):
-        content = summarize_profile(profile)
-        change(content["tables"])
-        return content
-
-    monkeypatch.setattr("hotrec.cost_model.profile.summarize_profile", summarize_otherwise)
-    with pytest.raises(ArtifactError, match=message):
-        write(tmp_path / "profile")
-
-
-def test_failure_leaves_nothing_and_keeps_the_old_artifact(tmp_path):
-    _, old = write(tmp_path / "profile")
-    with pytest.raises(ValueError, match="expected 999 samples"):
-        write(tmp_path / "profile", num_samples=999)
-    assert read_profile(tmp_path / "profile")[1].content_hash == old.content_hash
-    assert [p.name for p in tmp_path.iterdir()] == ["profile"]
 
 
 def test_wilson_reference_values():

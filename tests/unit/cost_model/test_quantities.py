@@ -203,36 +203,6 @@ def test_quantities_are_of_the_distinct_rows(counts, num_hot, tier, world_size):
     assert found == pytest.approx(expected, abs=1e-9)
 
 
-def test_groups_are_dimensions_that_need_them():
-    demands = [make_demand([2, 1], name, dim=dim) for name, dim in (("a", 4), ("b", 4), ("c", 8))]
-    rows = dict.fromkeys("abc", TablePlacement())
-
-    def groups(num_hot, tables=rows):
-        found = hot_cold_quantities(demands, num_hot, tables, World(2, 2), 4)
-        return tuple(found[f"{name}_groups"] for name in ("hot", "cold", "pooled"))
-
-    assert groups({}) == (0, 2, 0)
-    assert groups({"a": 1}) == (1, 2, 0)
-    assert groups({"a": 2, "b": 2}) == (1, 1, 0)
-    assert groups({"a": 2, "b": 2, "c": 2}) == (2, 0, 0)
-    assert groups({"a": 1}, {**rows, "c": POOLED}) == (1, 1, 1)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_mean_rank_of_table_wise_plan_does_what_a_pooled_placement_does(world_size):
-    demands, world = two_tables(world_size), World(world_size, world_size)
-    for sharding, kind in ((Sharding.TABLE_WISE, "table_wise"), (Sharding.ROW_WISE, "row_wise")):
-        placed = dict.fromkeys("ab", TablePlacement(Exchange.POOLED, sharding))
-        mean = hot_cold_quantities(demands, {}, placed, world, 4)
-        owners = tuple(range(world_size)) if kind == "row_wise" else (world_size - 1,)
-        shardings = dict.fromkeys("ab", TableSharding(kind, owners))
-        per_rank = torchrec_quantities(demands, shardings, world, 4)
-        for name in QUANTITIES:
-            if not name.endswith("groups"):
-                found = np.mean([quantities[name] for quantities in per_rank])
-                assert found == pytest.approx(mean[name]), name
-
-
 # Of a rank: 12 ids, 4 lengths of half an id, B F D 4 = 128 bytes of pooled vectors; whole rows have
 # 32 bytes. By sharding: ids looked up, bytes of them, bytes of vectors sent, ids and lengths sent.
 OF_BAGS = {
@@ -317,25 +287,6 @@ def test_tables_of_a_rank_share_its_cache():
         assert quantities[name] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("tier", list(Tier))
-@pytest.mark.parametrize(("state_bytes", "crosses"), [(0, 0), (4, 0), (16, 16), (32, 32)])
-def test_element_wise_state_crosses_the_bus_whatever_is_cached(tier, state_bytes, crosses):
-    demand = make_demand([9, 4, 2, 1], "a", row_bytes=16 + state_bytes)
-    placed = {"tier": tier}
-    if tier in (Tier.HOST_CACHED, Tier.CACHED):
-        placed["cache_load_frac"] = 0.5
-    found = hot_cold_quantities([demand], {"a": 1}, {"a": TablePlacement(**placed)}, World(2, 2), 4)
-    # Look-ahead brings it into the slots with the rows.
-    num_bytes = 0 if tier in (Tier.DEVICE, Tier.CACHED) else crosses
-    touched = float(demand.by_any_G[1:] @ demand.rows_G[1:]) / 2
-    assert found["state_bytes_host"] == pytest.approx(touched * num_bytes)
-    if tier is not Tier.CACHED:
-        owned = {"a": TableSharding("table_wise", (1,), **placed)}
-        per_rank = torchrec_quantities([demand], owned, World(2, 2), 4)
-        whole = float(demand.by_any_G @ demand.rows_G) * num_bytes
-        assert [q["state_bytes_host"] for q in per_rank] == pytest.approx([0, whole])
-
-
 @pytest.mark.parametrize("order", [None, RowOrder(100)])
 def test_a_shard_serves_the_cold_rows_that_it_stores(order, monkeypatch):
     monkeypatch.setattr("hotrec.cost_model.histogram.SLICE_ROWS", 7)
@@ -374,9 +325,3 @@ def test_refuses(num_hot, table, key):
 
     with pytest.raises(ValueError, match=key):
         predict()
-
-
-def test_sequences_are_not_exchanged_pooled():
-    demand = dataclasses.replace(make_demand([3, 1], "a"), output=TableOutput.packed)
-    with pytest.raises(ValueError, match="^placement table a exchange: expected rows"):
-        hot_cold_quantities([demand], {}, {"a": POOLED}, World(2, 2), 4)

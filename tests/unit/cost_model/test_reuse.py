@@ -19,13 +19,10 @@ from hotrec.cost_model.reuse import (
     LogReuse,
     ReuseMeter,
     TableReuse,
-    excess_reuse,
-    urgent_frac,
 )
 from hotrec.planner.machine import Machine
 from hotrec.planner.situation import TableShape, build_situation, urgent_by_depth
 from hotrec.types import Feature, Schema, Table, TableOutput
-from tests.unit.cost_model import samples
 
 
 def reuse_of(batches: list[Block], schema: Schema) -> dict[str, TableReuse]:
@@ -33,22 +30,6 @@ def reuse_of(batches: list[Block], schema: Schema) -> dict[str, TableReuse]:
     for batch in batches:
         meter.observe(batch)
     return meter.reuse()
-
-
-def test_independent_batches_have_no_excess() -> None:
-    counts, probs = samples.zipf(5000, 1.05)
-    rng = np.random.default_rng(1)
-    schema = Schema((), (Feature("item", "items"),), (Table("items", 5000),))
-    batches = [Block(400, {"item": rng.choice(5000, 400, p=probs)}, {}) for _ in range(81)]
-    reuse = reuse_of(batches, schema)["items"]
-    histogram = build_histogram(counts)
-    for depth, share in zip(DEPTHS, reuse.read_frac, strict=True):
-        excess = excess_reuse(histogram, 400.0, reuse, 400 * depth)
-        assert abs(excess) < 0.02
-        assert urgent_frac(histogram, (400.0, 400.0), depth, excess) == pytest.approx(
-            share, abs=0.01
-        )
-    assert excess_reuse(histogram, 400.0, None, 400) == 0
 
 
 TWO = Schema(

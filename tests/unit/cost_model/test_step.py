@@ -104,21 +104,6 @@ def test_curves_are_exact_at_the_message_sizes_of_the_step(rows: int) -> None:
     assert found == pytest.approx(wanted, rel=1e-6)
 
 
-def test_optimizer_state_crosses_the_bus_unless_it_was_measured_with_the_rows() -> None:
-    costs = BUILTIN["dgx_h100_infiniband"]
-    host = work_of(rows_host=4e3, cold_groups=1)
-    alone = predict_step(costs, WORLD, WORKLOAD, host)
-    state = predict_step(costs, WORLD, WORKLOAD, {**host, "state_bytes_host": 1e6})
-    more_s = state.stage_s["row_update"] - alone.stage_s["row_update"]
-    assert more_s == pytest.approx(1e6 * costs.kernels["read_host"].per_byte_s)
-    for optimizer, is_in in (("adam", True), ("adagrad", True), ("rowwise_adagrad", False)):
-        measured = replace(costs, facts={"optimizer": optimizer})
-        found = predict_step(measured, WORLD, WORKLOAD, {**host, "state_bytes_host": 1e6})
-        assert found.stage_s["row_update"] == pytest.approx(
-            (alone if is_in else state).stage_s["row_update"]
-        )
-
-
 def test_prefetch_hides_what_a_miss_takes_more_than_a_hit() -> None:
     costs = BUILTIN["dgx_h100_infiniband"]
     spec = PipelineSpec(PipelineKind.prefetch)

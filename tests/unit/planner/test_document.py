@@ -84,36 +84,22 @@ def test_traffic_and_balance_of_hosts_of_two_ranks() -> None:
     assert rails["spread"] == pytest.approx(1, abs=0.05)
 
 
-def test_each_plan_is_named_and_known_by_its_digest() -> None:
-    """For people, by its label and title; for programs, as it is."""
+def test_each_plan_is_known_by_its_digest() -> None:
     of = situation(machine("cpu"))
     request = PlanRequest(ByCost(), PipelineSpec(PipelineKind.auto), num_workers=2)
     decision = propose(request, of, by_table)
     counts = {name: demand.rows_G for name, demand in zip(NUM_ROWS, of.demands, strict=True)}
     blocks = {plan.digest: [1.0, 1.0] for plan in list(decision.predictions)[:2]}
     document = as_read(of, decision, partition=None, counts=counts, trial=Trial(blocks, 3.0))
-    plans = {plan.label: plan for plan in decision.predictions}
-    assert list(document["plans"]) == [
-        *(f"hot_cold {kind}" for kind in ("look_ahead", "sparse_dist", "base")),
-        "all_cold",
-        *("torchrec planner", "torchrec hand_tuned"),
-        *("torchrec planner base", "torchrec hand_tuned base"),
-    ]
-    for label, plan in plans.items():
-        entry = document["plans"][label]
+    for plan in decision.predictions:
+        entry = document["plans"][plan.label]
         assert (entry["digest"], entry["title"]) == (plan.digest, plan.title)
         assert (entry["is_hotrec"], entry["hot_rows"]) == (plan.is_hotrec, plan.num_hot)
         named = None if plan.torchrec_plan is None else plan.torchrec_plan.value
-        assert entry["torchrec_plan"] == named
-        assert entry["pipeline"] == plan.pipeline.kind.value
-    assert document["plans"]["torchrec hand_tuned base"]["torchrec_plan"] == "hand_tuned"
-    cold = document["plans"]["all_cold"]
-    assert cold["title"] == f"hotrec, no hot rows, {cold['pipeline']}"
-    assert cold["hot_rows"] == 0
-    assert {"digest", "is_hotrec"}.isdisjoint(cold)  # it is no candidate
+        assert (entry["torchrec_plan"], entry["pipeline"]) == (named, plan.pipeline.kind.value)
+    # All cold is no candidate.
+    assert document["plans"].keys() - {plan.label for plan in decision.predictions} == {"all_cold"}
+    assert "digest" not in document["plans"]["all_cold"]
     assert document["chosen"] == decision.chosen.label
     assert Plan.from_json(document["plan"]) == decision.chosen
-    assert list(document["trial"]["plans"]) == ["hot_cold look_ahead", "hot_cold sparse_dist"]
-
-
-READ_S = 1e-3  # of a sample
+    assert set(document["trial"]["plans"]) == {p.label for p in list(decision.predictions)[:2]}

@@ -16,14 +16,6 @@ MACHINE = Machine(4, 4, "cpu", 0, 32 << 30, 2048)
 WHY = "in one level, since the ranks of a host are not consecutive"
 
 
-def test_a_domain_of_fast_links_counts_as_a_host_and_shares_no_memory() -> None:
-    pretended = replace(MACHINE, ranks_per_domain=2)
-    assert pretended.world == World(4, 2)
-    assert pretended.replica_bytes == MACHINE.replica_bytes
-    costs, _ = choose_costs("cpu_1gbit", Path("none"), pretended, {})
-    assert costs.inter == BUILTIN["cpu_1gbit"].inter
-
-
 @pytest.mark.parametrize(
     ("machine", "shared_by", "why"),
     [

@@ -24,7 +24,6 @@ from hotrec.types import (
 )
 from tests.unit.planner.situations import split_plan, torchrec_plan
 
-PREFETCH, BASE = PipelineKind.prefetch, PipelineKind.base
 SPLIT = SplitTables(
     {"a": 3, "b": 0},
     {
@@ -45,15 +44,11 @@ SPLIT = SplitTables(
 AHEAD = PipelineSpec(PipelineKind.look_ahead, WireType.bf16, 2, 8, micro_batches=True)
 PLANS = {
     "split": Plan(SPLIT, AHEAD, 4),
-    "one pooled table": Plan(
-        SplitTables({"a": 0}, {"a": TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)})
-    ),
     **{f"split {kind.value}": split_plan(kind) for kind in PipelineKind},
     **{f"torchrec {plan.value}": torchrec_plan(plan) for plan in TorchrecPlan},
-    **{f"torchrec tier {tier.value}": torchrec_plan(tier=tier) for tier in ColdTier},
     "torchrec": Plan(
         TorchrecTables(TorchrecPlan.hand_tuned, ColdTier.fused_uvm_caching, 0.4),
-        PipelineSpec(PREFETCH),
+        PipelineSpec(PipelineKind.prefetch),
         0,
     ),
 }

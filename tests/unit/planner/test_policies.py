@@ -27,8 +27,6 @@ from hotrec.planner.counted import CountedTables
 from hotrec.planner.machine import Machine
 from hotrec.planner.paper_policies import choose_fae, choose_freq_cache, choose_scars
 from hotrec.planner.policies import (
-    choose_all_cold,
-    choose_all_hot,
     choose_budget,
     choose_coverage,
     choose_fraction,
@@ -38,7 +36,6 @@ from hotrec.types import Partition
 
 TABLES = ("a", "b", "c")
 ROW_BYTES = {"a": 8, "b": 12, "c": 20}
-DIMS = {"a": 2, "b": 3, "c": 5}
 COUNTS = st.fixed_dictionaries(
     {
         table: arrays(
@@ -143,19 +140,6 @@ def test_fae_against_every_threshold(counts, budget, small):
         assert chosen(run()) == best
 
 
-@given(counts=COUNTS, frac=st.sampled_from([0.0, 0.1, 0.3, 0.7, 1.0]))
-def test_freq_cache_against_a_plain_loop(counts, frac):
-    partition = choose_freq_cache(counts, dims=DIMS, cached_frac=frac)
-    budget = frac * sum(c.size * DIMS[t] for t, c in counts.items())
-    expected = set()
-    for table, row in ranked(counts):
-        if DIMS[table] > budget + 1e-9:
-            break
-        budget -= DIMS[table]
-        expected.add((table, row))
-    assert chosen(partition) == expected
-
-
 def scars_seconds(counts, hot, *, batch, num_samples, cold_s, hot_s):
     """The objective of SCARS for any set of hot rows."""
     cold, share = 0.0, 1.0
@@ -210,13 +194,6 @@ def test_scars_against_every_size(counts, memory, hot_s, batch, is_fixed):
     assert scars_seconds(counts, found, **numbers) == pytest.approx(best, rel=1e-9, abs=1e-9)
 
 
-@given(counts=COUNTS)
-def test_all_hot_and_all_cold(counts):
-    hot = choose_all_hot(counts)
-    assert {t: hot.hot(t).tolist() for t in TABLES} == {t: falling(counts[t]) for t in TABLES}
-    assert choose_all_cold(counts).total_hot == 0
-
-
 # --- overrides, small tables
 
 
@@ -267,23 +244,6 @@ def test_fixed_tables_and_min_count_are_kept(choose, options):
     # 60% of 39 lookups are 24, of which a has 13.
     assert [partition.num_hot(t) for t in TABLES] == [5, 0, 3]
     check_invariants(partition, counts, min_count=3, fixed=tables.fixed)
-
-
-def test_fixed_tables_pay_from_the_budget():
-    counts = {"a": np.array([0, 0, 1]), "b": np.array([9, 8, 7])}
-    tables = CountedTables.of(counts, overrides={"a": "hot"})
-    assert choose_budget(tables, budget_bytes=48, **BYTES).hot("b").tolist() == [0, 1]
-    with pytest.raises(ValueError, match=r"at least 24 for the tables fixed hot \(\['a'\]\)"):
-        choose_budget(tables, budget_bytes=23, **BYTES)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key", "got"),
-    [({"a": 1.5}, r"\.a", "1.5"), ({"a": 3}, r"\.a", "3"), ({"z": "hot"}, "", "z")],
-)
-def test_override_refuses(overrides, key, got):
-    with pytest.raises(ValueError, match=rf"overrides{key}: expected .* got .*{got}"):
-        CountedTables.of({"a": np.array([1, 2])}, overrides=overrides)
 
 
 @pytest.mark.parametrize(

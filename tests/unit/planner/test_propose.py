@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, StepPrediction
 from hotrec.cost_model.quantities import TableSharding
-from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
 from hotrec.planner.predict import (
     Prediction,
@@ -78,13 +77,6 @@ def test_fewer_rows_are_hot_than_in_line() -> None:
     in_line, ahead = (fastest(skewed_situation(), kind) for kind in (SPARSE_DIST, LOOK_AHEAD))
     assert ahead[0].total_hot < in_line[0].total_hot
     assert ahead[1].step_s < in_line[1].step_s
-
-
-@pytest.mark.parametrize("may_pool", [True, False])
-def test_tables_that_the_user_decided_stay(may_pool: bool) -> None:
-    fixed = {"t2": 300, "t1": 17}
-    best, _ = fastest(skewed_situation(), LOOK_AHEAD, fixed_hot=fixed, may_pool=may_pool)
-    assert fixed.items() <= best.num_hot.items()
 
 
 def test_tables_are_pooled_under_look_ahead_where_that_is_faster() -> None:
@@ -179,32 +171,6 @@ def test_the_hottest_of_all_tables_are_kept(tables: Any, share: float, data: st.
 
 def never_fits(tables: TorchrecTables, pipeline: PipelineSpec) -> str:
     return "too large"
-
-
-ALL_COLD = GivenTables(Placement.alike(Partition(NUM_ROWS), Tier.DEVICE, None))
-
-
-def baselines(
-    on: Machine, kind: PipelineKind = PipelineKind.sparse_dist, shardings: Any = by_table
-) -> dict[str, Prediction]:
-    request = PlanRequest(ALL_COLD, PipelineSpec(kind), name="all_cold")
-    decision = propose(request, situation(on), shardings, with_baselines=True)
-    return {p.label: of for p, of in decision.predictions.items() if not p.is_hotrec}
-
-
-def test_each_plan_of_torchrec_is_predicted_in_each_pipeline() -> None:
-    in_line = ["torchrec planner", "torchrec hand_tuned"]
-    of_base = [f"{name} base" for name in in_line]
-    for kind, expected in (
-        (PipelineKind.sparse_dist, in_line),
-        (PipelineKind.look_ahead, in_line),  # which trains no unsplit table
-        (PipelineKind.base, of_base),
-        (PipelineKind.auto, [*in_line, *of_base]),
-    ):
-        found = baselines(machine("cpu"), kind)
-        assert list(found) == expected, kind
-    for name in in_line:
-        assert found[f"{name} base"].shardings == found[name].shardings
 
 
 def test_a_request_for_a_plan_of_torchrec_predicts_that_one() -> None:

@@ -63,18 +63,14 @@ def request(tables: Any, kind: PipelineKind = AUTO, **fields: Any) -> PlanReques
         (request(ByCost()), ONE_RANK, [IN_LINE, BASE], IN_LINE),
         (request(given()), machine("cuda"), [IN_LINE, BASE], IN_LINE),
         (request(given()), CPU, [AHEAD, IN_LINE, BASE], IN_LINE),
-        (request(given(), BASE), LARGE, [BASE], BASE),
         # Only look-ahead fills slots, be they of one table, wherever they are.
         (request(given(Tier.CACHED)), machine("cuda"), [AHEAD], AHEAD),
         (request(given(C3=Tier.CACHED)), CPU, [AHEAD], AHEAD),
-        (request(given(Tier.CACHED)), ONE_RANK, [AHEAD], AHEAD),
         (request(TorchrecTables()), LARGE, [IN_LINE, BASE], IN_LINE),
-        (request(TorchrecTables(), BASE), CPU, [BASE], BASE),
         (request(CACHE, PREFETCH), machine("cuda"), [PREFETCH], PREFETCH),
         # A model that only some of them can train.
         (request(ByCost(), kinds=(IN_LINE, BASE)), LARGE, [IN_LINE, BASE], IN_LINE),
         (request(ByCost(), kinds=(BASE,)), LARGE, [BASE], BASE),
-        (request(ByCost(), kinds=(AHEAD,)), CPU, [AHEAD], AHEAD),
     ],
 )
 def test_pipelines_of_a_request(
@@ -90,8 +86,6 @@ def test_pipelines_of_a_request(
         (AUTO, tuple(PipelineKind), [IN_LINE, BASE]),
         (AUTO, (AHEAD, BASE), [BASE]),
         (AHEAD, tuple(PipelineKind), [IN_LINE]),
-        (IN_LINE, tuple(PipelineKind), [IN_LINE]),
-        (BASE, tuple(PipelineKind), [BASE]),
         # A program whose features are only known in line.
         (AHEAD, (AHEAD, BASE), [BASE]),
     ],

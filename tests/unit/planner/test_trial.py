@@ -70,10 +70,7 @@ def test_what_a_trial_knows(
     trial = Trial(block_s, 5.0)
     assert (trial.open_candidates, trial.is_decided) == (still_open, is_decided)
     assert trial.chosen == "a"
-    step = f"{1e3 * trial.step_s('a'):.3g} ms"
-    why = trial.why(LABELS)
-    assert why.startswith(f"plan a took {step} a step, the least of {len(block_s)} plans in a")
-    of_b = why.partition("; plan b ")[2].partition(")")[0]
+    of_b = trial.why(LABELS).partition("; plan b ")[2].partition(")")[0]
     assert of_b.endswith("within the noise" if "b" in still_open else "slower")
 
 

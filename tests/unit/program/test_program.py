@@ -13,12 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torchrec.distributed.sharding_plan import (
-    construct_module_sharding_plan,
-    data_parallel,
-    table_wise,
-)
-from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import (
     DataType,
     EmbeddingBagConfig,
@@ -265,18 +259,3 @@ def test_a_choice_gives_the_same_again_and_is_printed(
     assert hotrec.choice_of(again).plan == choice.plan
     assert capsys.readouterr().err.count(f"hotrec: {choice}\n") == 2
     assert again.state_dict().keys() == first.state_dict().keys()
-
-
-def test_off_takes_a_plan_whose_replicated_tables_follow_their_rule(one_rank: Ranks) -> None:
-    model = in_backward(Model(), a=0.3, b=0.2)
-    kinds = {"a": data_parallel(), "b": table_wise(rank=0, compute_kernel="fused")}
-    of_module = construct_module_sharding_plan(
-        model.collections[0], kinds, local_size=1, world_size=1, device_type="cpu"
-    )
-    plan = ShardingPlan({"collections.0": of_module})
-    _, optimizer = hotrec.parallelize(model, "off", dense_optimizer=DENSE, plan=plan)
-    (_, fused), (_, replicated), (_, dense) = optimizer.optimizers
-    rates = [group["lr"] for part in (fused, replicated) for group in part.param_groups]
-    assert rates == pytest.approx([0.2, 0.3])
-    assert list(replicated.params) == ["collections.0.embedding_bags.a.weight"]
-    assert {name.split(".")[0] for name in dense.params} == {"out"}
