@@ -62,16 +62,6 @@ def test_tables_with_owners_are_those_whose_cold_rows_travel() -> None:
     assert owned_tables(placement_of((3, 0), t_b=POOLED)) == ["t_a"]
 
 
-def test_a_plan_without_the_table_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    by_owner = order("order.assign=by_owner")
-    placement = placement_of((0, 0))
-    check_assign(by_owner, placement)
-    match = "plan table t_a: expected it row-wise or table-wise once, got no shards"
-    with caplog.at_level(logging.INFO), pytest.raises(RuntimeError, match=match):
-        choose_assign(by_owner, SCHEMA, placement, ShardingPlan({}))
-    assert "order.assign=by_owner" in caplog.text
-
-
 def test_by_tokens_takes_any_plan_but_needs_lengths(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

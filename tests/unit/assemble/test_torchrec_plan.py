@@ -43,7 +43,6 @@ from hotrec.embedding.fused import fused_params
 from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.machine import Machine
-from hotrec.runtime.ranks import Ranks
 from hotrec.types import (
     ColdTier,
     Exchange,
@@ -190,17 +189,6 @@ def test_hot_cold_plan() -> None:
     assert document["small_hot"]["shards"] == []
     assert document["small_hot"]["ranks"] == [0, 1, 2]
     assert plan_of(None, machine(3)) == document  # every rank makes its own, and they must agree
-
-
-@pytest.mark.parametrize("variant", list(TorchrecPlan))
-def test_torchrec_plans(one_rank: Ranks, variant: TorchrecPlan) -> None:
-    found = plan_of(variant, machine())
-    types = {name: sharding for name, (sharding, _) in summary(found).items()}
-    by_table = dict.fromkeys(NUM_ROWS, "table_wise")
-    replicated = dict.fromkeys(("small", "pooled"), "data_parallel")
-    expected = {TorchrecPlan.table_wise: by_table, TorchrecPlan.hand_tuned: by_table | replicated}
-    assert types == expected.get(variant, types)
-    assert plan_of(variant, machine()) == found
 
 
 def plan_of_sequences() -> dict[str, Any]:

@@ -34,13 +34,6 @@ def test_tensors_are_made_for_the_bytes_wanted(kind: str, num_ranks: int) -> Non
     assert num_values(kind, 1.0, num_ranks) >= 1
 
 
-def test_sizes_rise_from_a_kilobyte_to_the_largest() -> None:
-    assert sizes_up_to(1 << 24)[:3] == [1024, 4096, 16384]
-    assert sizes_up_to(1 << 24)[-1] == 1 << 24
-    assert sizes_up_to(5000) == [1024, 4096, 5000]
-    assert sizes_up_to(100) == [100]
-
-
 def test_a_link_is_the_median_of_its_curves() -> None:
     link = link_of([curve(1e-4, 1e9), curve(3e-4, 3e9, "all_reduce")])
     assert (link.latency_s, link.bytes_per_s) == pytest.approx((2e-4, 2e9))

@@ -3,7 +3,6 @@ import math
 import numpy as np
 import pytest
 
-from hotrec.cost_model import locality
 from hotrec.cost_model.blocks import Block
 from hotrec.cost_model.demand import expected_distinct, prob_drawn
 from hotrec.cost_model.histogram import build_histogram
@@ -123,13 +122,6 @@ def test_all_ranks_draw_no_less_than_one():
             ZIPF, falling, batch_size=batch_size, world_size=world_size, lookups_per_sample=1.0
         )
         assert draws == pytest.approx((expected,) * 2, rel=1e-4)
-
-
-def test_a_long_stream_has_a_bounded_number_of_draws():
-    blocks = [Block(256, {"a": np.zeros(256, np.int32)})] * 50
-    found = count_rows(blocks, ONE).locality["t"]
-    assert found.batch_sizes == (64, 128, 256)
-    assert found.num_batches[-1] == locality.ENOUGH_BATCHES
 
 
 def test_a_sampled_profile_draws_batches_from_all_samples():

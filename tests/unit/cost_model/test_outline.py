@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hotrec.config.data import OutlineSpec, OutlineTableSpec
-from hotrec.cost_model.outline import write_outline, zipf_rows
+from hotrec.cost_model.outline import write_outline
 from hotrec.cost_model.profile import Sampling, read_profile
 from hotrec.data.chunks import Dataset
 
@@ -19,16 +19,6 @@ SAMPLED = Sampling(frac=0.25, seed=3, min_count=2)
 
 def outline(**tables: tuple[int, float]) -> OutlineSpec:
     return OutlineSpec("a test", NUM_TRAIN, 2, {n: OutlineTableSpec(*t) for n, t in tables.items()})
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 10, 1000, 2**20 + 7])
-def test_every_row_has_one_rank(num_rows: int) -> None:
-    slices = [*zipf_rows(num_rows, 1.1)]
-    rows = np.concatenate([rows for rows, _ in slices])
-    assert np.array_equal(np.sort(rows), np.arange(num_rows))
-    probs = np.concatenate([probs for _, probs in slices])
-    assert probs.sum() == pytest.approx(1)
-    assert (np.diff(probs) < 0).all()
 
 
 def test_counts_are_those_of_so_many_samples(tmp_path: Path) -> None:

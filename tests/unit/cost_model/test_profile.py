@@ -12,7 +12,6 @@ from hotrec.cost_model.profile import (
     cover_lookups,
     coverage_curve,
     read_profile,
-    wilson_interval,
     write_profile,
 )
 from hotrec.types import Feature, Schema, Table
@@ -130,15 +129,6 @@ def test_content_of_the_manifest(tmp_path):
     at = 0.1 * top.size
     expected = (top[: int(at)].sum() + (at - int(at)) * top[int(at)]) / top.sum()
     assert landmark["train"] == pytest.approx(expected)
-
-
-def test_wilson_reference_values():
-    # Newcombe (Statistics in Medicine 1998), table I, method 3.
-    newcombe = [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611)]
-    for hits, trials, low, high in [*newcombe, (1, 29, 0.0061, 0.1718)]:
-        found = wilson_interval(hits / trials, trials, confidence=0.95)
-        assert found == pytest.approx([low, high], abs=5e-5)
-    assert wilson_interval(0.0, 0, confidence=0.95) == [0.0, 1.0]
 
 
 @given(counts=arrays(np.int64, st.integers(1, 40), elements=st.integers(0, 9)), data=st.data())

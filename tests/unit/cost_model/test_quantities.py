@@ -255,7 +255,6 @@ def test_a_plan_takes_its_slowest_rank_and_sends_the_mean():
 
 
 def test_tables_of_a_rank_share_its_cache():
-    """TorchRec's in one; those of rows in one of their dimension, and pooled ones in another."""
     counts = list(range(400, 0, -1))
     a, b, c = (make_demand(counts, name, dim=dim) for name, dim in (("a", 4), ("b", 4), ("c", 8)))
     cache = {"tier": Tier.HOST_CACHED, "cache_load_frac": 0.4}
@@ -271,20 +270,11 @@ def test_tables_of_a_rank_share_its_cache():
     per_rank = torchrec_quantities([a, b, c], shardings, World(2, 2), 4)
     assert per_rank[1]["pooled_ids_hit"] == pytest.approx(4 * alone.hit)
 
+    # Pooled tables of a placement have one cache, and those of rows one of each dimension.
     pooled = dataclasses.replace(CACHED, exchange=Exchange.POOLED, sharding=Sharding.TABLE_WISE)
-    d = dataclasses.replace(b, name="d")
-    tables = {"a": CACHED, "b": CACHED, "c": CACHED, "d": pooled}
-    found = hot_cold_caches([a, b, c, d], {"a": 20}, tables, World(1, 1))
-    assert [found["a"], found["b"]] == shared_cache_shares(
-        [CachedTable(a, 20), CachedTable(b)], 320
-    )
-    assert [found["c"]] == shared_cache_shares([CachedTable(c)], 160)
-    assert [found["d"]] == shared_cache_shares([CachedTable(d, is_per_lookup=True)], 160)
-    quantities = hot_cold_quantities([a, b, c, d], {"a": 20}, tables, World(1, 1), 4, found)
-    cold = {d.name: expected_distinct(d, {"a": 20}.get(d.name, 0))[1] for d in (a, b, c)}
-    for share, name in (("hit", "rows_hit"), ("conflict", "rows_host")):
-        expected = sum(cold[table] * getattr(found[table], share) for table in "abc")
-        assert quantities[name] == pytest.approx(expected)
+    found = hot_cold_caches([a, b, c], {}, {"a": pooled, "b": CACHED, "c": CACHED}, World(1, 1))
+    for name, of_one in (("a", parts[0]), ("b", CachedTable(b)), ("c", CachedTable(c))):
+        assert [found[name]] == shared_cache_shares([of_one], 160)
 
 
 @pytest.mark.parametrize("order", [None, RowOrder(100)])

@@ -87,25 +87,6 @@ def test_a_log_has_the_reuse_of_its_batches(chunk_size: int, batch_size: int) ->
     }
 
 
-def test_shuffled_chunks_have_the_reuse_of_their_samples() -> None:
-    log, batch_size = drifting_log(4000), 10
-    chunks = list(log.pieces(500))
-    meter = LogReuse(TWO, 4000, seed=3, batch_size=batch_size)
-    for chunk in chunks:
-        meter.observe(chunk)
-    in_order, shuffled = meter.reuses()
-    rng = np.random.default_rng(8)  # another order than the meter's
-    batches = [batch for of in chunks for batch in of.at(rng.permutation(500)).pieces(batch_size)]
-    for name in ("items", "users"):
-        expected = shares_by_hand(batches, name)
-        assert shuffled[name].read_frac == pytest.approx(expected, abs=0.04)
-        assert in_order[name].read_frac[0] > expected[0] + 0.1
-    again = LogReuse(TWO, 4000, seed=3, batch_size=batch_size)
-    for chunk in chunks:
-        again.observe(chunk)
-    assert again.reuses() == (in_order, shuffled)
-
-
 @pytest.mark.parametrize("is_shuffled", [False, True])
 def test_urgent_rows_by_depth_as_counted(is_shuffled: bool) -> None:
     """On two ranks, whose batches are small; predicted from a profile and one rank's batches."""

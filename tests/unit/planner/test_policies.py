@@ -140,6 +140,18 @@ def test_fae_against_every_threshold(counts, budget, small):
         assert chosen(run()) == best
 
 
+@given(counts=COUNTS, frac=st.sampled_from([0.0, 0.1, 0.3, 0.7, 1.0]))
+def test_freq_cache_ends_at_the_first_row_that_is_too_large(counts, frac):
+    partition = choose_freq_cache(counts, dims=ROW_BYTES, cached_frac=frac)
+    left, expected = frac * sum(c.size * ROW_BYTES[t] for t, c in counts.items()), set()
+    for table, row in ranked(counts):
+        left -= ROW_BYTES[table]
+        if left < -1e-9:
+            break
+        expected.add((table, row))
+    assert chosen(partition) == expected
+
+
 def scars_seconds(counts, hot, *, batch, num_samples, cold_s, hot_s):
     """The objective of SCARS for any set of hot rows."""
     cold, share = 0.0, 1.0
@@ -219,9 +231,6 @@ def test_overrides_and_small_tables(counts, data):
     for table in set(fixed) - {"a"}:
         # Wholly hot: also the rows that were never seen.
         assert sorted(fixed[table].tolist()) == list(range(counts[table].size))
-
-
-BYTES = {"row_bytes": ROW_BYTES}
 
 
 BYTES = {"row_bytes": ROW_BYTES}
