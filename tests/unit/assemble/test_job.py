@@ -22,7 +22,6 @@ from hotrec.types import (
     PipelineKind,
     PipelineSpec,
     Placement,
-    Tier,
     WireType,
 )
 from tests.unit.assemble.configs import config_of
@@ -69,49 +68,34 @@ def test_a_choice_by_cost(dataset: Dataset) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "ordered", "expected"),
-    [
-        ("null", [], []),
-        ("null", ["t_a"], ["t_a"]),
-        ("false", ["t_a"], []),
-        ("true", [], sorted(NUM_ROWS)),
-    ],
+    ("word", "expected"), [("null", ["t_a"]), ("false", []), ("true", sorted(NUM_ROWS))]
 )
-@pytest.mark.parametrize("kind", ["cost", "all_cold", "saved", "torchrec"])
+@pytest.mark.parametrize("kind", ["cost", "all_cold", "saved"])
 def test_rows_are_spread_in_tables_of_row_numbers(
-    dataset: Dataset, kind: str, word: str, ordered: list[str], expected: list[str]
+    dataset: Dataset, kind: str, word: str, expected: list[str]
 ) -> None:
-    words = [f"placement={kind}", f"paths.dataset={dataset.artifact.path}"]
-    if kind != "torchrec":
-        words.append(f"placement.spread_rows={word}")
-    saved = None
+    words, saved = [f"placement={kind}", f"placement.spread_rows={word}"], None
     if kind == "saved":
         words.append("placement.partition_dir=p")
         saved = Placement.alike(Partition(NUM_ROWS)).spread(["t_b"])
         expected = ["t_b"] if word == "null" else expected  # as it was saved
-    asked = plan_job(config_of(*words), dataset.schema, ordered)
+    asked = plan_job(config_of(*words), dataset.schema, ["t_a"])
     tables = asked.request(dataset, ON, PROFILE, saved=saved).tables
     if isinstance(tables, ByCost):
         assert sorted(tables.spread) == expected
-    elif isinstance(tables, GivenTables):
+    else:
+        assert isinstance(tables, GivenTables)
         placed = tables.placement.tables
         assert sorted(name for name, table in placed.items() if table.is_spread) == expected
-    else:
-        assert kind == "torchrec"
 
 
-def test_a_policy_and_a_saved_partition(dataset: Dataset) -> None:
-    all_hot = request_of(
-        dataset, "placement=all_hot", "placement.routing=device", "placement.hot_exchange=owners"
-    )
+def test_a_policy_decides_the_rows(dataset: Dataset) -> None:
+    words = "placement=all_hot", "placement.routing=device", "placement.hot_exchange=owners"
+    all_hot = request_of(dataset, *words)
     assert isinstance(all_hot.tables, GivenTables)
     assert all_hot.tables.placement.partition.total_hot == sum(NUM_ROWS.values())
     assert all_hot.tables.slots is None
     assert (all_hot.hot_exchange, all_hot.is_routed_by_loader) == (HotExchange.owners, False)
-    placed = Placement.alike(Partition(NUM_ROWS), Tier.DEVICE, None)
-    saved = request_of(dataset, "placement=saved", "placement.partition_dir=p", saved=placed)
-    assert isinstance(saved.tables, GivenTables)
-    assert saved.tables.placement is placed
 
 
 def test_slots_are_chosen_unless_their_number_is_given(dataset: Dataset) -> None:

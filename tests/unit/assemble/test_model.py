@@ -16,7 +16,6 @@ from hotrec.planner.predict import Prediction, Shardings
 from hotrec.planner.propose import propose
 from hotrec.planner.request import GivenTables, PlanRequest
 from hotrec.types import (
-    ColdTier,
     Partition,
     PipelineKind,
     PipelineSpec,
@@ -74,12 +73,3 @@ def test_host_tiers_are_baselines_on_cuda_where_the_tables_do_not_fit() -> None:
     assert {(s.is_prefetched, s.cache_load_frac) for s in ahead.shardings.values()} == {(True, 0.2)}
     assert ahead.step.hidden_s["row_lookup"] > 0
     assert predicted[UVM].max_bytes[0] < ahead.max_bytes[0]
-
-
-@pytest.mark.parametrize(
-    ("tier", "device"), [(ColdTier.cached, "cuda"), (ColdTier.fused_uvm_caching, "cpu")]
-)
-def test_tiers_that_the_device_lacks_are_refused_by_their_key(tier: ColdTier, device: str) -> None:
-    plan = Plan(TorchrecTables(tier=tier))
-    with pytest.raises(ValueError, match=rf"^placement\.tier: expected .* got {tier.value}\."):
-        build_unsharded(spec(), plan, None, machine(device))

@@ -64,23 +64,6 @@ def test_lru_as_simulated_by_step(num_cached, num_skipped):
     assert hit_frac == pytest.approx(found, abs=LRU_TOLERANCE)
 
 
-@pytest.mark.parametrize(("num_cached", "num_skipped"), [(0, 0), (40, 0), (200, 25)])
-def test_lfu_as_simulated(num_cached, num_skipped):
-    counts, probs = zipf(3000, 1.05)
-    rng = np.random.default_rng(2)
-    end = num_skipped + num_cached
-    lookups = rng.choice(3000, 100_000, p=probs)
-    cold = lookups[lookups >= num_skipped]
-    demand = make_demand(counts, batch_size=500)
-    found = (cold < end).mean()
-    hit_frac = lfu_hit_frac(demand, num_cached, num_skipped, is_per_lookup=True)
-    assert hit_frac == pytest.approx(found, abs=0.006)
-    distinct = np.concatenate([np.unique(batch) for batch in lookups.reshape(200, 500)])
-    distinct = distinct[distinct >= num_skipped]
-    found = (distinct < end).mean()
-    assert lfu_hit_frac(demand, num_cached, num_skipped) == pytest.approx(found, abs=0.006)
-
-
 @given(
     counts=st.lists(st.integers(0, 30), min_size=1, max_size=15).filter(any),
     num_skipped=st.integers(0, 5),

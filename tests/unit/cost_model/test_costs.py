@@ -62,13 +62,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read_costs(path).name == "again"
 
 
-def test_built_in_sets_are_found_by_name() -> None:
-    for name, costs in BUILTIN.items():
-        assert find_costs(name) is costs
-        with pytest.raises(CostsError, match="expected a directory to write to, got the built-in"):
-            write_costs(costs, Path(name))
-
-
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [

@@ -87,11 +87,6 @@ def test_refuses_contradictions(options, key):
         count_rows([make_samples(10)], SCHEMA, **options)
 
 
-def write(path, **options):
-    options = {"num_samples": 200, "heldout_frac": 0.25, **options}
-    return write_profile(cut(make_samples(200), 33), SCHEMA, path, dataset_hash="d1", **options)
-
-
 @pytest.mark.parametrize("num_samples", [200, 1200])
 def test_what_is_counted_is_written_and_read_back(tmp_path, num_samples):
     """With the locality of drawn batches, where blocks are large enough for some."""
@@ -111,24 +106,6 @@ def test_what_is_counted_is_written_and_read_back(tmp_path, num_samples):
         assert facts == expected
     with pytest.raises(ValueError, match="read-only"):
         read.counts["users"][0] = 1
-
-
-def test_content_of_the_manifest(tmp_path):
-    _, artifact = write(tmp_path / "profile")
-    content, samples = artifact.content, as_lists(make_samples(200))
-    train, heldout = count_slowly(samples[:150]), count_slowly(samples[150:])
-    assert (content["num_samples"], content["num_heldout_samples"]) == (150, 50)
-    for table in SCHEMA.tables:
-        counts, held = np.array(train[table.name]), np.array(heldout[table.name])
-        expected = {"num_rows": table.num_rows, "num_lookups": counts.sum()}
-        expected |= {"num_distinct": (counts > 0).sum(), "num_heldout_lookups": held.sum()}
-        expected["heldout_unseen_frac"] = pytest.approx(held[counts == 0].sum() / held.sum())
-        assert expected.items() <= content["tables"][table.name].items()
-    top = np.sort(np.concatenate([train[t.name] for t in SCHEMA.tables]))[::-1]
-    landmark = next(p for p in content["landmarks"] if p["rows_frac"] == 0.1)
-    at = 0.1 * top.size
-    expected = (top[: int(at)].sum() + (at - int(at)) * top[int(at)]) / top.sum()
-    assert landmark["train"] == pytest.approx(expected)
 
 
 @given(counts=arrays(np.int64, st.integers(1, 40), elements=st.integers(0, 9)), data=st.data())

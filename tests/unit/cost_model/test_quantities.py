@@ -93,43 +93,6 @@ def test_hot_cold_as_simulated(world_size):
     assert is_near([sent[stage] for stage in stages], trials)
 
 
-@pytest.mark.parametrize("kind", [PipelineKind.sparse_dist, PipelineKind.look_ahead])
-def test_two_levels_as_simulated(kind):
-    """Two hosts of two ranks: inside hosts in fp32, then the rows of a host once on the rails."""
-    world, num_hot, batch_size = World(4, 2), 6, 12
-    counts, probs = samples.zipf(60, 1.1)
-    demand = make_demand(
-        counts, "a", dim=16, lookups=3.0, batch_size=batch_size, world_size=4, ranks_per_host=2
-    )
-    quantities = hot_cold_quantities(
-        [demand], {"a": num_hot}, {"a": TablePlacement()}, world, batch_size
-    )
-    spec = PipelineSpec(kind, levels=Levels.two)
-    model = make_model(ONE_TIER, world, WORKLOAD, pipeline=spec)
-    sent = model.predict(quantities).sent_bytes
-    trials = []
-    for ranks in samples.draw_steps(probs, 3 * batch_size, world_size=4, num_steps=400):
-        cold = [rows[rows >= num_hot] for rows in ranks]
-        hosts = [np.union1d(*cold[:2]), np.union1d(*cold[2:])]
-        # The owner of a row is its number modulo 4: its relay is the number modulo 2.
-        inside = np.mean([(rows % 2 != rank % 2).sum() for rank, rows in enumerate(cold)])
-        rails = sum((rows % 4 // 2 != host).sum() for host, rows in enumerate(hosts)) / 4
-        hot = [rows[rows < num_hot] for rows in ranks]
-        met = sum(np.union1d(*hot[host : host + 2]).size for host in (0, 2)) / 4
-        to_owners = np.mean([(rows % 2 != rank % 2).sum() for rank, rows in enumerate(hot)])
-        gathered = np.unique(np.concatenate(hot)).size / 2
-        added_up = 68 * (to_owners + met + gathered)
-        trials.append((inside + rails, 64 * (inside + rails), added_up))
-    row_bytes = 6 if kind is PipelineKind.look_ahead else 4
-    found = [sent["ids_exchange"] / row_bytes, sent["rows_exchange"], sent["hot_exchange"]]
-    # Look-ahead reduces all of so few hot rows.
-    num_found = 3 if kind is PipelineKind.sparse_dist else 2
-    assert is_near(found[:num_found], np.array(trials)[:, :num_found])
-    assert sent["grads_exchange"] == sent["rows_exchange"]
-    # Fewer bytes cross than in one level, by the rows that both ranks of a host read.
-    assert quantities["relayed_rows"] < quantities["rows_device"]
-
-
 @pytest.mark.parametrize("levels", [Levels.one, Levels.two])
 @pytest.mark.parametrize("kind", [PipelineKind.sparse_dist, PipelineKind.look_ahead])
 def test_bytes_between_hosts_as_counted(kind, levels, monkeypatch):

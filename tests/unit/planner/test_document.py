@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from hotrec.cost_model.forms import LOOK_AHEAD
-from hotrec.cost_model.histogram import build_histogram
 from hotrec.planner.document import prediction_document
-from hotrec.planner.partition import most_accessed
-from hotrec.planner.plan import Plan, SplitTables
+from hotrec.planner.plan import Plan
 from hotrec.planner.predict import Prediction
 from hotrec.planner.propose import Decision, fastest_split, propose
 from hotrec.planner.request import ByCost, PlanRequest
 from hotrec.planner.situation import Situation
 from hotrec.planner.trial import Trial
-from hotrec.types import Levels, PipelineKind, PipelineSpec, WireType
+from hotrec.types import PipelineKind, PipelineSpec, WireType
 from tests.unit.planner.situations import (
     COUNTS,
     NUM_ROWS,
     by_table,
     machine,
-    on_two_hosts_of_two,
     situation,
     skewed_situation,
 )
@@ -54,34 +49,6 @@ def test_bytes_by_table_add_up_to_those_of_the_plan(kind: PipelineKind, wire: Wi
     sent = sum(table["sent_bytes_after"] for table in document["tables"])
     assert sent == pytest.approx(plan["total_sent_bytes"] - dense_bytes, rel=1e-6)
     assert 0 < document["expected"]["urgent_rows"] < document["expected"]["cold_rows"]
-
-
-def test_traffic_and_balance_of_hosts_of_two_ranks() -> None:
-    of = on_two_hosts_of_two(skewed_situation())
-    by_levels = [replace(LOOK_AHEAD, levels=levels) for levels in (Levels.one, Levels.two)]
-    # No hot rows, and rows in the order of their popularity.
-    by_cost = replace(BY_COST, hot_budget_bytes=0)
-    found = dict(fastest_split(PlanRequest(by_cost), by_cost, spec, of) for spec in by_levels)
-    flat, chosen = found
-    assert isinstance(chosen.tables, SplitTables)
-    histograms = {name: build_histogram(counts) for name, counts in COUNTS.items()}
-    placement = most_accessed(chosen.tables, COUNTS, histograms, "a test")
-    document = as_read(
-        *(of, Decision(chosen, "It is fastest.", found)),
-        partition=placement.partition,
-        counts=COUNTS,
-    )
-    one, two = (document["plans"][plan.label] for plan in (flat, chosen))
-    bound = document["between_hosts_bound_bytes"]
-    # Positions and flags are not in the bound.
-    assert bound < two["between_hosts_bytes"] < 1.05 * bound
-    assert two["between_hosts_bytes"] < one["between_hosts_bytes"] < one["total_sent_bytes"]
-    ranks = document["balance"]["most_over_mean"]["ordered"]
-    rails = document["balance"]["rail_most_over_mean"]
-    served = document["balance"]["served_rows"]
-    assert 1 < rails["ordered"] < ranks
-    assert rails["planned"] == pytest.approx(2 * (served[0] + served[2]) / sum(served))
-    assert rails["spread"] == pytest.approx(1, abs=0.05)
 
 
 def test_each_plan_is_known_by_its_digest() -> None:

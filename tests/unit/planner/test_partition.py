@@ -60,17 +60,6 @@ def write(path):
     )
 
 
-def test_summary_by_hand():
-    summary = summarize_partition(PARTITION, PROFILE, ROW_BYTES)
-    of_file = {"num_rows": 4, "hot_rows": 2, "hot_rows_frac": 0.5, "hot_bytes": 200}
-    of_file |= {"row_bytes": 100, "coverage_train": 0.8, "coverage_heldout": 0.25}
-    assert summary["tables"]["file"] == of_file
-    assert summary["tables"]["t/x"]["coverage_train"] is None
-    total = {"num_rows": 16, "hot_rows": 5, "hot_rows_frac": 5 / 16, "hot_bytes": 203}
-    total |= {"coverage_train": (8 + 24) / (10 + 45), "coverage_heldout": (1 + 3) / (4 + 45)}
-    assert summary["total"] == pytest.approx(total)
-
-
 def test_the_most_accessed_rows_are_hot():
     """As many of each table as the split has, rows that were never seen last, ties by number."""
     tables = {**TABLES, "t/x": TablePlacement()}

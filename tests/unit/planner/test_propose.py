@@ -73,12 +73,6 @@ def fastest(
     return plan.tables, prediction
 
 
-def test_fewer_rows_are_hot_than_in_line() -> None:
-    in_line, ahead = (fastest(skewed_situation(), kind) for kind in (SPARSE_DIST, LOOK_AHEAD))
-    assert ahead[0].total_hot < in_line[0].total_hot
-    assert ahead[1].step_s < in_line[1].step_s
-
-
 def test_tables_are_pooled_under_look_ahead_where_that_is_faster() -> None:
     """Bags of many ids of a large table: vectors are fewer than rows."""
     shape: Any = {"dim": 16, "lookups": 40.0, "batch_size": SKEWED_BATCH}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
+from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.planner.propose import split_of, unpredicted
 from hotrec.planner.request import (
     MIN_BATCH_ON_ONE_HOST,
@@ -27,7 +27,6 @@ from hotrec.types import (
     Placement,
     TablePlacement,
     Tier,
-    TorchrecPlan,
 )
 from tests.unit.planner.situations import NUM_ROWS, machine
 
@@ -126,26 +125,6 @@ def test_pipelines_that_cannot_train_the_tables_are_refused(
     ):
         with pytest.raises(ValueError, match=rf"^pipeline\.kind: expected {expected}"):
             check()
-
-
-def test_a_plan_without_predictions() -> None:
-    asked = request(
-        given(), num_workers=3, hot_exchange=HotExchange.touched_rows, is_routed_by_loader=True
-    )
-    plan = unpredicted(asked, TWO_HOSTS)
-    assert plan == Plan(
-        SplitTables(
-            {"C1": 0, "C2": 2, "C3": 0},
-            given().placement.tables,
-            HotExchange.touched_rows,
-            is_routed_by_loader=True,
-            rows=PARTITION.digest,
-        ),
-        PipelineSpec(AHEAD),
-        3,
-    )
-    tables = TorchrecTables(TorchrecPlan.table_wise)
-    assert unpredicted(request(tables, BASE), CPU) == Plan(tables, PipelineSpec(BASE))
 
 
 def test_other_hot_rows_are_another_plan() -> None:

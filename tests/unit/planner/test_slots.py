@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from hotrec.cost_model.costs import Line
 from hotrec.cost_model.forms import LOOK_AHEAD
 from hotrec.planner.plan import SplitTables
-from hotrec.planner.predict import predict_split, with_faster_fetch
 from hotrec.planner.propose import Decision, propose
 from hotrec.planner.request import GivenTables, PlanRequest, Replayed, SlotRequest
 from hotrec.planner.slots import LOAD_FRACS, SlotsError, check_slots
-from hotrec.types import Partition, Placement, RowFetch, Tier
+from hotrec.types import Partition, Placement, Tier
 from tests.unit.planner.situations import NUM_ROWS, RANKS, machine, situation
 
 
@@ -57,28 +55,6 @@ def test_slots_that_the_device_cannot_hold_are_refused() -> None:
     ):
         check_slots(on, placed, 1)
     check_slots(replace(on, machine=machine("cpu")), placed, 1)
-
-
-@pytest.mark.parametrize(
-    ("mapped_s", "expected"), [(1e-9, RowFetch.mapped), (4e-9, RowFetch.staged), (None, "staged")]
-)
-def test_rows_come_to_the_device_the_faster_way(mapped_s: float | None, expected: Any) -> None:
-    """By the costs of both ways; the prediction is of the chosen one."""
-    on = situation(machine("cuda"))
-    lines = {"fetch_slot": Line(1e-3, 0, 2e-9), "return_slot": Line(), "fetch_mapped": None}
-    if mapped_s is not None:
-        lines["fetch_mapped"] = Line(1e-3, 0, mapped_s)
-    kernels = {n: line for n, line in {**on.costs.kernels, **lines}.items() if line is not None}
-    on = replace(on, costs=replace(on.costs, kernels=kernels))
-    slots = Replayed(10, 0.5, 0.5, 1e6, 1e5)
-    found = with_faster_fetch(on, place(0.5), slots)
-    assert {table.row_fetch for table in found.tables.values()} == {RowFetch(expected)}
-    split = SplitTables(dict.fromkeys(NUM_ROWS, 0), found.tables)
-    steps = [predict_split(split, LOOK_AHEAD, on, of).step for of in (slots, None)]
-    moved_bytes = 1e6 / RANKS * on.demands[0].row_bytes
-    seconds = [step.step_s + step.hidden_s["rows_exchange"] for step in steps]
-    moved_s = 1e-3 + min(2e-9, mapped_s or 1) * moved_bytes
-    assert seconds[0] - seconds[1] == pytest.approx(moved_s)
 
 
 class Counted:
