@@ -60,24 +60,23 @@ def used_frac(demands, choice, limits, ranks, *, is_cpu, is_routed_on_device):
 @pytest.mark.slow
 def test_small_problems_against_every_placement():
     """The search finds the best of all placements."""
-    ratios, kinds = [], dict.fromkeys(("infeasible", "hot", "pooled", "cached", "dense"), 0)
+    kinds = dict.fromkeys(("infeasible", "hot", "pooled", "cached", "dense"), 0)
     for seed in sample(range(160), 1, 3):
         case = make_case(seed)
-        least = brute_force(*case)
-        if least is None:
+        least_s = brute_force(*case)
+        if least_s is None:
             with pytest.raises(InfeasibleError):
                 search_placement(*case)
             kinds["infeasible"] += 1
             continue
         choice = search_placement(*case)
-        ratios.append(choice.prediction.step_s / least)
+        # A faster one would not fit.
+        assert 1 - 1e-9 <= choice.prediction.step_s / least_s <= 1 + 1e-6, seed
         kinds["hot"] += any(choice.num_hot.values())
         kinds["dense"] += choice.is_hot_dense
         tables = choice.tables.values()
         kinds["pooled"] += any(t.exchange is Exchange.POOLED for t in tables)
         kinds["cached"] += any(t.tier is Tier.HOST_CACHED for t in tables)
-    assert min(ratios) >= 1 - 1e-9  # a faster one would not fit
-    assert max(ratios) <= 1 + 1e-6
     assert all(kinds.values()), kinds
 
 
