@@ -192,11 +192,14 @@ class Partition:
 
     @cached_property
     def digest(self) -> str:
-        """A fingerprint of the hot rows of a partition."""
+        """A fingerprint of which rows are hot, whatever their order; a table without any is none.
+
+        Sizes are in it, so that no name of a table is taken for rows.
+        """
         found = hashlib.sha256()
-        for table in sorted(self.hot_rows):
-            found.update(table.encode())
-            found.update(np.ascontiguousarray(self.hot(table)).data)
+        for table in sorted(table for table in self.hot_rows if self.num_hot(table)):
+            found.update(repr((table, self.num_hot(table))).encode())
+            found.update(np.sort(self.hot(table)).astype("<i8").tobytes())
         return found.hexdigest()[:16]
 
     @property

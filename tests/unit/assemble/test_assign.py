@@ -1,4 +1,4 @@
-"""What order.assign=by_owner and by_tokens refuse, and which tables have owners."""
+"""What order.assign refuses, and which tables have owners."""
 
 from __future__ import annotations
 
@@ -37,14 +37,6 @@ def placement_of(num_hot: tuple[int, int], **tables: TablePlacement) -> Placemen
     return Placement(Partition(NUM_ROWS, hot, policy="by hand"), default | tables)
 
 
-def test_off_by_default() -> None:
-    as_read = order()
-    check_assign(as_read, None)
-    assert choose_assign(as_read, SCHEMA, None, ShardingPlan({})) is None
-
-
-@pytest.mark.parametrize("assign", ["by_owner", "by_tokens_and_owner"])
-@pytest.mark.parametrize("kind", ["shuffled", "all_hot"])
 @pytest.mark.parametrize(
     ("placement", "found"),
     [
@@ -55,29 +47,19 @@ def test_off_by_default() -> None:
     ids=["torchrec", "all_hot", "pooled"],
 )
 def test_placements_whose_rows_have_no_owner_are_refused(
-    kind: str, assign: str, placement: Placement | None, found: str
+    placement: Placement | None, found: str
 ) -> None:
-    by_owner = order(f"order.assign={assign}", f"order={kind}")
-    match = rf"order\.assign: expected .* for {assign}, got {found}\. Choose"
+    by_owner = order("order.assign=by_owner")
+    match = rf"order\.assign: expected .* for by_owner, got {found}\."
     with pytest.raises(ValueError, match=match):
         check_assign(by_owner, placement)
-    check_assign(order(f"order={kind}"), placement)
+    check_assign(order(), placement)
 
 
 def test_tables_with_owners_are_those_whose_cold_rows_travel() -> None:
     assert owned_tables(placement_of((0, 0))) == ["t_a", "t_b"]
     assert owned_tables(placement_of((10, 3))) == ["t_b"]
     assert owned_tables(placement_of((3, 0), t_b=POOLED)) == ["t_a"]
-
-
-def test_a_plan_without_the_table_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    by_owner = order("order.assign=by_owner")
-    placement = placement_of((0, 0))
-    check_assign(by_owner, placement)
-    match = "plan table t_a: expected it row-wise or table-wise once, got no shards"
-    with caplog.at_level(logging.INFO), pytest.raises(RuntimeError, match=match):
-        choose_assign(by_owner, SCHEMA, placement, ShardingPlan({}))
-    assert "order.assign=by_owner" in caplog.text
 
 
 def test_by_tokens_takes_any_plan_but_needs_lengths(
@@ -94,7 +76,5 @@ def test_by_tokens_takes_any_plan_but_needs_lengths(
         write_dataset(tmp_path / name, {"train": 9}, schema=schema)
     check_order(by_tokens, Dataset.open(tmp_path / "bags"))
     check_order(order(), Dataset.open(tmp_path / "ids"))
-    for assign in ("by_tokens", "by_tokens_and_owner"):
-        match = rf"order\.assign: expected .* for {assign}, got one id .*'a', 'b'"
-        with pytest.raises(ValueError, match=match):
-            check_order(order(f"order.assign={assign}"), Dataset.open(tmp_path / "ids"))
+    with pytest.raises(ValueError, match=r"order\.assign: expected .* for by_tokens, got one id"):
+        check_order(by_tokens, Dataset.open(tmp_path / "ids"))

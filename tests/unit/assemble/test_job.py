@@ -9,28 +9,19 @@ import pytest
 
 from hotrec.assemble.job import (
     check_placement,
-    cold_rows_of,
     plan_job,
-    schedule_of,
 )
-from hotrec.config.groups import AllColdPlacement, Decay, ScheduleConfig
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
-from hotrec.planner.plan import TorchrecTables
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
-from hotrec.train.schedule import Schedule
 from hotrec.types import (
-    ColdTier,
     HotExchange,
     Levels,
     Partition,
     PipelineKind,
     PipelineSpec,
     Placement,
-    RowFetch,
-    Tier,
-    TorchrecPlan,
     WireType,
 )
 from tests.unit.assemble.configs import config_of
@@ -77,58 +68,34 @@ def test_a_choice_by_cost(dataset: Dataset) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "ordered", "expected"),
-    [
-        ("null", [], []),
-        ("null", ["t_a"], ["t_a"]),
-        ("false", ["t_a"], []),
-        ("true", [], sorted(NUM_ROWS)),
-    ],
+    ("word", "expected"), [("null", ["t_a"]), ("false", []), ("true", sorted(NUM_ROWS))]
 )
-@pytest.mark.parametrize("kind", ["cost", "all_cold", "saved", "torchrec"])
+@pytest.mark.parametrize("kind", ["cost", "all_cold", "saved"])
 def test_rows_are_spread_in_tables_of_row_numbers(
-    dataset: Dataset, kind: str, word: str, ordered: list[str], expected: list[str]
+    dataset: Dataset, kind: str, word: str, expected: list[str]
 ) -> None:
-    words = [f"placement={kind}", f"paths.dataset={dataset.artifact.path}"]
-    if kind != "torchrec":
-        words.append(f"placement.spread_rows={word}")
-    saved = None
+    words, saved = [f"placement={kind}", f"placement.spread_rows={word}"], None
     if kind == "saved":
         words.append("placement.partition_dir=p")
         saved = Placement.alike(Partition(NUM_ROWS)).spread(["t_b"])
         expected = ["t_b"] if word == "null" else expected  # as it was saved
-    asked = plan_job(config_of(*words), dataset.schema, ordered)
+    asked = plan_job(config_of(*words), dataset.schema, ["t_a"])
     tables = asked.request(dataset, ON, PROFILE, saved=saved).tables
     if isinstance(tables, ByCost):
         assert sorted(tables.spread) == expected
-    elif isinstance(tables, GivenTables):
+    else:
+        assert isinstance(tables, GivenTables)
         placed = tables.placement.tables
         assert sorted(name for name, table in placed.items() if table.is_spread) == expected
-    else:
-        assert kind == "torchrec"
 
 
-def test_a_plan_of_torchrec(dataset: Dataset) -> None:
-    words = ("placement.plan=table_wise", "placement.tier=fused_uvm", "pipeline=base")
-    asked = request_of(dataset, "placement=torchrec", *words)
-    tables = TorchrecTables(TorchrecPlan.table_wise, ColdTier.fused_uvm)
-    assert (asked.tables, asked.name) == (tables, "torchrec")
-    assert asked.pipeline.kind is PipelineKind.base
-    assert not asked.is_routed_by_loader
-
-
-def test_a_policy_and_a_saved_partition(dataset: Dataset) -> None:
-    all_hot = request_of(
-        dataset, "placement=all_hot", "placement.routing=device", "placement.hot_exchange=owners"
-    )
+def test_a_policy_decides_the_rows(dataset: Dataset) -> None:
+    words = "placement=all_hot", "placement.routing=device", "placement.hot_exchange=owners"
+    all_hot = request_of(dataset, *words)
     assert isinstance(all_hot.tables, GivenTables)
     assert all_hot.tables.placement.partition.total_hot == sum(NUM_ROWS.values())
     assert all_hot.tables.slots is None
     assert (all_hot.hot_exchange, all_hot.is_routed_by_loader) == (HotExchange.owners, False)
-    placed = Placement.alike(Partition(NUM_ROWS), Tier.DEVICE, None)
-    saved = request_of(dataset, "placement=saved", "placement.partition_dir=p", saved=placed)
-    assert isinstance(saved.tables, GivenTables)
-    assert saved.tables.placement is placed
 
 
 def test_slots_are_chosen_unless_their_number_is_given(dataset: Dataset) -> None:
@@ -141,65 +108,14 @@ def test_slots_are_chosen_unless_their_number_is_given(dataset: Dataset) -> None
         assert tables.slots is not None
         assert (tables.slots.place is not None) == is_chosen
         assert tables.slots.samples_in_flight == 2 * 64 * 3
-        popular = tables.placement.popular_rows
-        assert sum(map(len, popular.values())) > 0
-        if tables.slots.place is not None:
-            placed = tables.slots.place(0.9)
-            assert {table.cache_load_frac for table in placed.tables.values()} == {0.9}
-            assert sum(map(len, placed.popular_rows.values())) > sum(map(len, popular.values()))
+        assert sum(map(len, tables.placement.popular_rows.values())) > 0
     # Without evaluation the batches are those of training.
     config = config_of(*words, "trainer.batch_size=8", "trainer.eval_splits=[]")
     assert plan_job(config, dataset.schema).samples_in_flight(2) == 2 * 8 * 3
 
 
-@pytest.mark.parametrize(
-    ("words", "device", "message"),
-    [
-        (("placement=all_cold", "placement.cold_tier=cached", "pipeline=base"), "cuda", "look_ah"),
-        (("placement=torchrec", "pipeline=look_ahead"), "cpu", "sparse_dist or base"),
-        (("placement=all_cold", "pipeline=prefetch"), "cuda", "placement=torchrec .* for prefetch"),
-    ],
-)
-def test_pipelines_are_checked_before_there_is_data(
-    words: tuple[str, ...], device: str, message: str
-) -> None:
-    config = config_of(*words)
-    with pytest.raises(ValueError, match=rf"^pipeline\.kind: expected {message}"):
-        check_placement(config, device)
-    check_placement(config_of("placement=torchrec"), device)
-
-
-def test_slots_of_a_cpu_are_not_mapped() -> None:
-    placement = AllColdPlacement(cold_tier=ColdTier.cached, row_fetch=RowFetch.mapped)
-    partition = Partition({"t": 5})
-    with pytest.raises(ValueError, match=r"^placement\.row_fetch: expected staged or auto on CPU"):
-        cold_rows_of(placement).place(partition, "cpu")
-    placed = cold_rows_of(placement).place(partition, "cuda")
-    assert placed.tables["t"].row_fetch is RowFetch.mapped
-
-
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [
-        (ScheduleConfig(warmup_steps=11), "warmup_steps: expected at most the 10 steps"),
-        (
-            ScheduleConfig(Decay.cosine, warmup_steps=10),
-            "decay_start_step: expected a decay that starts before the last of the run's 10",
-        ),
-    ],
-)
-def test_schedules_that_do_not_fit_the_run_are_refused(
-    schedule: ScheduleConfig, message: str
-) -> None:
-    with pytest.raises(ValueError, match=f"^optimizer.schedule.{message}"):
-        schedule_of(schedule, 10)
-
-
-@pytest.mark.parametrize("start", [0, 10])
-def test_a_decay_takes_the_rest_of_the_run(start: int) -> None:
-    asked = ScheduleConfig(Decay.linear, warmup_steps=4, decay_start_step=start)
-    first = start or 4
-    schedule = schedule_of(asked, 24)
-    assert schedule == Schedule(Decay.linear, 4, first, 24 - first)
-    assert [schedule(first), schedule(24), schedule(100)] == [1.0, 0.0, 0.0]
-    assert schedule((first + 24) // 2) == pytest.approx(0.5)
+def test_pipelines_are_checked_before_there_is_data() -> None:
+    config = config_of("placement=torchrec", "pipeline=look_ahead")
+    with pytest.raises(ValueError, match=r"^pipeline\.kind: expected .* got look_ahead"):
+        check_placement(config, "cpu")
+    check_placement(config_of("placement=torchrec"), "cpu")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from torchrec.distributed.types import (
@@ -69,24 +67,3 @@ def test_cold_rows_are_read_where_their_shard_is(
     found = destinations(PLAN, Placement.alike(partition), COUNTS, 2)
     assert found.owned == pytest.approx((rank_0 / 400, rank_1 / 400))
     assert found.replicated == pytest.approx(1 - (rank_0 + rank_1) / 400)
-
-
-def test_spread_rows_are_read_where_they_are_stored() -> None:
-    hot = {"hot": np.array([0, 1])}
-    partition = Partition({name: counts.size for name, counts in COUNTS.items()}, hot)
-    placement = Placement.alike(partition)
-    # Rows 0 to 4 are stored as 0, 3, 1, 4, 2: rows 0, 2 and 4 are on rank 0.
-    found = destinations(PLAN, placement.spread(["rows"]), COUNTS, 2)
-    assert found.owned == pytest.approx(((70 + 60) / 400, (30 + 20 + 20) / 400))
-    partition = replace(partition, hot_rows=hot | {"rows": np.array([3, 4])})
-    placement = Placement.alike(partition).spread(["rows"])
-    found = destinations(PLAN, placement, COUNTS, 2)
-    assert found.owned == pytest.approx(((40 + 60) / 400, (10 + 20 + 20) / 400))
-
-
-def test_a_plan_of_torchrec_has_no_hot_rows() -> None:
-    counts = {name: COUNTS[name] for name in ("rows", "whole")}
-    found = destinations(PLAN, None, counts, 2)
-    assert (found.replicated, found.owned) == (0.0, pytest.approx((50 / 120, 70 / 120)))
-    nothing = {name: np.zeros_like(of) for name, of in counts.items()}
-    assert destinations(PLAN, None, nothing, 2).owned == (0.0, 0.0)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
 
 from hotrec.assemble.job import model_spec
@@ -16,21 +13,19 @@ from hotrec.config.roots import Config
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.planner.predict import Prediction, Shardings
-from hotrec.planner.propose import propose, split_of
+from hotrec.planner.propose import propose
 from hotrec.planner.request import GivenTables, PlanRequest
 from hotrec.types import (
-    ColdTier,
     Partition,
     PipelineKind,
     PipelineSpec,
     Placement,
     Tier,
-    TorchrecPlan,
 )
 from tests.unit.planner.situations import NUM_ROWS, machine, situation
 
 SCHEMA = ZipfTables([*NUM_ROWS.values()], exponent=1.05, num_dense=4, seed=0).schema
-CACHED, PREFETCH = ColdTier.fused_uvm_caching, PipelineKind.prefetch
+PREFETCH = PipelineKind.prefetch
 UVM, PREFETCHED = (
     f"torchrec planner {tier}" for tier in ("fused_uvm", "fused_uvm_caching prefetch")
 )
@@ -78,56 +73,3 @@ def test_host_tiers_are_baselines_on_cuda_where_the_tables_do_not_fit() -> None:
     assert {(s.is_prefetched, s.cache_load_frac) for s in ahead.shardings.values()} == {(True, 0.2)}
     assert ahead.step.hidden_s["row_lookup"] > 0
     assert predicted[UVM].max_bytes[0] < ahead.max_bytes[0]
-
-
-def test_host_tiers_are_no_baselines_where_all_fits_the_devices() -> None:
-    predicted = baselines(machine())
-    assert "torchrec planner" in predicted
-    assert predicted.keys().isdisjoint({UVM, PREFETCHED})
-
-
-def test_there_are_no_host_tiers_on_cpu() -> None:
-    # TorchRec's planner replicates the table of 300 rows, as the hand-tuned plan does.
-    assert list(baselines(machine("cpu"))) == ["torchrec planner", "torchrec table_wise"]
-
-
-def test_prefetched_tables_are_lru_and_filled_ahead() -> None:
-    tables, on = TorchrecTables(TorchrecPlan.table_wise, CACHED, 0.3), machine()
-    unsharded = build_unsharded(spec(), Plan(tables, PipelineSpec(PREFETCH)), None, on)
-    for of_module in unsharded.plan(on).plan.values():
-        for sharding in of_module.values():  # type: ignore[attr-defined]
-            assert sharding.compute_kernel == "fused_uvm_caching"
-            cache = sharding.cache_params
-            assert (cache.load_factor, cache.prefetch_pipeline) == (0.3, True)
-            assert cache.algorithm.name == "LRU"
-
-
-def test_a_split_is_sharded_as_planned() -> None:
-    partition = Partition(NUM_ROWS, {"C2": np.array([4, 1]), "C3": np.arange(300)})
-    placed = Placement.alike(partition, Tier.DEVICE, None)
-    plan = Plan(split_of(PlanRequest(GivenTables(placed)), placed))
-    on = machine("cpu")
-    [tables] = build_unsharded(spec(), plan, placed, on).plan(on).plan.values()
-    found: Any = tables
-    assert {name: sharding.sharding_type for name, sharding in found.items()} == {
-        "C1": "row_wise",
-        "C2": "row_wise",
-        "C2_hot": "data_parallel",
-        "C3_hot": "data_parallel",
-    }
-
-
-@pytest.mark.parametrize(
-    ("tier", "device", "message"),
-    [
-        (ColdTier.cached, "cuda", "expected .* got cached"),
-        (ColdTier.fused_uvm, "cpu", "expected fused .* got fused_uvm"),
-        (CACHED, "cpu", "expected fused .* got fused_uvm_caching"),
-    ],
-)
-def test_tiers_that_the_device_lacks_are_refused_by_their_key(
-    tier: ColdTier, device: str, message: str
-) -> None:
-    plan = Plan(TorchrecTables(tier=tier))
-    with pytest.raises(ValueError, match=rf"^placement\.tier: {message}\."):
-        build_unsharded(spec(), plan, None, machine(device))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from hotrec.artifact import Artifact, ArtifactError
 from hotrec.assemble.job import order_of
@@ -16,14 +15,12 @@ from hotrec.assemble.order import (
     count_epoch_steps,
     find_all_hot,
     make_alternation,
-    make_train_loader,
 )
 from hotrec.data.chunks import Dataset
 from hotrec.planner.partition import write_partition
-from hotrec.runtime.ranks import Ranks
 from hotrec.types import Partition, Placement
 from tests.unit.assemble.configs import config_of
-from tests.unit.data.logs import samples_of, write_dataset
+from tests.unit.data.logs import write_dataset
 
 NUM_ROWS = {"t_a": 10, "t_b": 1000}
 
@@ -53,33 +50,6 @@ def planned(dataset: Dataset, folder: Path, num_hot: tuple[int, int]) -> tuple[P
     return partition, artifact
 
 
-@pytest.mark.parametrize(("kind", "is_in_order"), [("shuffled", False), ("time", True)])
-def test_samples_come_as_the_order_says(dataset: Dataset, kind: str, is_in_order: bool) -> None:
-    words = (f"order={kind}", f"paths.dataset={dataset.artifact.path}", "trainer.num_workers=0")
-    ranks = Ranks(0, 1, 0, 1, torch.device("cpu"))
-    loader = make_train_loader(order(*words), ranks, None, None, None, None)
-    samples = [sample for batch in loader for sample in samples_of(batch)]
-    assert sorted(samples) == [*range(90)]
-    assert (samples == [*range(90)]) == is_in_order
-
-
-def test_the_ordinary_order_needs_no_kinds(dataset: Dataset, tmp_path: Path) -> None:
-    asked = order()
-    found = find_all_hot(asked, dataset, (None, None), tmp_path, tmp_path, is_resumed=False)
-    assert found is None
-    assert make_alternation(asked, found, 2) is None
-    assert count_epoch_steps(asked, dataset, found, 2) == 12
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_placements_without_hot_rows_are_refused(dataset: Dataset, tmp_path: Path) -> None:
-    asked = order("order=all_hot")
-    cold = planned(dataset, tmp_path, (0, 0))
-    for given, found in (((None, None), "TorchRec's own plan"), (cold, "by hand: 0 hot rows")):
-        with pytest.raises(ValueError, match=f"with hot rows for order=all_hot, got {found}"):
-            find_all_hot(asked, dataset, given, tmp_path, tmp_path, is_resumed=False)
-
-
 def test_a_resumed_run_refuses_stale_samples_and_a_new_one_replaces_them(
     dataset: Dataset, tmp_path: Path
 ) -> None:
@@ -98,38 +68,23 @@ def test_a_resumed_run_refuses_stale_samples_and_a_new_one_replaces_them(
     assert again.artifact.content_hash == second.artifact.content_hash
 
 
-@pytest.mark.parametrize(
-    ("num_hot", "words", "said"),
-    [
-        ((10, 1000), ["trainer.eval_every_steps=5"], "90 of 90 (100.0%) are all-hot"),
-        ((8, 900), ["trainer.eval_every_steps=5"], "in blocks of initially 0.5 of each kind"),
-        ((8, 900), [], "; the length is fixed, without evaluations"),
-        ((0, 1), [], "0 of 90 (0.0%) are all-hot"),
-    ],
-)
-def test_the_order_is_logged_once(
-    dataset: Dataset,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    num_hot: tuple[int, int],
-    words: list[str],
-    said: str,
+@pytest.mark.parametrize("num_hot", [(10, 1000), (8, 900), (0, 1)])
+def test_an_epoch_has_the_batches_of_both_kinds(
+    dataset: Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture, num_hot: tuple[int, int]
 ) -> None:
-    asked = order("order=all_hot", *words)
+    asked = order("order=all_hot", "trainer.eval_every_steps=5")
     given = planned(dataset, tmp_path, num_hot)
     samples = find_all_hot(asked, dataset, given, tmp_path, tmp_path, is_resumed=False)
+    assert samples is not None
+    num_all_hot = sum(samples.num_all_hot)
     with caplog.at_level(logging.INFO, logger="hotrec"):
         alternation = make_alternation(asked, samples, 2)
     assert alternation is not None
-    assert samples is not None
-    lines = [record.getMessage() for record in caplog.records]
-    [line] = [line for line in lines if "training samples are reordered" in line]
-    assert said in line
-    assert ("no sample is all-hot" in lines[-1]) == (num_hot == (0, 1))
-    steps = count_epoch_steps(asked, dataset, samples, 2)
+    assert caplog.text.count(f"{num_all_hot} of 90 ") == 1
     kinds = []
-    for _ in range(steps):
+    for _ in range(count_epoch_steps(asked, dataset, samples, 2)):
         kinds.append(alternation.next_is_all_hot())
         alternation.advance()
-    assert sum(kinds) == -(-sum(samples.num_all_hot) // 8)
-    assert steps - sum(kinds) == -(-(90 - sum(samples.num_all_hot)) // 8)
+    assert [kinds.count(is_all_hot) for is_all_hot in (True, False)] == [
+        -(-num_samples // 8) for num_samples in (num_all_hot, 90 - num_all_hot)
+    ]

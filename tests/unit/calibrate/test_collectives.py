@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hotrec.calibrate.collectives import bytes_per_value, link_of, num_values, sizes_up_to
+from hotrec.calibrate.collectives import bytes_per_value, link_of, sizes_up_to
 from hotrec.cost_model.costs import COLLECTIVES, CollectiveCurve, CostsError, World
 
 WORLD = World(4, 4)
@@ -21,24 +21,6 @@ def test_bytes_that_a_rank_sends() -> None:
     assert {kind: bytes_per_value(kind, 4) for kind in COLLECTIVES} == expected
     with pytest.raises(CostsError, match="expected one of .*, got 'gather'"):
         bytes_per_value("gather", 2)
-
-
-@pytest.mark.parametrize("kind", COLLECTIVES)
-@pytest.mark.parametrize("num_ranks", [2, 3, 8])
-def test_tensors_are_made_for_the_bytes_wanted(kind: str, num_ranks: int) -> None:
-    for wanted in (1024.0, 100_000.0):
-        values = num_values(kind, wanted, num_ranks)
-        assert values * bytes_per_value(kind, num_ranks) == pytest.approx(wanted, rel=0.05)
-        if kind != "all_gather":
-            assert values % num_ranks == 0  # equal shares
-    assert num_values(kind, 1.0, num_ranks) >= 1
-
-
-def test_sizes_rise_from_a_kilobyte_to_the_largest() -> None:
-    assert sizes_up_to(1 << 24)[:3] == [1024, 4096, 16384]
-    assert sizes_up_to(1 << 24)[-1] == 1 << 24
-    assert sizes_up_to(5000) == [1024, 4096, 5000]
-    assert sizes_up_to(100) == [100]
 
 
 def test_a_link_is_the_median_of_its_curves() -> None:

@@ -6,13 +6,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotrec.calibrate import timing
 from hotrec.calibrate.timing import (
-    MIN_REPEATS,
     MIN_ROUNDS,
     REPEATS_A_ROUND,
     Budget,
@@ -23,7 +20,6 @@ from hotrec.calibrate.timing import (
     run_rounds,
     slowest_median,
     slowest_rank,
-    time_on_all_ranks,
 )
 from hotrec.cost_model.costs import CostsError, Line
 
@@ -67,21 +63,6 @@ def test_noise_moves_the_line_no_farther_than_itself() -> None:
         assert found.spread == 0.1
 
 
-def test_small_sizes_count_as_much_as_large_ones() -> None:
-    # Absolute least squares would follow the largest point and miss the first by a factor.
-    points = [Point(1, 0, 1e-5, 0.0), Point(1e5, 0, 1e-3, 0.0), Point(1e6, 0, 2e-2, 0.0)]
-    line = fit_line(points, is_by_bytes=False)
-    assert line.fixed_s == pytest.approx(1e-5, rel=0.1)
-
-
-def test_a_kernel_counted_by_items_alone_has_no_cost_of_a_byte() -> None:
-    line = fit_line(points_of(Line(1e-4, 1e-8, 1e-9)), is_by_bytes=False)
-    assert line.per_byte_s == 0
-    assert line.per_item_s > 1e-8
-    line = fit_line(points_of(Line(1e-4, 1e-8, 1e-9)), is_by_items=False)
-    assert line.per_item_s == 0
-
-
 def test_a_kernel_that_grows_is_never_flat() -> None:
     # Small sizes under noise: the largest was the fastest, so a flat line fits best.
     points = [Point(n, 64 * n, s, 0.0) for n, s in ((64, 2e-5), (256, 1.5e-5), (512, 1e-5))]
@@ -104,35 +85,6 @@ def test_the_slowest_rank_counts_and_noise_of_one_repeat_does_not() -> None:
     assert (timing.seconds, timing.spread) == (3.0, pytest.approx((4.0 - 2.0) / 3.0))
     assert slowest_rank([[1.0, 5.0, 1.0], [2.0, 1.0, 3.0]]).seconds == 3.0  # of 2, 5, 3
     assert slowest_median([[1.0, 9.0, 1.0], [2.0, 2.0, 2.0]]).seconds == 2.0
-
-
-def test_warm_up_is_left_out_and_preparation_is_not_timed() -> None:
-    prepared: list[int] = []
-    seen: list[int] = []
-
-    def prepare() -> int:
-        prepared.append(len(prepared))
-        return prepared[-1]
-
-    times = time_on_all_ranks(seen.append, torch.device("cpu"), 3, 5, prepare=prepare)
-    assert seen == prepared  # each run gets what was prepared for it
-    assert len(seen) == 5 + 3
-    assert [len(of_rank) for of_rank in times] == [5]
-    assert min(times[0]) > 0
-
-
-def test_slow_calls_are_repeated_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "SLOW_CALL_S", 0.0)
-    seen: list[None] = []
-    [times] = time_on_all_ranks(seen.append, torch.device("cpu"), 3, 5)
-    assert (len(times), len(seen)) == (MIN_REPEATS, 1 + MIN_REPEATS)
-
-
-def test_the_error_is_that_of_a_median() -> None:
-    rng = np.random.default_rng(0)
-    medians = np.median(rng.normal(1, 0.1, (4000, 20)), axis=1)
-    errors = [median_and_spread(sample).error for sample in rng.normal(1, 0.1, (400, 20))]
-    assert np.mean(errors) == pytest.approx(medians.std(), rel=0.15)
 
 
 QUIET, NOISY = [1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 1.0, 2.0]
@@ -160,14 +112,6 @@ def test_everything_is_measured_once_however_little_time_there_is() -> None:
     both = [series(turns, "a", NOISY), series(turns, "b", NOISY)]
     run_rounds(both, Budget(0.0), until_s=0.0, max_repeats=100)
     assert turns == ["a", "b"]
-
-
-def test_what_was_measured_before_waits_for_the_others() -> None:
-    turns: list[str] = []
-    both = [series(turns, "early", QUIET), series(turns, "late", QUIET)]
-    both[0].run_round()
-    run_rounds(both, Budget(1e9), until_s=1e9, max_repeats=100)
-    assert turns == ["early", "late"] * MIN_ROUNDS
 
 
 def test_drift_between_rounds_is_an_error_that_repeats_do_not_show() -> None:

@@ -22,12 +22,6 @@ def test_take_is_the_list_comprehension(keep):
     assert as_lists(block.take(np.array(keep))) == expected
 
 
-def test_check_accepts_both_widths_and_empty_blocks():
-    for dtype in (np.int32, np.int64):
-        check_block(make_samples(20, dtype=dtype), SCHEMA, position=0)
-    check_block(make_samples(20).take(np.zeros(20, bool)), SCHEMA, position=0)
-
-
 def changed(tag_lengths=None, **columns):
     block = make_samples(10)
     lengths = block.lengths if tag_lengths is None else {"tags": np.array(tag_lengths)}
@@ -37,25 +31,13 @@ def changed(tag_lengths=None, **columns):
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (changed(user=np.zeros(10)), "int32 or int64 vector of rows, .*got float64"),
+        (changed(user=np.zeros(10)), "int32 or int64 .*got float64"),
         (changed(user=np.where(np.arange(10) == 7, 50, 0)), r"user at sample 107: .*49, got 50"),
-        (changed(item=np.full(10, -1)), r"item at sample 100: .*words in 0\.\.19, got -1"),
         (changed([2, 0, 1, *[0] * 7], tags=np.array([0, 1, 9])), "tags at sample 102: .*got 9"),
-        (
-            changed(user=np.zeros(9, np.int32)),
-            r"user at sample 100: .*got int32 of shape \(9,\) and the lengths None",
-        ),
-        (changed(other=np.zeros(10, np.int32)), r"got \['other'\] in addition and \[\] missing"),
-        (Block(0, {}), r"got \[\] in addition and \['item', 'query', 'tags', 'user'\] missing"),
-        (
-            Block(10, make_samples(10).rows, {"tags": np.full(10, 7)}),
-            r"tags at sample 100: .* lengths \[7 7 7",
-        ),
-        (
-            Block(10, make_samples(10).rows, {"tags": np.full(9, 2)}),
-            r"each of 10 samples .* lengths \[2 2 2",
-        ),
-        (Block(10, make_samples(10).rows, {"tags": np.full(10, -1)}), r"the lengths \[-1 -1"),
+        (changed(user=np.zeros(9, np.int32)), r"user at sample 100: .*got int32 of shape \(9,\)"),
+        (changed(other=np.zeros(10, np.int32)), r"got \['other'\] in addition"),
+        (changed([7] * 10), r"tags at sample 100: .* lengths \[7 7 7"),
+        (changed([-1] * 10), r"the lengths \[-1 -1"),
     ],
 )
 def test_check_refuses(block, message):
@@ -69,7 +51,7 @@ def test_sample_does_not_depend_on_blocks():
     assert (np.concatenate(parts) == whole[:924]).all()
 
 
-@pytest.mark.parametrize("frac", [0.01, 0.05, 0.5, 0.99])
+@pytest.mark.parametrize("frac", [0.01, 0.5])
 def test_sample_has_the_rate_and_seeds_are_independent(frac):
     size = 200_000
     first = sample_mask(0, size, frac=frac, seed=1)
@@ -81,7 +63,3 @@ def test_sample_has_the_rate_and_seeds_are_independent(frac):
     assert abs((first[1:] & first[:-1]).mean() - frac * frac) < tolerance
     # Nor is one seed's draw another's, shifted.
     assert abs((first[1:] & second[:-1]).mean() - frac * frac) < tolerance
-
-
-def test_sample_of_everything():
-    assert sample_mask(3, 10, frac=1.0, seed=0).all()

@@ -10,7 +10,6 @@ from hotrec.cost_model.caches import (
     conflict_frac,
     lfu_hit_frac,
     lru_miss_ratios,
-    num_slots,
     shared_cache_shares,
 )
 from tests.unit.cost_model.samples import draw_steps, make_demand, zipf
@@ -55,19 +54,6 @@ def simulate_lru_by_step(steps, num_cached, num_warm):
     return num_hits / num_rows
 
 
-@pytest.mark.parametrize(
-    ("exponent", "num_cached", "num_skipped"),
-    [(1.05, 10, 0), (1.05, 200, 0), (0.8, 500, 50), (1.2, 100, 20), (0.0, 300, 0)],
-)
-def test_lru_as_simulated_by_lookup(exponent, num_cached, num_skipped):
-    counts, probs = zipf(2000, exponent)
-    lookups = np.random.default_rng(0).choice(2000, 60_000, p=probs)
-    cold = lookups[lookups >= num_skipped].tolist()
-    found = simulate_lru(cold, num_cached, len(cold) // 3)
-    hit_frac = lru_hit_frac(make_demand(counts), num_cached, num_skipped, is_per_lookup=True)
-    assert hit_frac == pytest.approx(found, abs=LRU_TOLERANCE)
-
-
 @pytest.mark.parametrize(("num_cached", "num_skipped"), [(300, 0), (800, 0), (500, 30)])
 def test_lru_as_simulated_by_step(num_cached, num_skipped):
     counts, probs = zipf(3000, 1.05)
@@ -76,56 +62,6 @@ def test_lru_as_simulated_by_step(num_cached, num_skipped):
     found = simulate_lru_by_step(cold, num_cached, 300)
     hit_frac = lru_hit_frac(make_demand(counts, batch_size=64), num_cached, num_skipped)
     assert hit_frac == pytest.approx(found, abs=LRU_TOLERANCE)
-
-
-@pytest.mark.parametrize(("num_cached", "num_skipped"), [(0, 0), (40, 0), (200, 25)])
-def test_lfu_as_simulated(num_cached, num_skipped):
-    counts, probs = zipf(3000, 1.05)
-    rng = np.random.default_rng(2)
-    end = num_skipped + num_cached
-    lookups = rng.choice(3000, 100_000, p=probs)
-    cold = lookups[lookups >= num_skipped]
-    demand = make_demand(counts, batch_size=500)
-    found = (cold < end).mean()
-    hit_frac = lfu_hit_frac(demand, num_cached, num_skipped, is_per_lookup=True)
-    assert hit_frac == pytest.approx(found, abs=0.006)
-    distinct = np.concatenate([np.unique(batch) for batch in lookups.reshape(200, 500)])
-    distinct = distinct[distinct >= num_skipped]
-    found = (distinct < end).mean()
-    assert lfu_hit_frac(demand, num_cached, num_skipped) == pytest.approx(found, abs=0.006)
-
-
-def test_lfu_by_hand():
-    demand = make_demand([5, 3, 1, 1], batch_size=1, world_size=1)
-    assert lfu_hit_frac(demand, 1) == pytest.approx(0.5)
-    assert lfu_hit_frac(demand, 1, 1) == pytest.approx(0.6)
-    # Half of a group, and more than there is.
-    assert lfu_hit_frac(demand, 1.5) == pytest.approx(0.65)
-    assert lfu_hit_frac(demand, 100, 1) == 1.0
-    # Nothing but hot rows is looked up.
-    assert lfu_hit_frac(demand, 0, 4) == 1.0
-
-
-def test_lru_by_hand():
-    # Two rows alike, one cached: it is either of them.
-    assert lru_hit_frac(make_demand([4, 4]), 1, is_per_lookup=True) == pytest.approx(0.5)
-    # p = 0.9, 0.1: T of a cache of one row by bisection on 0.1^T + 0.9^T = 1.
-    low, high = 0.0, 20.0
-    for _ in range(60):
-        time = (low + high) / 2
-        low, high = (time, high) if 0.1**time + 0.9**time > 1 else (low, time)
-    hit_frac = lru_hit_frac(make_demand([9, 1]), 1, is_per_lookup=True)
-    assert hit_frac == pytest.approx(0.9 * (1 - 0.1**low) + 0.1 * (1 - 0.9**low))
-
-
-def test_lru_ends():
-    demand = make_demand([50, 30, 20, 0, 0])
-    for num_cached, num_skipped, expected in ((0, 0, 0.0), (3, 0, 1.0), (2, 1, 1.0), (1, 3, 1.0)):
-        assert lru_hit_frac(demand, num_cached, num_skipped) == expected
-    # A row that takes every lookup has no finite rate.
-    assert lru_hit_frac(make_demand([7]), 0.5) == pytest.approx(0.5)
-    tiny = make_demand(np.concatenate([[10**12], np.ones(1000, np.int64)]))
-    assert lru_hit_frac(tiny, 500, 1, is_per_lookup=True) == pytest.approx(0.5, rel=1e-6)
 
 
 @given(
@@ -163,12 +99,6 @@ def test_conflicts_by_load(load, percent, digits):
     assert conflict_frac(load) == pytest.approx(left_out, rel=0.05)
 
 
-def test_conflicts_at_the_ends():
-    assert conflict_frac(0.0) == 0.0
-    assert conflict_frac(0.1) < 1e-12
-    assert conflict_frac(4.0) == pytest.approx(0.75, abs=1e-6)  # a quarter of the rows fits
-
-
 @pytest.mark.parametrize(("exponent", "num_sets"), [(1.05, 4), (1.05, 16), (0.8, 30), (0.0, 55)])
 def test_sets_as_simulated(exponent, num_sets):
     counts, probs = zipf(2000, exponent)
@@ -179,15 +109,6 @@ def test_sets_as_simulated(exponent, num_sets):
     table = CachedTable(make_demand(counts, batch_size=1, world_size=1), is_per_lookup=True)
     [shares] = shared_cache_shares([table], 32 * num_sets)
     assert shares.hit == pytest.approx(found, abs=LRU_TOLERANCE)
-
-
-@pytest.mark.parametrize("load", [0.7, 0.8, 0.9, 1.0])
-def test_rows_alike_miss_what_finds_no_way(load):
-    """Where all rows are as popular, what LRU misses is what the sets leave out."""
-    num_rows = round(3200 * load)
-    demand = make_demand(np.full(num_rows, 10), batch_size=1, world_size=1)
-    [shares] = shared_cache_shares([CachedTable(demand, is_per_lookup=True)], 3200)
-    assert 1 - shares.hit == pytest.approx(conflict_frac(load), abs=1e-3)
 
 
 def test_tables_share_a_cache():
@@ -202,18 +123,3 @@ def test_tables_share_a_cache():
     # Two that are alike have as much together as one has of half the cache.
     twice = shared_cache_shares([CachedTable(busy), CachedTable(busy)], 640)
     assert [share.hit for share in twice] == pytest.approx([alone.hit] * 2, abs=2e-3)
-
-
-def test_the_rows_of_a_step_that_find_no_way_are_conflicts():
-    counts, _ = zipf(2000, 0.5)
-    table = CachedTable(make_demand(counts, batch_size=200, world_size=2))
-    in_step = float(table.demand.rows_G @ table.demand.by_any_G)
-    slots = in_step / 0.9
-    [shares] = shared_cache_shares([table], slots)
-    assert shares.conflict == pytest.approx(conflict_frac(0.9))
-    assert shares.hit + shares.miss + shares.conflict == pytest.approx(1)
-    # With prefetch the rows of two steps are in it.
-    [ahead] = shared_cache_shares([table], 2 * slots, is_prefetched=True)
-    assert ahead.conflict == pytest.approx(conflict_frac(0.9))
-    assert ahead.hit > shares.hit
-    assert (num_slots(0), num_slots(33), num_slots(64)) == (32, 64, 64)

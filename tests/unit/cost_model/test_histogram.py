@@ -59,11 +59,6 @@ def test_merged_is_the_histogram_of_all_rows(counts):
         assert np.array_equal(getattr(merged, name), value), name
 
 
-def test_merge_of_nothing_is_empty():
-    merged = merge_histograms([])
-    assert (merged.num_lookups, merged.total_rows, merged.values.size) == (0, 0, 0)
-
-
 @given(counts=COUNTS, data=st.data())
 def test_top_rows_are_the_sorted_prefix(counts, data):
     histogram = build_histogram(counts)
@@ -76,16 +71,6 @@ def test_top_rows_are_the_sorted_prefix(counts, data):
 @given(counts=COUNTS)
 def test_all_rows_in_order(counts):
     assert order_all_rows(counts).tolist() == by_oracle(counts)
-
-
-def test_large_table_in_real_slices(monkeypatch):
-    monkeypatch.setattr(histogram_module, "SLICE_ROWS", 1 << 20)
-    rng = np.random.default_rng(0)
-    counts = rng.zipf(1.3, 2_000_000).clip(0, 10**7) - 1
-    histogram = build_histogram(counts)
-    rows = top_rows(counts, 20_000, histogram)
-    expected = np.lexsort((np.arange(counts.size), -counts))[:20_000]
-    assert np.array_equal(rows, expected)
 
 
 def test_refuses_negative_counts_and_other_shapes():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import CostsError, Line
+from hotrec.cost_model.costs import Line
 from hotrec.cost_model.forms import StepPrediction
 from hotrec.cost_model.step import with_loader
 
@@ -62,11 +62,6 @@ def test_batches_are_made_in_the_main_thread_or_in_workers() -> None:
     assert costs.loader_s(1000, 20_000, 0) == pytest.approx((4e-3, 0.0))
     assert costs.loader_s(1000, 20_000, 2) == pytest.approx((1e-3, 7e-3))
     assert BUILTIN["cpu_1gbit"].loader_s(1000, 0, 2) is None
-
-
-def test_half_of_a_loader_is_refused() -> None:
-    with pytest.raises(CostsError, match="loader: expected .*'receive', 'route', 'work'"):
-        replace(BUILTIN["cpu_1gbit"], loader={"read": Line(1e-3)})
 
 
 def test_cores_that_were_shared_when_measured_are_not_shared_twice() -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import CollectiveCurve, CostsError, Line, Link, World
+from hotrec.cost_model.costs import CostsError, Line, Link, World
 from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineSpec, Workload
-from hotrec.cost_model.look_ahead import OVERLAPPABLE_DENSE_FRAC
-from hotrec.cost_model.step import make_step_model
 from hotrec.types import STAGES, PipelineKind, WireType
 from tests.unit.cost_model.samples import predict_step, work_of
 
@@ -44,16 +41,12 @@ def with_link(bytes_per_s, latency_s=3e-4, **changes):
     return replace(COSTS, intra=intra, inter=Link(latency_s, bytes_per_s), **changes)
 
 
-def travels_s(step):
-    return sum(step.stage_s[s] + step.hidden_s[s] for s in EXCHANGES)
-
-
 def message_s(num_bytes, num_messages=1, costs=COSTS, world=WORLD):
     line = costs.collective("all_to_all", world, num_bytes / num_messages)
     return num_messages * line.fixed_s + num_bytes * line.per_byte_s
 
 
-@pytest.mark.parametrize(("wire", "value"), [("fp32", 4), ("bf16", 2), ("fp16", 2)])
+@pytest.mark.parametrize(("wire", "value"), [("fp32", 4), ("bf16", 2)])
 def test_bytes_are_those_of_the_exchanges(wire, value):
     pipeline = PipelineSpec(PipelineKind.look_ahead, WireType(wire))
     sent = predict(pipeline=pipeline).sent_bytes
@@ -83,58 +76,12 @@ def test_hot_rows_go_the_way_that_sends_least():
     assert forced == pytest.approx(1e4 * 257)
 
 
-def test_without_conflicts_only_the_hot_exchange_is_critical():
-    # The link is fast enough for everything else to hide, and nothing hides the critical part.
-    costs = with_link(1e9)
-    workload = replace(WORKLOAD, dense_flops=0.0)
-    step = predict(CALM, costs=costs, workload=workload)
-    hot_s = message_s(3e3 * 260, 2, costs)
-    assert step.hidden_s["hot_exchange"] == 0
-    compute = predict(CALM, costs=with_link(1e15, 0.0), workload=workload)
-    assert step.step_s - compute.step_s == pytest.approx(hot_s, rel=1e-3)
-    assert predict({**CALM, "hot_rows": 0.0, "hot_bytes": 0.0}, costs=costs).hidden_s[
-        "grads_exchange"
-    ] == pytest.approx(
-        message_s(12e3 * 256 / 2, costs=costs)
-        + costs.collective("all_reduce", WORLD, 4e5).seconds(num_bytes=4e5)
-    )
-
-
 def test_urgent_rows_travel_both_ways_in_line():
     costs = with_link(1e9)
     workload = replace(WORKLOAD, dense_flops=0.0)
     steps = [predict(q, costs=costs, workload=workload) for q in (CALM, MIXED)]
     both_s = 2 * message_s(2e3 * 256 / 2, costs=costs)
     assert steps[1].step_s - steps[0].step_s == pytest.approx(both_s, rel=1e-6)
-
-
-def test_the_end_of_backward_hides_a_part_of_what_is_critical():
-    costs = with_link(1e9)
-    dense_s = predict(costs=costs).stage_s["dense"]
-    hot_s = message_s(3e3 * 260, 2, costs)
-    cover_s = OVERLAPPABLE_DENSE_FRAC * dense_s
-    assert hot_s < cover_s  # or the case says nothing
-    step = predict(costs=costs)
-    assert step.hidden_s["hot_exchange"] == pytest.approx(hot_s)
-    slow = predict(costs=with_link(6e7))
-    assert slow.stage_s["hot_exchange"] > 0
-    # Urgent messages come after the hot ones, which have used up what hides.
-    assert slow.stage_s["rows_exchange"] >= message_s(2e3 * 256 / 2, costs=with_link(6e7))
-
-
-def test_a_slow_link_is_the_step():
-    costs = with_link(1e7)
-    step = predict(costs=costs)
-    assert step.step_s == pytest.approx(travels_s(step) - _copies_s(costs))
-    num_bytes = step.total_sent_bytes
-    assert num_bytes / 1e7 < step.step_s < num_bytes / 1e7 + 12 * 3e-4
-
-
-def _copies_s(costs):
-    """What the exchanges compute; on a link without end they do nothing else."""
-    free = replace(costs, inter=Link(0.0, 1e18))
-    step = predict(costs=free)
-    return sum(step.stage_s[s] for s in EXCHANGES)
 
 
 def test_one_rank_sends_nothing():
@@ -155,7 +102,7 @@ RATES = st.floats(1e6, 1e11)
     urgent_frac=st.floats(0, 1),
     hot=st.floats(0, 1e5),
     ranks=st.sampled_from([2, 3, 8]),
-    wire=st.sampled_from(["fp32", "fp16"]),
+    wire=st.sampled_from(["fp32", "bf16"]),
 )
 def test_more_network_never_makes_a_longer_step(
     rates, latency_s, overlap, urgent_frac, hot, ranks, wire
@@ -173,6 +120,7 @@ def test_more_network_never_makes_a_longer_step(
     ]
     assert steps[1].step_s <= steps[0].step_s * (1 + 1e-9)
     assert steps[1].total_sent_bytes == pytest.approx(steps[0].total_sent_bytes)
+    assert overlap or not any(steps[0].hidden_s.values())
     # Nothing hides longer than what hides it.
     for step in steps:
         assert sum(step.hidden_s.values()) <= step.step_s * (1 + 1e-9)
@@ -191,14 +139,6 @@ def test_more_conflicts_never_make_a_shorter_step(less, more, rate):
     assert step(low) <= step(high) * (1 + 1e-9)
 
 
-def test_nothing_is_gained_where_sending_takes_the_processor():
-    """With no overlap, all that travels is added to what is computed."""
-    costs = replace(COSTS, overlap=0.0)
-    step = predict(costs=costs)
-    assert all(seconds == 0 for seconds in step.hidden_s.values())
-    assert step.step_s > predict().step_s
-
-
 def test_what_is_paid_beside_the_stages():
     """Stragglers are waited for once, fixed overheads are paid once, others' corrections never."""
     base = predict()
@@ -213,69 +153,6 @@ def test_what_is_paid_beside_the_stages():
     of_torchrec = {"rows_exchange": 9.0, "ids_exchange": 9.0}
     assert more_s(corrections=of_torchrec) == pytest.approx(0)
     assert more_s(corrections={"row_update": 2.0}) == pytest.approx(base.stage_s["row_update"])
-
-
-def test_the_thread_of_communication_takes_its_share_of_the_cores():
-    busy = replace(COSTS, look_ahead=Line(2e-3, 0.0, 1e-9))
-    more_s = predict(costs=busy).step_s - predict().step_s
-    assert more_s == pytest.approx(2e-3 + 1e-9 * MIXED["bytes_device"])
-    assert predict(costs=busy, world=World(1, 1)).step_s == predict(world=World(1, 1)).step_s
-    # Where the link is the step, there is time for it.
-    slow, slow_busy = with_link(1e7), replace(with_link(1e7), look_ahead=busy.look_ahead)
-    assert predict(costs=slow_busy).step_s == pytest.approx(predict(costs=slow).step_s)
-
-
-def test_messages_take_what_the_faster_measured_collective_takes():
-    sizes = (1e3, 1e6, 1e7)
-
-    def curve(kind, rate):
-        seconds = tuple(1e-4 + size / rate for size in sizes)
-        return CollectiveCurve(kind, WORLD, sizes, seconds, (0.0,) * 3)
-
-    slow = predict(costs=replace(COSTS, curves=(curve("all_to_all", 5e7),)))
-    both = (curve("all_to_all", 5e7), curve("all_gather", 1e8))
-    fast = predict(costs=replace(COSTS, curves=both))
-    assert travels_s(fast) < 0.7 * travels_s(slow)
-
-
-def test_pooled_tables_are_exchanged_in_line():
-    pooled = {"pooled_sent_bytes": 1e5, "pooled_sent_ids": 1e3, "pooled_groups": 1}
-    costs = with_link(1e9)
-    workload = replace(WORKLOAD, dense_flops=0.0)
-    lines = [
-        predict({**CALM, **more}, costs=costs, workload=workload)
-        for more in ({}, pooled, {"pooled_groups": 1})
-    ]
-    in_line_s = 2 * (message_s(1e5, costs=costs) + 1e5 * costs.kernels["copy"].per_byte_s)
-    assert lines[1].step_s - lines[2].step_s == pytest.approx(in_line_s)
-    assert lines[1].total_sent_bytes - lines[0].total_sent_bytes == pytest.approx(2e5 + 8e3)
-
-
-def test_ids_travel_in_line_in_base():
-    base = predict(pipeline=PipelineSpec(PipelineKind.base))
-    ahead = predict(pipeline=SPARSE_DIST)
-    assert base.hidden_s["ids_exchange"] == 0 < ahead.hidden_s["ids_exchange"]
-    assert base.step_s - ahead.step_s == pytest.approx(ahead.hidden_s["ids_exchange"])
-    assert ahead == make_step_model(COSTS, WORLD, WORKLOAD, at=MIXED).predict(MIXED)
-
-
-@pytest.mark.parametrize("is_hot_dense", [False, True])
-def test_a_narrow_wire_halves_what_floats_take_in_line(is_hot_dense):
-    pooled = {"pooled_sent_bytes": 1e5, "pooled_groups": 1, "replicated_bytes": 2e5}
-    found = [
-        predict(
-            {**MIXED, **pooled},
-            pipeline=PipelineSpec(PipelineKind.sparse_dist, WireType(wire)),
-            is_hot_dense=is_hot_dense,
-        ).sent_bytes
-        for wire in ("fp32", "fp16")
-    ]
-    slots = 3e3 * (8 if is_hot_dense else 4)
-    ids = found[0]["ids_exchange"]
-    integers = {**dict.fromkeys(STAGES, 0.0), "ids_exchange": ids, "hot_exchange": slots}
-    for stage in STAGES:
-        values = found[0][stage] - integers[stage]
-        assert found[1][stage] - integers[stage] == pytest.approx(values / 2)
 
 
 def test_without_depth_everything_is_urgent():
@@ -294,17 +171,6 @@ def test_without_depth_everything_is_urgent():
 def test_costs_of_one_host_say_nothing_of_two():
     with pytest.raises(ValueError, match="expected the link between hosts"):
         predict(costs=replace(COSTS, inter=None))
-
-
-def test_look_ahead_pays_most_where_link_and_layers_take_as_long():
-    """Against the same step in line: nothing at no network, at most twice in between."""
-    gains = []
-    for rate in np.geomspace(1e6, 1e12, 25):
-        costs = with_link(float(rate), 0.0)
-        in_line = predict(costs=costs, pipeline=SPARSE_DIST)
-        gains.append(in_line.step_s / predict(costs=costs).step_s)
-    assert max(gains) == max(gains[5:-5]) > 1.2
-    assert gains[-1] == pytest.approx(1.0, abs=0.1)
 
 
 @pytest.mark.parametrize("world", [World(1, 1), WORLD])

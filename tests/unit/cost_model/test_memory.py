@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,22 +5,14 @@ from hypothesis import strategies as st
 
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.memory import (
-    expanded_bytes,
-    held_by_relay,
     memory_by_rank,
-    row_wise_rows,
 )
-from hotrec.cost_model.quantities import TableSharding, hot_cold_quantities
+from hotrec.cost_model.quantities import TableSharding
 from hotrec.types import (
     Exchange,
-    Levels,
-    PipelineKind,
-    PipelineSpec,
     Sharding,
-    TableOutput,
     TablePlacement,
     Tier,
-    WireType,
 )
 from tests.unit.cost_model import samples
 
@@ -39,41 +29,6 @@ def memory(demands, num_hot, tables, world_size=2, device="cuda", **options):
         demands, num_hot, tables, World(world_size, world_size), device, **options
     )
     return [(entry["device_bytes"], entry["host_bytes"]) for entry in found]
-
-
-def test_row_wise_shards_as_torchrec_cuts_them():
-    assert row_wise_rows(10, 4) == [3, 3, 3, 1]
-    assert row_wise_rows(5, 4) == [2, 2, 1, 0]
-    assert row_wise_rows(2, 4) == [1, 1, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("kind", "levels", "num_batches"),
-    [
-        (PipelineKind.look_ahead, Levels.two, 3),  # of the step and of two later ones
-        (PipelineKind.look_ahead, Levels.one, 0),
-        (PipelineKind.sparse_dist, Levels.two, 0),
-    ],
-)
-def test_relays_hold_the_rows_of_batches_in_flight(kind, levels, num_batches):
-    # Every rank reads all four rows, so a host does: its two relays have two of 16 bytes each.
-    demand = samples.make_demand(
-        np.full(4, 1000), "a", dim=4, lookups=500.0, batch_size=8, world_size=4, ranks_per_host=2
-    )
-    quantities = hot_cold_quantities([demand], {}, {"a": TablePlacement()}, World(4, 2), 8)
-    assert quantities["relayed_bytes"] == pytest.approx(32)
-    pipeline = PipelineSpec(kind, depth=2, levels=levels)
-    assert held_by_relay(quantities, World(4, 2), pipeline) == pytest.approx(32 * num_batches)
-    assert held_by_relay(quantities, World(4, 4), pipeline) == 0
-
-
-def test_rows_of_sequences_are_expanded_to_every_id():
-    bags = samples.make_demand([3, 1], "a", dim=4, lookups=5.0)
-    expanded = replace(bags, output=TableOutput.expanded)
-    packed = replace(bags, output=TableOutput.packed)
-    # 8 samples of 5 ids, 16 bytes each and as many of gradient.
-    assert expanded_bytes([bags, expanded, packed], 8) == 2 * 8 * 5 * 16
-    assert expanded_bytes([bags, expanded, packed], 8, by_torchrec=True) == 4 * 8 * 5 * 16
 
 
 def test_hot_and_cold_by_hand():
@@ -109,21 +64,6 @@ def test_tiers_by_hand():
     assert memory([make_demand("a", 4)], {}, {"a": cached}) == [(32 + 2 * 8 + 16, 2 * 16 + 16)] * 2
 
 
-def test_slots_filled_ahead_hold_rows_with_their_state():
-    slots = TablePlacement(tier=Tier.CACHED, cache_load_frac=0.5)
-    full = make_demand("a", 4, state_bytes=16)
-    # 2 rows of each rank on the host, a slot with row and state, and the map: 8 of a row, 20 of a
-    # slot.
-    on_device = 32 + 2 * 8 + 20 + 16
-    assert memory([full], {}, {"a": slots}) == [(on_device, 2 * 32 + 16)] * 2
-    half = TablePlacement(tier=Tier.CACHED, cache_load_frac=0.5, row_type=WireType.bf16)
-    # 2 rows of 4 floats take 2 bytes less each.
-    assert memory([full], {}, {"a": half}) == [(on_device, 2 * (32 - 8) + 16)] * 2
-    # A state of one float stays on the device for every row, and is in the slot too.
-    small = make_demand("a", 4)
-    assert memory([small], {}, {"a": slots}) == [(on_device - 12 + 2 * 4, 2 * 16 + 16)] * 2
-
-
 def test_slots_are_as_wide_as_the_widest_table_that_shares_the_cache():
     narrow, wide = make_demand("a", 4, state_bytes=16), make_demand("b", 4, dim=8, state_bytes=32)
     cached = {"tier": Tier.HOST_CACHED, "cache_load_frac": 0.5}
@@ -138,12 +78,6 @@ def test_slots_are_as_wide_as_the_widest_table_that_shares_the_cache():
     # Filled ahead, they are by dimension, and have locks.
     ahead = {name: TableSharding("table_wise", (0,), **cached, is_prefetched=True) for name in "ab"}
     assert memory([narrow, wide], {}, ahead)[0][0] == 2 * (32 + 4) + 2 * (48 + 4) + 8 * 4
-
-
-def test_a_wholly_hot_table_has_no_shards():
-    demand = make_demand("a", 3)
-    assert memory([demand], {"a": 3}, {"a": TablePlacement()}) == [(3 * 52 + 12, 12)] * 2
-    assert memory([demand], {"a": 3}, {"a": TABLE_WISE}) == [(3 * 52 + 12, 12)] * 2
 
 
 def test_table_wise_tables_go_where_there_is_room():

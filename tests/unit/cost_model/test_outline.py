@@ -7,10 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotrec.cli.store import build_config, compose_config
 from hotrec.config.data import OutlineSpec, OutlineTableSpec
-from hotrec.config.validate import validate
-from hotrec.cost_model.outline import write_outline, zipf_rows
+from hotrec.cost_model.outline import write_outline
 from hotrec.cost_model.profile import Sampling, read_profile
 from hotrec.data.chunks import Dataset
 
@@ -21,25 +19,6 @@ SAMPLED = Sampling(frac=0.25, seed=3, min_count=2)
 
 def outline(**tables: tuple[int, float]) -> OutlineSpec:
     return OutlineSpec("a test", NUM_TRAIN, 2, {n: OutlineTableSpec(*t) for n, t in tables.items()})
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 10, 1000, 2**20 + 7])
-def test_every_row_has_one_rank(num_rows: int) -> None:
-    slices = [*zipf_rows(num_rows, 1.1)]
-    rows = np.concatenate([rows for rows, _ in slices])
-    assert np.array_equal(np.sort(rows), np.arange(num_rows))
-    probs = np.concatenate([probs for _, probs in slices])
-    assert probs.sum() == pytest.approx(1)
-    assert (np.diff(probs) < 0).all()
-
-
-def test_popular_rows_are_spread_over_the_shards() -> None:
-    (rows, probs), *_ = zipf_rows(100_000, 1.05)
-    of_shards = np.bincount(rows * 8 // 100_000, probs)
-    # The most popular row alone takes an eighth of the lookups.
-    assert np.sort(of_shards)[:-1].max() < 2 / 8
-    hottest = np.bincount(rows[:800] * 8 // 100_000)
-    assert (np.abs(hottest - 100) <= 2).all()
 
 
 def test_counts_are_those_of_so_many_samples(tmp_path: Path) -> None:
@@ -60,21 +39,3 @@ def test_counts_are_those_of_so_many_samples(tmp_path: Path) -> None:
     by_rank = np.sort(profile.counts["skewed"])[::-1]
     assert by_rank[:10] == pytest.approx(drawn * weights[:10] / weights.sum(), rel=0.1)
     assert profile.counts["uniform"] == pytest.approx(drawn / 50, rel=0.15)
-
-
-def test_bad_outlines_are_refused() -> None:
-    for spec, message in (
-        (outline(), "tables: expected at least one table"),
-        (outline(**{"a.b": ONE_ROW}), "tables.a.b"),
-        (outline(a=(0, 1.0)), "tables.a.num_rows"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            validate(spec, "data.outline")
-
-
-def test_criteo_terabyte_has_the_columns_of_its_source() -> None:
-    data = build_config(compose_config("config", ["experiment=criteo_terabyte"])).data
-    assert list(data.outline.tables) == [f"C{number}" for number in range(1, 27)]
-    assert data.outline.num_dense == 13
-    hashed = {name: table.num_rows for name, table in data.source.tables.items()}
-    assert {name: data.outline.tables[name].num_rows for name in hashed} == hashed

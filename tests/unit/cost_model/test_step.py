@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import CollectiveCurve, Costs, World
+from hotrec.cost_model.costs import CollectiveCurve, World
 from hotrec.cost_model.forms import PipelineSpec, Workload
-from hotrec.cost_model.step import make_step_model
 from hotrec.types import STAGES, PipelineKind
 from tests.unit.cost_model.samples import predict_step, work_of
 
@@ -44,39 +44,27 @@ def test_a_share_of_what_travels_is_hidden(overlap: float) -> None:
     assert step.hidden_s["rows_exchange"] == pytest.approx(overlap * min(wire_s, cover_s))
 
 
-@pytest.mark.parametrize("overlap", [0.0, 0.7])
-def test_torchrecs_messages_have_a_correction_of_their_own(overlap: float) -> None:
-    """Of pooled vectors, also of what hides them; those of rows keep the stage's."""
-    pooled = work_of(pooled_sent_bytes=1e6, pooled_groups=1)
-    plain = replace(COSTS, overlap=overlap)
-    corrections = {"rows_exchange": 3.0, "torchrec_rows_exchange": 2.0}
-    corrected = replace(plain, corrections=corrections)
-    for quantities, factor in ((pooled, 2.0), (COLD, 3.0)):
-        without = predict_step(plain, WORLD, WORKLOAD, quantities)
-        step = predict_step(corrected, WORLD, WORKLOAD, quantities)
-        exposed_s = without.stage_s["rows_exchange"]
-        assert step.stage_s["rows_exchange"] == pytest.approx(factor * exposed_s)
-        assert step.stage_s["grads_exchange"] == without.stage_s["grads_exchange"]
-    both = predict_step(corrected, WORLD, WORKLOAD, {**pooled, **COLD}).stage_s["rows_exchange"]
-    low, high = (
-        predict_step(
-            replace(plain, corrections={"rows_exchange": f}), WORLD, WORKLOAD, {**pooled, **COLD}
-        ).stage_s["rows_exchange"]
-        for f in (2.0, 3.0)
-    )
-    assert low < both < high
-
-
-def test_all_reduces_of_replicas_have_a_correction_of_their_own() -> None:
+@pytest.mark.parametrize(
+    ("stage", "quantities", "factor"),
+    [
+        ("rows_exchange", work_of(pooled_sent_bytes=1e6, pooled_groups=1), 2.0),
+        ("rows_exchange", COLD, 3.0),
+        ("hot_exchange", {"replicated_bytes": 1e6, "replicated_groups": 1.0}, 2.0),
+        ("hot_exchange", {"hot_rows": 1e3, "hot_bytes": 256e3}, 3.0),
+        ("row_update", COLD, 3.0),
+    ],
+)
+def test_corrections_scale_a_stage(stage: str, quantities: Any, factor: float) -> None:
+    """Those of TorchRec's messages have one of their own, those of rows keep the stage's."""
     plain = replace(COSTS, overlap=0.0)
-    corrected = replace(plain, corrections={"hot_exchange": 3.0, "torchrec_hot_exchange": 2.0})
-    replicas = {"replicated_bytes": 1e6, "replicated_groups": 1.0}
-    for quantities, factor in ((replicas, 2.0), ({"hot_rows": 1e3, "hot_bytes": 256e3}, 3.0)):
-        before, after = (
-            predict_step(costs, WORLD, WORKLOAD, quantities).stage_s["hot_exchange"]
-            for costs in (plain, corrected)
-        )
-        assert after == pytest.approx(factor * before), quantities
+    corrected = replace(plain, corrections={stage: 3.0, f"torchrec_{stage}": 2.0})
+    if stage == "row_update":  # which has no messages
+        corrected = replace(plain, corrections={stage: 3.0})
+    before, after = (
+        predict_step(costs, WORLD, WORKLOAD, quantities).stage_s for costs in (plain, corrected)
+    )
+    assert after[stage] == pytest.approx(factor * before[stage])
+    assert {**after, stage: 0} == pytest.approx({**before, stage: 0})
 
 
 def test_bytes_are_those_of_the_exchanges() -> None:
@@ -103,60 +91,17 @@ def test_overheads_are_paid_where_their_stage_is() -> None:
         assert more == pytest.approx(wanted)
 
 
-def test_waiting_grows_with_the_dense_layers() -> None:
-    waiting = replace(COSTS, waiting_frac={"grads_exchange": 0.1})
-    for dense_flops in (1e6, 2e6):
-        workload = replace(WORKLOAD, dense_flops=dense_flops)
-        dense_s = make_step_model(COSTS, WORLD, workload).stages["dense"].compute.constant
-        before, after = (
-            predict_step(costs, WORLD, workload, COLD).stage_s["grads_exchange"]
-            for costs in (COSTS, waiting)
-        )
-        assert after - before == pytest.approx(0.1 * dense_s)
-
-
-def shaped() -> Costs:
-    """A network that lets 256 kB pass at once, and then 125 MB/s."""
+@pytest.mark.parametrize("rows", [100, 1_000, 20_000])
+def test_curves_are_exact_at_the_message_sizes_of_the_step(rows: int) -> None:
+    """On a network that lets 256 kB pass at once, and then 125 MB/s, which no line says."""
     sizes = (1e3, 256e3, 1e6, 4e6)
     seconds = tuple(2e-4 + max(0.0, size - 256e3) / 125e6 for size in sizes)
     curve = CollectiveCurve("all_to_all", WORLD, sizes, seconds, (0.0,) * 4)
-    return replace(COSTS, curves=(curve,), overlap=0.0)
-
-
-@pytest.mark.parametrize("rows", [100, 1_000, 20_000])
-def test_curves_are_exact_at_the_message_sizes_of_the_step(rows: int) -> None:
-    quantities = COLD | work_of(rows_device=rows)
-    costs = shaped()
+    costs, quantities = replace(COSTS, curves=(curve,), overlap=0.0), work_of(rows_device=rows)
     sent = rows * 256 / 2
     wanted = 2e-4 + max(0.0, sent - 256e3) / 125e6 + sent * costs.kernels["copy"].per_byte_s
-    found = predict_step(costs, WORLD, WORKLOAD, quantities).stage_s["rows_exchange"]
+    found = predict_step(costs, WORLD, WORKLOAD, COLD | quantities).stage_s["rows_exchange"]
     assert found == pytest.approx(wanted, rel=1e-6)
-    # A line for all sizes cannot be.
-    straight = make_step_model(costs, WORLD, WORKLOAD).predict(quantities).stage_s["rows_exchange"]
-    assert straight != pytest.approx(wanted, rel=0.01)
-
-
-def test_corrections_scale_a_stage() -> None:
-    twice = replace(COSTS, corrections={"row_update": 2.0})
-    before, after = (
-        predict_step(costs, WORLD, WORKLOAD, COLD).stage_s["row_update"] for costs in (COSTS, twice)
-    )
-    assert after == pytest.approx(2 * before)
-
-
-def test_optimizer_state_crosses_the_bus_unless_it_was_measured_with_the_rows() -> None:
-    costs = BUILTIN["dgx_h100_infiniband"]
-    host = work_of(rows_host=4e3, cold_groups=1)
-    alone = predict_step(costs, WORLD, WORKLOAD, host)
-    state = predict_step(costs, WORLD, WORKLOAD, {**host, "state_bytes_host": 1e6})
-    more_s = state.stage_s["row_update"] - alone.stage_s["row_update"]
-    assert more_s == pytest.approx(1e6 * costs.kernels["read_host"].per_byte_s)
-    for optimizer, is_in in (("adam", True), ("adagrad", True), ("rowwise_adagrad", False)):
-        measured = replace(costs, facts={"optimizer": optimizer})
-        found = predict_step(measured, WORLD, WORKLOAD, {**host, "state_bytes_host": 1e6})
-        assert found.stage_s["row_update"] == pytest.approx(
-            (alone if is_in else state).stage_s["row_update"]
-        )
 
 
 def test_prefetch_hides_what_a_miss_takes_more_than_a_hit() -> None:

@@ -7,11 +7,11 @@ import threading
 import numpy as np
 import pytest
 import torch
+from hotrec.embedding.snapshot import Snapshot, keep
 
 from hotrec.embedding import snapshot
 from hotrec.embedding.adapt import Swaps, _demote
 from hotrec.embedding.canonical import TensorPart
-from hotrec.embedding.snapshot import Snapshot, keep
 
 NUM_ROWS = 1000
 

@@ -1,5 +1,9 @@
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hotrec.artifact import ArtifactError, commit_artifact, scratch_directory
 from hotrec.cost_model.profile import Profile, Sampling
@@ -16,7 +20,6 @@ from hotrec.types import (
     HotExchange,
     Partition,
     Placement,
-    RowFetch,
     Sharding,
     TablePlacement,
     Tier,
@@ -34,6 +37,11 @@ PARTITION = Partition(
 )
 
 
+POPULAR = {
+    "file": np.array([(1, 0.5), (3, 1)], POPULAR_ROW),
+    "t/x": np.array([(0, 0.25)], POPULAR_ROW),
+    "big": np.empty(0, POPULAR_ROW),
+}
 TABLES = {
     "file": TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=0.3),
     "t/x": TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE),
@@ -43,43 +51,13 @@ TABLES = {
 
 def write(path):
     return write_partition(
-        Placement(PARTITION, TABLES, is_hot_dense=True),
+        Placement(PARTITION, TABLES, is_hot_dense=True, popular_rows=POPULAR),
         path,
         parameters={"budget_bytes": 5},
         summary=summarize_partition(PARTITION, PROFILE, ROW_BYTES),
         dataset_hash="d1",
         profile_hash="p1",
     )
-
-
-def test_summary_by_hand():
-    summary = summarize_partition(PARTITION, PROFILE, ROW_BYTES)
-    assert summary["tables"]["file"] == {
-        "num_rows": 4,
-        "hot_rows": 2,
-        "hot_rows_frac": 0.5,
-        "hot_bytes": 200,
-        "row_bytes": 100,
-        "coverage_train": 0.8,
-        "coverage_heldout": 0.25,
-    }
-    assert summary["tables"]["t/x"]["coverage_train"] is None
-    assert summary["tables"]["t/x"]["hot_rows"] == 0
-    assert summary["total"] == {
-        "num_rows": 16,
-        "hot_rows": 5,
-        "hot_rows_frac": 5 / 16,
-        "hot_bytes": 203,
-        "coverage_train": pytest.approx((8 + 24) / (10 + 45)),
-        "coverage_heldout": pytest.approx((1 + 3) / (4 + 45)),
-    }
-
-
-def test_summary_without_heldout_data():
-    profile = Profile(10, 0, 10, Sampling(), COUNTS)
-    summary = summarize_partition(PARTITION, profile, ROW_BYTES)
-    assert summary["total"]["coverage_heldout"] is None
-    assert summary["tables"]["file"]["coverage_heldout"] is None
 
 
 def test_the_most_accessed_rows_are_hot():
@@ -99,53 +77,38 @@ def test_artifact_round_trip(tmp_path):
     placement, again = read_placement(tmp_path / "partition")
     assert again.content_hash == artifact.content_hash == write(tmp_path / "b").content_hash
     assert again.made_from == {"dataset": "d1", "profile": "p1"}
-    assert again.content["policy"] == placement.partition.policy == "by hand"
     assert again.content["parameters"] == {"budget_bytes": 5}
-    assert placement.partition.num_rows == PARTITION.num_rows
+    found = placement.partition
+    assert (found.policy, found.num_rows) == ("by hand", PARTITION.num_rows)
     assert (placement.tables, placement.is_hot_dense) == (TABLES, True)
-    for table in PARTITION.num_rows:
-        assert placement.partition.hot(table).dtype == np.int64
-        assert placement.partition.hot(table).tolist() == PARTITION.hot(table).tolist()
-
-
-def test_popular_rows_round_trip(tmp_path):
-    popular = {
-        "file": np.array([(1, 0.5), (3, 1)], POPULAR_ROW),
-        "t/x": np.array([(0, 0.25)], POPULAR_ROW),
-        "big": np.empty(0, POPULAR_ROW),
+    assert {t: found.hot(t).tolist() for t in found.num_rows} == {
+        t: PARTITION.hot(t).tolist() for t in found.num_rows
     }
-    slots = TablePlacement(tier=Tier.CACHED, cache_load_frac=0.5, row_fetch=RowFetch.mapped)
-    placed = Placement(PARTITION, dict.fromkeys(TABLES, slots), popular_rows=popular)
-    given = {"parameters": {}, "summary": {}, "dataset_hash": "d1", "profile_hash": "p1"}
-    write_partition(placed, tmp_path / "p", **given)
-    found, _ = read_placement(tmp_path / "p")
-    assert found.tables == placed.tables
-    assert {t: rows.tolist() for t, rows in found.popular_rows.items()} == {
-        "file": [(1, 0.5), (3, 1)], "t/x": [(0, 0.25)], "big": [],
-    }  # fmt: skip
+    assert {t: rows.tolist() for t, rows in placement.popular_rows.items()} == {
+        t: rows.tolist() for t, rows in POPULAR.items()
+    }
 
 
-def test_partitions_of_before_there_were_two_ways_to_fetch_are_read(tmp_path):
-    table = {"exchange": "rows", "sharding": "row_wise", "tier": "cached", "row_type": "fp32"}
-    tables = {"t": {**table, "cache_load_frac": 0.5}}
-    with scratch_directory(tmp_path / "p", kind="partition") as scratch:
-        np.savez(scratch / "hot_rows.npz", t=np.array([2]))
-        content = {
-            **{"policy": "by hand", "num_rows": {"t": 7}},
-            "placement": {"is_hot_dense": False, "tables": tables},
-        }
-        commit_artifact(scratch, tmp_path / "p", kind="partition", content=content)
-    assert read_placement(tmp_path / "p")[0].tables["t"].row_fetch is RowFetch.staged
+HOT_ROWS = st.dictionaries(
+    st.sampled_from(sorted(PARTITION.num_rows)), st.sets(st.integers(0, 1)), max_size=3
+)
 
 
-def test_altered_hot_rows_are_found(tmp_path):
-    write(tmp_path / "p")
-    path = tmp_path / "p" / "hot_rows.npz"
-    data = bytearray(path.read_bytes())
-    data[200] ^= 1
-    path.write_bytes(bytes(data))
-    with pytest.raises(ArtifactError, match=r"hot_rows\.npz: expected checksum"):
-        read_placement(tmp_path / "p")
+@given(HOT_ROWS, HOT_ROWS, st.randoms())
+def test_partitions_with_the_same_hot_rows_have_one_digest(
+    ours: Any, theirs: Any, random: Any
+) -> None:
+    """In any order and layout of the rows and tables, and with or without a table of no hot row."""
+
+    def digest(rows: Any) -> str:
+        shuffled = [(name, random.sample(sorted(of), len(of))) for name, of in rows.items()]
+        layout = slice(None, None, random.choice([1, -1]))
+        hot = {name: np.array(of, np.int64)[layout] for name, of in shuffled[layout]}
+        return Partition(PARTITION.num_rows, hot).digest
+
+    same = {n: of for n, of in ours.items() if of} == {n: of for n, of in theirs.items() if of}
+    assert digest(ours) == digest(dict(ours))
+    assert (digest(ours) == digest(theirs)) == same
 
 
 def test_rows_outside_their_table_are_found(tmp_path):

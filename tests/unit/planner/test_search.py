@@ -16,10 +16,6 @@ from hotrec.types import Exchange, Tier
 from tests.helpers.samples import sample
 from tests.unit.planner.search_cases import brute_force, limit_sizes, make_case, memory_of
 
-CRITEO_ROWS = (
-    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
-    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
-)
 WORKLOAD = Workload(2048, 2e6, 0.3, 1_000_000)
 BY_LOADER = dataclasses.replace(WORKLOAD, is_routed_by_loader=True)
 WORLD = World(16, 8)
@@ -64,61 +60,39 @@ def used_frac(demands, choice, limits, ranks, *, is_cpu, is_routed_on_device):
 @pytest.mark.slow
 def test_small_problems_against_every_placement():
     """The search finds the best of all placements."""
-    ratios, kinds = [], dict.fromkeys(("infeasible", "hot", "pooled", "cached", "dense"), 0)
+    kinds = dict.fromkeys(("infeasible", "hot", "pooled", "cached", "dense"), 0)
     for seed in sample(range(160), 1, 3):
         case = make_case(seed)
-        least = brute_force(*case)
-        if least is None:
+        least_s = brute_force(*case)
+        if least_s is None:
             with pytest.raises(InfeasibleError):
                 search_placement(*case)
             kinds["infeasible"] += 1
             continue
         choice = search_placement(*case)
-        ratios.append(choice.prediction.step_s / least)
+        # A faster one would not fit.
+        assert 1 - 1e-9 <= choice.prediction.step_s / least_s <= 1 + 1e-6, seed
         kinds["hot"] += any(choice.num_hot.values())
         kinds["dense"] += choice.is_hot_dense
         tables = choice.tables.values()
         kinds["pooled"] += any(t.exchange is Exchange.POOLED for t in tables)
         kinds["cached"] += any(t.tier is Tier.HOST_CACHED for t in tables)
-    assert min(ratios) >= 1 - 1e-9  # a faster one would not fit
-    assert max(ratios) <= 1 + 1e-6
     assert all(kinds.values()), kinds
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_problems_of_several_dims_fit(seed):
+@pytest.mark.parametrize("seed", range(6))
+def test_less_memory_never_makes_a_shorter_step(seed):
+    """Of problems with several dimensions, each of which fits its memory."""
     demands, costs, world, workload, _ = make_case(seed, most_tables=8, num_groups=40, most_rows=60)
     is_cpu, whole = costs.device == "cpu", sum(d.num_rows * d.row_bytes for d in demands)
-    limits = Limits(whole * 0.8, whole * (2.0 if is_cpu else 1.5), whole * 0.3)
-    choice = search_placement(demands, costs, world, workload, limits)
-    options = {"is_cpu": is_cpu, "is_routed_on_device": True}
-    assert used_frac(demands, choice, limits, world.num_ranks, **options) <= 1 + 1e-9
-
-
-@pytest.mark.parametrize(
-    ("device_frac", "host_frac", "replica_frac", "best_s", "gap"),
-    [
-        (1e3, 1e3, None, 0.001020463, 1e-6),
-        (0.3, 1.02, None, 0.001027524, 1e-6),
-        (0.02, 2.0, None, 0.001126704, 0.0035),
-        (16.0, 16.0, 1e-3, 0.001027423, 1e-6),
-    ],
-)
-def test_criteo_sizes(device_frac, host_frac, replica_frac, best_s, gap):
-    """The best steps that are known, but for 0.35% where caches and a full device trade.
-
-    Mixed-integer programs, with 80 thresholds, 60 sweeps, 12 programs of 24 prices, 5,000 nodes and
-    a gap of 1e-6, found no better ones.
-    """
-    demands = [zipf_demand(f"t{i}", rows) for i, rows in enumerate(CRITEO_ROWS)]
-    share = sum(d.num_rows * d.row_bytes for d in demands) / WORLD.num_ranks
-    replica = None if replica_frac is None else share * replica_frac
-    limits = Limits(share * device_frac, share * host_frac, replica)
-    costs = machine(without=("order_row", "order_id"))
-    choice = search_placement(demands, costs, WORLD, BY_LOADER, limits)
-    assert choice.prediction.step_s <= best_s * (1 + gap)
-    used = used_frac(demands, choice, limits, 16, is_cpu=False, is_routed_on_device=False)
-    assert used <= 1 + 1e-9
+    least_s = 0.0
+    for device_frac, replica_frac in ((4.0, 4.0), (0.8, 0.3), (0.5, 0.1)):
+        limits = Limits(whole * device_frac, whole * 2, whole * replica_frac)
+        choice = search_placement(demands, costs, world, workload, limits)
+        options = {"is_cpu": is_cpu, "is_routed_on_device": True}
+        assert used_frac(demands, choice, limits, world.num_ranks, **options) <= 1 + 1e-9
+        assert choice.prediction.step_s >= least_s * (1 - 1e-6)
+        least_s = choice.prediction.step_s
 
 
 def test_hot_range_is_kept():

@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
-from hotrec.cost_model.costs import Line
 from hotrec.cost_model.forms import LOOK_AHEAD
-from hotrec.planner.document import prediction_document
-from hotrec.planner.plan import Plan, SplitTables
-from hotrec.planner.predict import predict_split, with_faster_fetch
+from hotrec.planner.plan import SplitTables
 from hotrec.planner.propose import Decision, propose
 from hotrec.planner.request import GivenTables, PlanRequest, Replayed, SlotRequest
 from hotrec.planner.slots import LOAD_FRACS, SlotsError, check_slots
-from hotrec.types import Partition, Placement, RowFetch, Tier
+from hotrec.types import Partition, Placement, Tier
 from tests.unit.planner.situations import NUM_ROWS, RANKS, machine, situation
+
+
+def place(load_frac: float) -> Placement:
+    return Placement.alike(Partition(NUM_ROWS), Tier.CACHED, load_frac)
 
 
 @pytest.mark.parametrize(("depth", "eval_factor"), [(0, 1), (1, 1), (3, 1), (1, 3)])
@@ -56,55 +57,12 @@ def test_slots_that_the_device_cannot_hold_are_refused() -> None:
     check_slots(replace(on, machine=machine("cpu")), placed, 1)
 
 
-@pytest.mark.parametrize(
-    ("mapped_s", "expected"), [(1e-9, RowFetch.mapped), (4e-9, RowFetch.staged), (None, "staged")]
-)
-def test_rows_come_to_the_device_the_faster_way(mapped_s: float | None, expected: Any) -> None:
-    """By the costs of both ways; the prediction is of the chosen one."""
-    on = situation(machine("cuda"))
-    lines = {"fetch_slot": Line(1e-3, 0, 2e-9), "return_slot": Line(), "fetch_mapped": None}
-    if mapped_s is not None:
-        lines["fetch_mapped"] = Line(1e-3, 0, mapped_s)
-    kernels = {n: line for n, line in {**on.costs.kernels, **lines}.items() if line is not None}
-    on = replace(on, costs=replace(on.costs, kernels=kernels))
-    num_rows = {d.name: d.num_rows for d in on.demands}
-    placed = Placement.alike(Partition(num_rows), Tier.CACHED, 0.5)
-    slots = Replayed("look_ahead", 10, 0.5, 0.5, 1e6, 1e5)
-    found = with_faster_fetch(on, placed, slots)
-    assert {table.row_fetch for table in found.tables.values()} == {RowFetch(expected)}
-    split = SplitTables(dict.fromkeys(num_rows, 0), found.tables)
-    predicted = predict_split(split, LOOK_AHEAD, on, slots)
-    row_bytes = on.demands[0].row_bytes
-    rate = {RowFetch.staged: 2e-9, RowFetch.mapped: mapped_s}[RowFetch(expected)]
-    assert rate is not None
-    moved_s = 1e-3 + rate * 1e6 / RANKS * row_bytes
-    hidden_s = predicted.step.hidden_s["rows_exchange"]
-    without = predict_split(split, LOOK_AHEAD, on)
-    plan = Plan(split, LOOK_AHEAD)
-    document, document_without = (
-        prediction_document(
-            on, Decision(plan, "", {plan: of}), partition=None, counts={}, sensitivity=[]
-        )["expected"]
-        for of in (predicted, without)
-    )
-    assert document["fetched_bytes"] == pytest.approx(1e6 / RANKS * row_bytes)
-    assert document["returned_bytes"] == pytest.approx(1e5 / RANKS * row_bytes)
-    assert document["cache_hit_frac"] == 0.5
-    assert document_without["fetched_bytes"] is document_without["returned_bytes"] is None
-    added_s = predicted.step_s - without.step_s
-    assert added_s + hidden_s - without.step.hidden_s["rows_exchange"] == pytest.approx(moved_s)
-
-
 class Counted:
     """As many rows move as have no slot."""
 
     def predict(self, load_frac: float, popular_rows: Any) -> Replayed:
         moved = 1e6 * (1 - load_frac)
-        return Replayed("look_ahead", 10, load_frac, load_frac, moved, moved)
-
-
-def place(load_frac: float) -> Placement:
-    return Placement.alike(Partition(NUM_ROWS), Tier.CACHED, load_frac)
+        return Replayed(10, load_frac, load_frac, moved, moved)
 
 
 def propose_slots(slots: SlotRequest, on: Any, load_frac: float = 0.3) -> Decision:
@@ -138,17 +96,3 @@ def test_the_fewest_slots_that_are_as_fast_are_chosen() -> None:
     assert decision.prediction.step_s == steps[fewest]
     assert decision.prediction.slots == Counted().predict(fewest, {})
     assert f"cache_load_frac={fewest:.3f} gives the fewest" in decision.why
-
-
-def test_slots_of_some_tables_are_only_checked() -> None:
-    """What they save is not known: slots that are replayed are shared by all tables."""
-    on, placed = situation(machine("cpu")), place(0.5)
-    plain = Placement.alike(Partition(NUM_ROWS), Tier.DEVICE, None)
-    some = replace(placed, tables={**placed.tables, "C3": plain.tables["C3"]})
-    slots = SlotRequest(1024, lambda _: pytest.fail("read"), place)
-    request = PlanRequest(GivenTables(some, slots), LOOK_AHEAD, name="saved")
-    decision = propose(request, on, lambda tables, pipeline: "unasked")
-    assert decision.prediction.slots is None
-    many = replace(slots, samples_in_flight=1 << 30)
-    with pytest.raises(SlotsError, match="expected at least .* slots"):
-        propose(replace(request, tables=GivenTables(some, many)), on, lambda *_: "unasked")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 from hotrec.planner.trial import (
-    START_SPREAD,
     Trial,
     ratio_interval,
     read_trial,
@@ -39,23 +37,6 @@ def test_the_interval_of_a_ratio_holds_it_as_often_as_it_says(
     assert 0.85 < held / 400 < 0.95
 
 
-def test_the_ratio_of_another_start_lies_in_its_interval() -> None:
-    """Starts differ beside their blocks, so the interval is wider than that of this start alone."""
-    rng = np.random.default_rng(0)
-    inside = 0
-    for _ in range(300):
-        starts = []
-        for _ in range(2):
-            own = np.exp(rng.normal(0, START_SPREAD / math.sqrt(2), 2))
-            rounds = np.exp(rng.normal(0, 0.1, 20))
-            blocks = rounds * np.exp(rng.normal(0, 0.08, (2, 20))) * own[:, None]
-            starts.append(Trial({"a": [*blocks[0]], "b": [*(1.2 * blocks[1])]}, 1.0))
-        middle, low, high = starts[0].ratio("b", "a")
-        assert low < middle < high
-        inside += low <= starts[1].ratio("b", "a")[0] <= high
-    assert 0.86 < inside / 300 < 0.95
-
-
 @pytest.mark.parametrize(
     ("block_s", "still_open", "is_decided"),
     [
@@ -71,84 +52,38 @@ def test_what_a_trial_knows(
     trial = Trial(block_s, 5.0)
     assert (trial.open_candidates, trial.is_decided) == (still_open, is_decided)
     assert trial.chosen == "a"
-    step = f"{1e3 * trial.step_s('a'):.3g} ms"
-    why = trial.why(LABELS)
-    assert why.startswith(f"plan a took {step} a step, the least of {len(block_s)} plans in a")
-    of_b = why.partition("; plan b ")[2].partition(")")[0]
+    of_b = trial.why(LABELS).partition("; plan b ")[2].partition(")")[0]
     assert of_b.endswith("within the noise" if "b" in still_open else "slower")
 
 
 def test_what_did_not_take_turns_claims_nothing(tmp_path: Path) -> None:
     trial = Trial({"a": [1.0, 1.0, 1.0], "b": [2.0, 2.0, 2.0]}, 5.0, took_turns=False)
-    assert "did not take turns: no claim of speed; plan b 2e+03 ms." in trial.why(LABELS)
+    assert "no claim of speed" in trial.why(LABELS)
     assert "slower" not in trial.why(LABELS)
-    write_trial(trial, tmp_path / "a.json")
-    assert read_trial(tmp_path / "a.json", LABELS) == replace(trial, is_recorded=True)
-    # What left before the rounds has none to compare.
-    left = Trial({"a": [1.0, 1.0, 1.0], "c": [3.5]}, 5.0)
-    assert "plan c 3.5e+03 ms (left out after its first steps)" in left.why(LABELS)
-    # It was slower in its time, which others may have been, too.
-    assert Trial({"a": [1.0, 4.0, 4.0], "c": [1.6]}, 5.0).chosen == "a"
-
-
-def test_a_difference_that_rounds_to_nothing_has_no_minus() -> None:
-    trial = Trial({"a": [1.0, 1.001], "b": [1.001, 1.0]}, 5.0)
-    assert "-0%" not in trial.why(LABELS)
-
-
-def test_a_record_is_read_back(tmp_path: Path) -> None:
-    trial, file = Trial({"a": [1.0, 2.0], "b": [3.0]}, 5.0), trial_file(tmp_path, {"batch": 1})
+    file = trial_file(tmp_path, {"batch": 1})
     assert read_trial(file, LABELS) is None
     write_trial(trial, file)
     assert read_trial(file, LABELS) == replace(trial, is_recorded=True)
     assert trial_file(tmp_path, {"batch": 2}) != file
-
-
-def test_the_document_of_a_trial_has_labels() -> None:
-    trial = Trial({"a": [1.0, 1.0], "b": [2.0, 2.0]}, 5.0)
-    document = trial.document(LABELS)
-    assert (document["seconds"], document["is_recorded"], document["took_turns"]) == (
-        5,
-        False,
-        True,
-    )
-    assert list(document["plans"]) == ["plan a", "plan b"]
-    of_b = document["plans"]["plan b"]
-    assert (of_b["step_s"], of_b["block_s"]) == (pytest.approx(2.0), [2.0, 2.0])
-    assert of_b["slower"][0] < 2 < of_b["slower"][1]
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device", "large", "directory"])
-def test_a_record_without_an_end_is_not_read(
-    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = trial_file(tmp_path, {})
-    if kind == "pipe":
-        os.mkfifo(file)
-    elif kind == "device":
-        file.symlink_to("/dev/zero")
-    elif kind == "directory":
-        file.mkdir()
-    else:
-        with file.open("w") as large:
-            large.truncate(1 << 33)
-    with caplog.at_level(logging.WARNING):
-        assert read_trial(file, LABELS) is None
-    assert f"{file}: expected the record of a trial" in caplog.text
+    # What left before the rounds was slower in its time, which others may have been, too.
+    assert Trial({"a": [1.0, 4.0, 4.0], "c": [1.6]}, 5.0).chosen == "a"
 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", '{"block_s": {}, "seconds": 1}', '{"block_s": {"a": []}, "seconds": 1}']
-    + ['{"block_s": {"gone": [1.0]}, "seconds": 1}']
+    ["", "[]", '{"block_s": {"a": []}, "seconds": 1}', None]
     + ['{"block_s": {"a": [1.0], "gone": [2.0]}, "seconds": 1}']
-    + [json.dumps({"block_s": {"a": [step]}, "seconds": 1}) for step in (-1, "x", float("nan"))],
+    + [json.dumps({"block_s": {"a": [step]}, "seconds": 1}) for step in (-1, "x", math.nan)],
 )
 def test_a_damaged_record_is_not_believed(
-    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, content: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Nor is what has no end."""
     file = trial_file(tmp_path, {})
-    file.write_text(content)
+    if content is None:
+        file.symlink_to("/dev/zero")
+    else:
+        file.write_text(content)
     with caplog.at_level(logging.WARNING):
         assert read_trial(file, LABELS) is None
     assert f"{file}: expected the record of a trial" in caplog.text

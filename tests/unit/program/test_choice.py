@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-import torch
-from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.sharding_plan import (
     column_wise,
@@ -20,18 +15,14 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-import hotrec
 from hotrec.cost_model.profile import Profile, Sampling
-from hotrec.cost_model.reuse import TableReuse
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import TorchrecTables
 from hotrec.planner.request import ByCost
-from hotrec.program import parallel
 from hotrec.program.choice import Choice, Tables, choose_by_cost, constraints_of
-from hotrec.types import OptimizerKind, Partition, PipelineKind, TableOutput, TorchrecPlan
+from hotrec.types import OptimizerKind, PipelineKind, TorchrecPlan
 
 CONFIG: dict[str, Any] = {"name": "item", "num_embeddings": 5000, "embedding_dim": 256}
 SEQUENCES = EmbeddingConfig(**CONFIG, feature_names=["history"])
@@ -69,23 +60,6 @@ def test_torchrecs_plans_are_compared_where_they_train_the_same_weights() -> Non
     assert choice.placement is not None
 
 
-def test_a_profile_of_a_loader_keeps_what_its_batches_share(tmp_path: Path) -> None:
-    class Reader(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.sequences = EmbeddingCollection([SEQUENCES])
-
-    def batch(*ids: int) -> KeyedJaggedTensor:
-        return KeyedJaggedTensor(["history"], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
-
-    counted = hotrec.profile([batch(1, 1, 2), batch(2, 3), batch(1, 3)], Reader())
-    assert counted.reuse == {"item": TableReuse(1, (2 / 4, 2 / 2))}
-    # Batches this small have a locality too: 2 distinct rows of 7 / 3 lookups.
-    assert counted.locality["item"].mean == (2.0,)
-    counted.save(tmp_path / "profile")
-    assert hotrec.profile(tmp_path / "profile").reuse == counted.reuse
-
-
 def test_sequences_on_cpu_are_never_data_parallel() -> None:
     planner, by_hand = (
         TorchrecTables(plan) for plan in (TorchrecPlan.planner, TorchrecPlan.hand_tuned)
@@ -104,23 +78,3 @@ def test_sequences_on_cpu_are_never_data_parallel() -> None:
     found = constraints_of(by_hand, [few], dataclasses.replace(ON_CPU, device="cuda"))
     assert found is not None
     assert found["item"].sharding_types == ["data_parallel"]
-
-
-def test_the_planner_expands_the_rows_of_sequences_unless_they_are_packed(
-    one_rank: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Tables] = []
-
-    def kept(**given: Any) -> Tables:
-        seen.append(Tables(**given))
-        return seen[-1]
-
-    monkeypatch.setattr(parallel, "Tables", kept)
-    rule = functools.partial(torch.optim.SGD, lr=0.1)
-    for mark in (hotrec.use_packed_jagged_tensor, lambda collection: collection):
-        model = nn.ModuleDict({"sequences": mark(EmbeddingCollection([SEQUENCES]))})
-        hot = Partition({"item": SEQUENCES.num_embeddings})
-        hotrec.parallelize(model, hot, embedding_optimizer=rule, dense_optimizer=rule)
-    packed, expanded = ([shape.output for shape in tables.shapes] for tables in seen)
-    assert packed == [TableOutput.packed]
-    assert expanded == [TableOutput.expanded]
