@@ -15,7 +15,7 @@ from hotrec.data.all_hot import write_all_hot
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import num_steps
 from hotrec.data.locality import ByOwner, ShardOwner
-from hotrec.data.tokens import ByTokens, ByTokensAndOwner, SampleWork
+from hotrec.data.tokens import ByTokens, SampleWork
 from hotrec.types import Partition
 from tests.unit.data.logs import (
     ONE_HOT_SCHEMA,
@@ -35,8 +35,7 @@ BY_OWNER = ByOwner(
     SCHEMA, {"t_a": [ShardOwner(0, 0), ShardOwner(5, 1)], "t_b": [ShardOwner(0, 1)]}, HOT
 )
 BY_TOKENS = ByTokens(SCHEMA.feature_names, SampleWork(1, {"bag": 1}))
-BY_BOTH = ByTokensAndOwner(BY_TOKENS, BY_OWNER)
-ASSIGN = {"by_owner": BY_OWNER, "by_tokens": BY_TOKENS, "by_both": BY_BOTH}
+ASSIGN = {"by_owner": BY_OWNER, "by_tokens": BY_TOKENS}
 CUTS = ["all", "all_hot", "mixed", *ASSIGN]
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from hotrec.data.all_hot import write_all_hot
 from hotrec.data.chunks import Dataset
-from hotrec.data.locality import ByOwner, ShardOwner
-from hotrec.data.tokens import ByTokens, ByTokensAndOwner, SampleWork, assign_by_work
-from hotrec.types import Feature, Partition, Schema, Table
+from hotrec.data.tokens import ByTokens, SampleWork, assign_by_work
+from hotrec.types import Partition
 from tests.unit.data.logs import SCHEMA, assert_holds, loader, samples_of, write_dataset
 
 WORK = SampleWork(5, {"a": 1, "bag": 2}, {"bag": 3})
@@ -65,32 +64,6 @@ def test_the_busiest_rank_keeps_to_grahams_bound(values, num_ranks) -> None:
     )
     most = max(loads_of(work, assign_by_work(work, num_ranks), num_ranks))
     assert 3 * num_ranks * most <= (4 * num_ranks - 1) * best
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=40), st.integers(1, 4), st.booleans())
-def test_owners_change_no_work(lengths, num_ranks, is_on_hosts) -> None:
-    """Among samples of the same work the owner of the rows gets the sample, if it has a place."""
-    schema = Schema((), (Feature("bag", "t", is_multi_hot=True),), (Table("t", num_ranks),))
-    shards = {"t": [ShardOwner(rank, rank) for rank in range(num_ranks)]}
-    hosts = [rank // 2 for rank in range(num_ranks)] if is_on_hosts else []
-    by_tokens = ByTokens(("bag",), SampleWork(1, {"bag": 1}))
-    assign = ByTokensAndOwner(by_tokens, ByOwner(schema, shards, {}, hosts))
-    assert pickle.loads(pickle.dumps(assign)).by_tokens == by_tokens
-    length_S = np.array(lengths, np.int32)
-    owner_S = np.random.default_rng(len(lengths)).integers(0, num_ranks, length_S.size)
-    shares_W = np.bincount(np.arange(length_S.size) % num_ranks, minlength=num_ranks)
-    rank_S = assign(np.repeat(owner_S, length_S), length_S, shares_W)
-    plain_S = by_tokens(length_S, num_ranks)
-    place_W = np.array(hosts or range(num_ranks), np.int64)
-    for length in set(lengths):
-        alike = length_S == length
-        room_W = np.bincount(plain_S[alike], minlength=num_ranks)
-        assert np.array_equal(np.bincount(rank_S[alike], minlength=num_ranks), room_W)
-        room_H = np.bincount(place_W, room_W)
-        wanted_H = np.bincount(place_W[owner_S[alike]], minlength=room_H.size)
-        num_at_home = np.count_nonzero(place_W[rank_S[alike]] == place_W[owner_S[alike]])
-        assert num_at_home == np.minimum(room_H, wanted_H).sum()
 
 
 def test_work_is_counted_from_lengths() -> None:
