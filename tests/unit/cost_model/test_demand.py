@@ -124,21 +124,6 @@ def test_more_hot_rows_only_move_rows(counts, batch_size, world_size):
     assert covered == pytest.approx(1.0)
 
 
-@given(counts=COUNTS, max_groups=st.integers(2, 12))
-def test_merged_groups_keep_rows_lookups_and_distinct_rows(counts, max_groups):
-    exact, merged = make_demand(counts), make_demand(counts, max_groups=max_groups)
-    assert merged.rows_G.size <= max_groups
-    assert merged.rows_G.sum() == exact.rows_G.sum()
-    assert (np.diff(merged.probs_G) < 0).all()
-    for name in ("probs_G", "by_rank_G", "by_any_G", "by_both_G"):
-        merged_sum = merged.rows_G @ getattr(merged, name)
-        assert merged_sum == pytest.approx(exact.rows_G @ getattr(exact, name))
-    # The highest counts stay apart.
-    apart = min(max_groups // 2, exact.rows_G.size)
-    assert merged.rows_G[:apart].tolist() == exact.rows_G[:apart].tolist()
-    assert merged.probs_G[:apart] == pytest.approx(exact.probs_G[:apart])
-
-
 def test_all_hot_share():
     first, second = make_demand([70, 20, 10], lookups=3.0), make_demand([1, 1], "u")
     samples = np.random.default_rng(4).choice(3, (20_000, 3), p=[0.7, 0.2, 0.1])

@@ -19,35 +19,25 @@ STEP = StepPrediction(
 
 
 @pytest.mark.parametrize(
-    ("loader_s", "num_workers", "ranks", "cores", "overlap", "step_s"),
+    ("loader_s", "on", "step_s"),  # workers, ranks, cores and the overlap
     [
-        ((0.0, 3e-3), 2, 2, 8, 1.0, 10e-3),  # there are cores for the workers
-        ((1e-3, 3e-3), 2, 2, 8, 1.0, 11e-3),  # but the main thread gets the batch from them
-        ((0.0, 30e-3), 2, 1, 8, 1.0, 15e-3),  # too few workers
-        ((0.0, 30e-3), 1, 1, 8, 1.0, 30e-3),
-        ((0.0, 3e-3), 2, 2, 2, 1.0, 11.8e-3),  # workers delay a rank while it computes
-        ((0.0, 3e-3), 2, 2, 2, 0.0, 13e-3),
-        ((0.0, 3e-3), 2, 4, 5, 1.0, 10.3e-3),  # a spare core serves most of them
-        ((0.0, 6e-3), 2, 2, 2, 0.0, 16e-3),  # and communication takes the cores as well
-        ((0.0, 0.0), 2, 4, 2, 1.0, 12e-3),  # more ranks than cores
+        ((0.0, 3e-3), (2, 2, 8, 1.0), 10e-3),  # there are cores for the workers
+        ((1e-3, 3e-3), (2, 2, 8, 1.0), 11e-3),  # but the main thread gets the batch from them
+        ((0.0, 30e-3), (2, 1, 8, 1.0), 15e-3),  # too few workers
+        ((0.0, 30e-3), (1, 1, 8, 1.0), 30e-3),
+        ((0.0, 3e-3), (2, 2, 2, 1.0), 11.8e-3),  # workers delay a rank while it computes
+        ((0.0, 3e-3), (2, 2, 2, 0.0), 13e-3),
+        ((0.0, 3e-3), (2, 4, 5, 1.0), 10.3e-3),  # a spare core serves most of them
+        ((0.0, 6e-3), (2, 2, 2, 0.0), 16e-3),  # and communication takes the cores as well
+        ((0.0, 0.0), (2, 4, 2, 1.0), 12e-3),  # more ranks than cores
     ],
 )
 def test_a_step_waits_for_the_loader_and_for_the_cores(
-    loader_s: tuple[float, float],
-    num_workers: int,
-    ranks: int,
-    cores: int,
-    overlap: float,
-    step_s: float,
+    loader_s: tuple[float, float], on: Any, step_s: float
 ) -> None:
-    found = with_loader(
-        STEP,
-        loader_s=loader_s,
-        num_workers=num_workers,
-        ranks_per_host=ranks,
-        cores_per_host=cores,
-        overlap=overlap,
-    )
+    names = ("num_workers", "ranks_per_host", "cores_per_host", "overlap")
+    options: Any = dict(zip(names, on, strict=True))
+    found = with_loader(STEP, loader_s=loader_s, **options)
     assert found.step_s == pytest.approx(step_s)
     assert sum(found.stage_s.values()) == pytest.approx(step_s)
     assert found.stage_s["dense"] == STEP.stage_s["dense"]

@@ -155,19 +155,6 @@ def test_what_is_paid_beside_the_stages():
     assert more_s(corrections={"row_update": 2.0}) == pytest.approx(base.stage_s["row_update"])
 
 
-def test_without_depth_everything_is_urgent():
-    flat, ahead = (
-        predict(pipeline=PipelineSpec(PipelineKind.look_ahead, depth=d), costs=with_link(1e9))
-        for d in (0, 1)
-    )
-    like = predict(MIXED | work_of(urgent_rows=12e3), costs=with_link(1e9))
-    assert flat.step_s - like.step_s == pytest.approx(like.hidden_s["ids_exchange"])
-    assert flat.step_s > ahead.step_s
-    assert flat.sent_bytes == pytest.approx(ahead.sent_bytes)
-    deep = predict(pipeline=PipelineSpec(PipelineKind.look_ahead, depth=3), costs=with_link(1e9))
-    assert deep == ahead
-
-
 def test_costs_of_one_host_say_nothing_of_two():
     with pytest.raises(ValueError, match="expected the link between hosts"):
         predict(costs=replace(COSTS, inter=None))

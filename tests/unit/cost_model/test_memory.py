@@ -64,22 +64,6 @@ def test_tiers_by_hand():
     assert memory([make_demand("a", 4)], {}, {"a": cached}) == [(32 + 2 * 8 + 16, 2 * 16 + 16)] * 2
 
 
-def test_slots_are_as_wide_as_the_widest_table_that_shares_the_cache():
-    narrow, wide = make_demand("a", 4, state_bytes=16), make_demand("b", 4, dim=8, state_bytes=32)
-    cached = {"tier": Tier.HOST_CACHED, "cache_load_frac": 0.5}
-    # Rows of two dimensions are two modules of FBGEMM's: 2 slots of 16 + 16 and of 32 + 16 bytes
-    # over 2 ranks, and maps of 4 for 2 rows of each on a rank.
-    rows = dict.fromkeys("ab", TablePlacement(**cached))
-    [(found, _), _] = memory([narrow, wide], {}, rows, is_routed_on_device=False)
-    assert found == 32 + 48 + 4 * 4
-    # TorchRec's pooled tables are one: 4 slots of 32 + 16 on the owner, maps for 8 rows.
-    plan = {name: TableSharding("table_wise", (0,), **cached) for name in "ab"}
-    assert memory([narrow, wide], {}, plan)[0][0] == 4 * 48 + 8 * 4
-    # Filled ahead, they are by dimension, and have locks.
-    ahead = {name: TableSharding("table_wise", (0,), **cached, is_prefetched=True) for name in "ab"}
-    assert memory([narrow, wide], {}, ahead)[0][0] == 2 * (32 + 4) + 2 * (48 + 4) + 8 * 4
-
-
 def test_table_wise_tables_go_where_there_is_room():
     demands = [make_demand(name, size) for name, size in (("a", 2), ("b", 7), ("c", 4))]
     pooled = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)

@@ -77,20 +77,6 @@ def test_bytes_are_those_of_the_exchanges() -> None:
     assert dense["hot_exchange"] == pytest.approx(1e4 * 256 + 1e3 * 8)
 
 
-def test_overheads_are_paid_where_their_stage_is() -> None:
-    stages = ("route", "rows_exchange", "hot_exchange", "dense")
-    plain = replace(COSTS, overlap=0.0)  # else the slower dense layers would hide more
-    overhead_s = plain.overhead_s + 2
-    slow = replace(plain, stage_overhead_s=dict.fromkeys(stages, 1.0), overhead_s=overhead_s)
-    for quantities, paid in ((MIXED, 2 + 2 + 4 / 3), (COLD, 2 + 2 + 2 / 3), ({}, 2 + 1)):
-        more = (
-            predict_step(slow, WORLD, WORKLOAD, quantities).step_s
-            - predict_step(plain, WORLD, WORKLOAD, quantities).step_s
-        )
-        wanted = paid + (1 if quantities is MIXED else 0)
-        assert more == pytest.approx(wanted)
-
-
 @pytest.mark.parametrize("rows", [100, 1_000, 20_000])
 def test_curves_are_exact_at_the_message_sizes_of_the_step(rows: int) -> None:
     """On a network that lets 256 kB pass at once, and then 125 MB/s, which no line says."""

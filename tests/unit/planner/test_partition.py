@@ -1,16 +1,13 @@
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrec.artifact import ArtifactError, commit_artifact, scratch_directory
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.planner.partition import (
     most_accessed,
     read_placement,
-    summarize_partition,
     write_partition,
 )
 from hotrec.planner.plan import SplitTables
@@ -27,9 +24,7 @@ from hotrec.types import (
 
 # A table may be called "file", which np.savez cannot take as a name.
 COUNTS = {"file": np.array([5, 0, 3, 2]), "t/x": np.array([0, 0]), "big": np.arange(10)}
-HELDOUT = {"file": np.array([1, 1, 0, 2]), "t/x": np.array([0, 0]), "big": np.arange(10)[::-1]}
-ROW_BYTES = {"file": 100, "t/x": 10, "big": 1}
-PROFILE = Profile(10, 4, 14, Sampling(), COUNTS, HELDOUT)
+PROFILE = Profile(10, 4, 14, Sampling(), COUNTS)
 PARTITION = Partition(
     {"file": 4, "t/x": 2, "big": 10},
     {"file": np.array([0, 2]), "big": np.array([9, 8, 7])},
@@ -54,7 +49,7 @@ def write(path):
         Placement(PARTITION, TABLES, is_hot_dense=True, popular_rows=POPULAR),
         path,
         parameters={"budget_bytes": 5},
-        summary=summarize_partition(PARTITION, PROFILE, ROW_BYTES),
+        summary={"total": {}},
         dataset_hash="d1",
         profile_hash="p1",
     )
@@ -109,12 +104,3 @@ def test_partitions_with_the_same_hot_rows_have_one_digest(
     same = {n: of for n, of in ours.items() if of} == {n: of for n, of in theirs.items() if of}
     assert digest(ours) == digest(dict(ours))
     assert (digest(ours) == digest(theirs)) == same
-
-
-def test_rows_outside_their_table_are_found(tmp_path):
-    with scratch_directory(tmp_path / "p", kind="partition") as scratch:
-        np.savez(scratch / "hot_rows.npz", t=np.array([7]))
-        content = {"policy": "by hand", "num_rows": {"t": 7}}
-        commit_artifact(scratch, tmp_path / "p", kind="partition", content=content)
-    with pytest.raises(ArtifactError, match=r"expected hot rows in 0\.\.6, got 7"):
-        read_placement(tmp_path / "p")

@@ -29,23 +29,19 @@ from hotrec.planner.propose import (
     in_doubt,
     propose,
 )
-from hotrec.planner.request import ByCost, GivenTables, PlanRequest
+from hotrec.planner.request import ByCost, PlanRequest
 from hotrec.planner.search import InfeasibleError
 from hotrec.planner.situation import Situation
 from hotrec.types import (
     Exchange,
     Levels,
-    Partition,
     PipelineKind,
     PipelineSpec,
-    Placement,
     TableOutput,
-    Tier,
     TorchrecPlan,
 )
 from tests.unit.cost_model.samples import make_demand
 from tests.unit.planner.situations import (
-    NUM_ROWS,
     SKEWED_BATCH,
     by_table,
     machine,
@@ -180,17 +176,6 @@ def test_a_request_for_a_plan_of_torchrec_predicts_that_one() -> None:
     assert all(plan.is_hotrec for plan in propose(by_cost, of, never_fits).predictions)
     with pytest.raises(ValueError, match="too large"):
         propose(request, of, never_fits)
-
-
-def test_a_given_split_is_predicted_in_each_pipeline() -> None:
-    partition = Partition(NUM_ROWS, {"C2": np.array([4, 1])})
-    given_tables = GivenTables(Placement.alike(partition, Tier.DEVICE, None))
-    request = PlanRequest(given_tables, AUTO, num_workers=1, name="coverage")
-    decision = propose(request, situation(machine("cpu")), never_fits)
-    found = [(p.pipeline.kind.value, p.num_hot, p.num_workers) for p in decision.predictions]
-    assert found == [("look_ahead", 2, 1), ("sparse_dist", 2, 1), ("base", 2, 1)]
-    assert decision.prediction.step_s == min(of.step_s for of in decision.predictions.values())
-    assert decision.placement is given_tables.placement
 
 
 @pytest.mark.parametrize("may_decline", [True, False])

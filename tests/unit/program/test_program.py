@@ -23,7 +23,6 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import hotrec
-from hotrec.routing.batches import features_of_each
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Partition, PipelineKind, TorchrecPlan
 from tests.unit.planner.situations import torchrec_plan
@@ -201,17 +200,6 @@ def test_weights_and_random_numbers_are_left_as_they_were(one_rank: Ranks, hot: 
     assert torch.equal(torch.rand(3), expected)
     for name, table in hotrec.gather_tables(model).items():
         assert torch.equal(table, weights[f"0.embedding_bags.{name}.weight"])
-
-
-def test_features_are_found_by_their_names() -> None:
-    first, second = features("a", "x"), features("b")
-    batch = {"deep": [first], "other": (second, 3)}
-    assert features_of_each(batch, [{"b"}, {"a"}, {"a"}]) == [second, first, first]
-    assert features_of_each([first], [{"anything"}]) == [first]  # the collection says what lacks
-    with pytest.raises(ValueError, match=r"expected the features \['a'\] in one .* in 2 of 2"):
-        features_of_each([first, features("a")], [{"a"}])
-    with pytest.raises(ValueError, match="in 0 of 0"):
-        features_of_each([torch.ones(1)], [{"a"}])
 
 
 def test_a_profile_of_arrays_is_that_of_batches(tmp_path: Path) -> None:
