@@ -174,7 +174,7 @@ class Training:
                 table_configs(case), is_weighted=case.is_weighted, device=meta
             )
             # A piece of columns has 4 at least, see ``make_constraints``.
-            codecs = wire_codecs(WireType[case.wire], [4])
+            codecs = wire_codecs(WireType[case.wire])
             sharder = EmbeddingBagCollectionSharder(
                 fused_params(spec), qcomm_codecs_registry=codecs
             )

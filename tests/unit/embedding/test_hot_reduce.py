@@ -80,7 +80,7 @@ def test_one_rank_gets_what_it_gave(one_rank: Ranks, exchange: HotExchange) -> N
     ]
     expected = [(slots.clone(), grad.clone()) for slots, grad in touched]
     with count_sent_bytes() as traffic:
-        wire = Wire(dist.group.WORLD, WireType.fp16)
+        wire = Wire(dist.group.WORLD, WireType.bf16)
         found = HotReducer(SHAPES, wire, exchange).reduce(touched, [[3, 0]])
     assert traffic.total_bytes == 0
     for (slots, grad), (wanted_slots, wanted) in zip(found, expected, strict=True):

@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -16,12 +15,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from hotrec.artifact import read_artifact
 from hotrec.data.batch import Batch
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.traffic import BatchFacts, find_distinct_rows
-from hotrec.train import checkpoint
-from hotrec.train.callbacks import Callbacks
 from hotrec.train.checkpoint import Checkpoints, StatefulLoader, find_latest
 from hotrec.train.loop import TrainResult
 from hotrec.train.schedule import Schedule
@@ -533,59 +529,3 @@ def test_no_process_is_forked_between_steps(
     # What lives after the first step is left out of garbage collection, until the end.
     assert frozen[0] == gc.get_freeze_count() == 0
     assert frozen[1] > 100_000
-
-
-@pytest.mark.slow
-def test_checkpoints_in_the_background(
-    one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each is whole before the next, and the last before the run ends; an error leaves none."""
-    write, may_write = checkpoint.write_tensors, threading.Event()
-    told: list[tuple[int, bool]] = []
-
-    class Telling(TinyLoader):
-        def batch(self, index: int) -> Batch:
-            if index == 9:
-                assert find_latest(tmp_path / "slow") == tmp_path / "slow" / "step-00000004"
-                may_write.set()  # the second one is being written for two steps now
-            return super().batch(index)
-
-    def write_slowly(*given: Any) -> Any:
-        is_second = "step-00000008" in str(given[1])
-        assert not is_second or may_write.wait(60)
-        return write(*given)
-
-    def call(self: Any, event: str, *given: Any) -> None:
-        if event == "on_checkpoint":
-            told.append((given[0], find_latest(tmp_path / "slow") == given[1]))
-
-    monkeypatch.setattr(checkpoint, "write_tensors", write_slowly)
-    monkeypatch.setattr(Callbacks, "call", call)
-    given: dict[str, Any] = {"num_steps": 16, "save_in_background": True}
-    cadence = Cadence(log_every=2, check_every=1, save_every=4)
-    slow = Checkpoints(tmp_path / "slow", facts={}, keep_last=9, lineage="0" * 32)
-    run(one_rank, Telling(num_batches=16), cadence, checkpoints=slow, **given)
-    assert told == [(step, True) for step in (4, 8, 12, 16)]
-
-    at_once = Checkpoints(tmp_path / "at_once", facts={}, keep_last=9, lineage="0" * 32)
-    given["save_in_background"] = False
-    run(one_rank, TinyLoader(num_batches=16), cadence, checkpoints=at_once, **given)
-    for step in (4, 8, 12, 16):
-        files, expected = (
-            read_artifact(tmp_path / name / f"step-{step:08d}", kind="checkpoint").files
-            for name in ("slow", "at_once")
-        )
-        names = [name for name in files if name.startswith("tensors/")]
-        assert names
-        assert [files[name] for name in names] == [expected[name] for name in names]
-
-    may_write.clear()
-    monkeypatch.setattr(checkpoint, "_ABANDON_S", 0.1)
-    ends_early = Checkpoints(tmp_path / "error", facts={})
-    given["save_in_background"] = True
-    with pytest.raises(RuntimeError, match="got the end of the data"):
-        run(one_rank, TinyLoader(num_batches=10), cadence, checkpoints=ends_early, **given)
-    assert [path.name for path in sorted((tmp_path / "error").iterdir())] == [
-        *("latest", "step-00000004")
-    ]
-    may_write.set()
