@@ -182,6 +182,7 @@ def make_job(config: Config, run_dir: Path, dataset: Dataset) -> Job:
             trainer.early_stop_patience,
             is_kept=trainer.keeps_best,
             by=trainer.best_by.name,
+            split=next(iter(trainer.eval_splits), None),
         )
     return Job(
         name=config.run_name,

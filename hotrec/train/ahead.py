@@ -51,7 +51,9 @@ class DaysAhead:
 
 
 def read_evaluated(eval_file: Path, last_step: int) -> list[dict[str, Any]]:
-    """The evaluations of next days up to a step that a run has recorded."""
+    """The evaluations of next days up to a step that a run has recorded; none for a new run."""
+    if last_step == 0:
+        return []
     return [
         {name: value for name, value in line.items() if name not in ("split", "elapsed_s")}
         for line in read_lines(eval_file)

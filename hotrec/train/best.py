@@ -29,11 +29,18 @@ class BestQuality:
         is_kept: Whether the checkpoint of the best evaluation is kept.
         by: Key of the figure, such as log_loss, auc or gauc; of one with parts, such as recall_at,
             the first counts.
+        split: The split that is evaluated; None if there is but one.
     """
 
     def __init__(
-        self, patience: int | None = None, *, is_kept: bool = False, by: str = LOG_LOSS
+        self,
+        patience: int | None = None,
+        *,
+        is_kept: bool = False,
+        by: str = LOG_LOSS,
+        split: str | None = None,
     ) -> None:
+        self.split = split
         self.patience, self.is_kept, self.by = patience, is_kept, by
         self._sign = -1 if FIGURES[by].better == "more" else 1
         self.step = self._last_step = -1
@@ -88,10 +95,11 @@ class BestQuality:
                 self.of_splits.items()
             ),  # as a list, because a JSON mapping may lose the order
             **({} if self.by == LOG_LOSS else {"by": self.by}),
+            **({} if self.split is None else {"split": self.split}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a saved run.
+        """Restore the state of a saved run; one of another split leaves this one as it is.
 
         Raises:
             ValueError: If it is damaged, or its best evaluation was chosen by another figure.
@@ -101,6 +109,10 @@ class BestQuality:
                 f"trainer.best_by: expected {saved}, by which the checkpoint's best evaluation was "
                 f"chosen, got {self.by}. Set trainer.best_by={saved}, or start a new run."
             )
+        saved_split = state.get("split", self.split)
+        if None not in (saved_split, self.split) and saved_split != self.split:
+            logger.info("best: expected split %s, got %s; begins anew", saved_split, self.split)
+            return
         self.step, self._last_step = int(state["step"]), int(state["last_step"])
         self.value = None if state["loss"] is None else float(state["loss"])
         self._num_worse = int(state["num_worse"])

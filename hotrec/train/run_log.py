@@ -151,4 +151,6 @@ def _drop_later_lines(path: Path, last_step: int) -> None:
     if not path.exists():
         return
     kept = [json.dumps(line) for line in read_lines(path) if line["step"] <= last_step]
+    if last_step == 0:  # begins anew: even lines of step 0 are of another run
+        kept = []
     replace_text(path, "".join(f"{line}\n" for line in kept))

@@ -132,6 +132,17 @@ def test_another_figure_than_the_saved_one_is_refused() -> None:
             BestQuality(by=asked).load_state_dict(state)
 
 
+def test_another_split_begins_anew() -> None:
+    saved = BestQuality(1, is_kept=True, split="day 1")
+    for step, auc in ((2, 0.5), (4, 0.5)):
+        saved.add_quality(step, quality(auc))
+    assert saved.must_stop
+    for split, is_same in (("day 1", True), ("day 2", False)):
+        best = BestQuality(1, is_kept=True, split=split)
+        best.load_state_dict(saved.state_dict())
+        assert (best.must_stop, best.knows(4), best.value == 0.5) == (is_same,) * 3
+
+
 class LoaderWithSigterm(TinyLoader):
     def __iter__(self) -> Any:
         for number, batch in enumerate(super().__iter__()):

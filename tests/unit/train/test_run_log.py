@@ -10,6 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hotrec.artifact import ArtifactError
+from hotrec.train.ahead import NEXT_DAY, read_evaluated
 from hotrec.train.run_log import RunLog
 
 
@@ -64,6 +65,15 @@ def test_a_record_without_an_end_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "eval.jsonl")
     with pytest.raises(ArtifactError, match=r"eval\.jsonl: expected a text file"):
         RunLog(tmp_path, start_step=0)
+
+
+def test_a_new_run_takes_nothing_of_the_run_before(tmp_path: Path) -> None:
+    file = tmp_path / "eval.jsonl"
+    file.write_text(json.dumps({"step": 0, "split": NEXT_DAY, "day": "1", "auc": 0.5}) + "\n")
+    assert len(read_evaluated(file, 1)) == 1
+    assert read_evaluated(file, 0) == []
+    with RunLog(tmp_path, start_step=0):
+        assert file.read_text() == ""
 
 
 def test_summary_is_replaced_whole(tmp_path: Path) -> None:
