@@ -14,8 +14,6 @@ from typing import get_type_hints
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 
 from hotrec.cli.app import _check_flags, _complete, _split_flags, _topics
 from hotrec.cli.commands import COMMANDS
@@ -146,53 +144,6 @@ def test_the_files_and_targets_of_lines_exist(page: Path) -> None:
                 assert (REPOSITORY / word.partition(":")[0]).exists(), line
         if words[:1] == ["make"]:
             assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), line
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "hotrec train data=events trainer.bach_size=1",
-        "hotrec train trainer.batch_size=1",
-        "hotrec train data=event",
-        "hotrec train --multi data=events trainer.seed=1,2 --speed",
-        "hotrec train data=events trainer.seed=1,2",
-        "hotrec train --multirun data=events trainer.batch_size=1,0",
-        "hotrec trian data=events",
-        "hotrec train --help traner",
-        "launch/torchrun.sh --nnodes 2 train data=events model.depth=1",
-    ],
-)
-def test_a_wrong_line_is_found(line: str, conf: Path, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"```console\n{line}\n```\n")
-    with pytest.raises((ValueError, AssertionError, HydraException, OmegaConfBaseException)):
-        test_hotrec_takes_the_lines(page, conf)
-
-
-def test_lines_are_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "`hotrec` and `hotrec train\na=1`, `hotrec plan ...`:\n\n"
-        "    docker run \\\n        hotrec:cpu doctor\n    hotrec of old\n\n"
-        "```console\nhotrec train \\\n    b=<any name>\nA=1 hotrec run c=1  # so\n```\n"
-    )
-    commands = [command_in(line) for line in lines_of(page)]
-    assert commands == [
-        ("doctor", []),
-        ("train", ["b=x"]),
-        ("run", ["c=1"]),
-        ("train", ["a=1"]),
-    ]
-
-
-@pytest.mark.parametrize(
-    "line", ["hotrec prepare append=[a.csv]", "hotrec train a=choice(1,2)", "hotrec report runs/*"]
-)
-def test_an_unquoted_line_is_found(line: str, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"Run `{line}`.\n")
-    with pytest.raises(AssertionError):
-        test_a_shell_reads_the_lines(page)
 
 
 def test_extras_are_quoted() -> None:

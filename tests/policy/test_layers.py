@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-from tests.policy.source import Import, imports, imports_of, loaded_by, modules
+from tests.policy.source import Import, imports, loaded_by, modules
 
 # From the bottom to the top: a part imports itself and what stands before it.
 ORDER = (
@@ -174,27 +173,3 @@ def test_measurements_know_no_configuration() -> None:
         if part_of(i.importer) in {"bench", "calibrate"} and part_of(i.imported) == "config"
     }
     assert readers == {"hotrec.bench.job"}
-
-
-def test_the_reader_of_imports_sees_every_form(tmp_path: Path) -> None:
-    path = tmp_path / "module.py"
-    path.write_text(
-        "import numpy.linalg, torch as t\n"
-        "from typing import TYPE_CHECKING\n"
-        "from hotrec import artifact\n"
-        "from .chunks import Dataset\n"
-        "if TYPE_CHECKING:\n    import pyarrow\n"
-        "try:\n    import hydra\nexcept ImportError:\n    hydra = None\n"
-        "def read():\n    import torchrec\n"
-    )
-    seen = {(i.imported, i.is_eager) for i in imports_of("hotrec.data.module", path)}
-    assert seen == {
-        ("numpy.linalg", True),
-        ("torch", True),
-        ("typing", True),
-        ("hotrec.artifact", True),
-        ("hotrec.data.chunks", True),
-        ("pyarrow", False),
-        ("hydra", True),
-        ("torchrec", False),
-    }

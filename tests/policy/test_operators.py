@@ -9,7 +9,7 @@ import pytest
 
 from hotrec.doctor import PAIRS
 from tests.policy.source import REPOSITORY
-from tests.stand_in.operators import REPLACED, argument_names, of_release, read, schemas
+from tests.stand_in.operators import REPLACED, argument_names, read, schemas
 
 RELEASES = [pair.fbgemm for pair in PAIRS.values()]
 
@@ -50,14 +50,3 @@ def test_the_table_is_of_whole_operators() -> None:
     for name, facts in table["schemas"].items():
         for schema in facts.values():
             assert schema is None or schema.startswith(f"{name}(")
-
-
-def test_facts_hold_from_their_release_on() -> None:
-    facts = {"1.6.0": "a", "1.8.0": None, "1.10.0": "b"}
-    releases = ("1.5.0", "1.6.0", "1.7.1", "1.8.0", "1.9.0", "1.10.0")
-    assert [of_release(facts, release) for release in releases] == [None, "a", "a", None, None, "b"]
-
-
-def test_arguments_are_read_from_a_schema() -> None:
-    schema = "f( Tensor(a!) x, int[] y, Tensor? z=None, int w = -1) -> (Tensor, Tensor(a!)?)"
-    assert argument_names(schema) == ["x", "y", "z", "w"]

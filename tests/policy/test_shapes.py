@@ -118,25 +118,3 @@ def test_configuration_ends_at_the_door() -> None:
 def test_sections_are_classes_and_enumerations_are_values() -> None:
     assert {"Config", "TrainerConfig", "TimeOrder", "CostPlacement"} <= sections()
     assert "OrderAssign" not in sections()
-
-
-def test_the_readers_see_every_form(tmp_path: Path) -> None:
-    path = tmp_path / "module.py"
-    path.write_text(
-        "import hotrec.config.groups\n"
-        "from hotrec.config import roots\n"
-        "from hotrec.config.roots import Config, Device\n"
-        "class A:\n"
-        "    def one(self, a, /, b, *c, d, **e):\n"
-        "        def two(): ...\n"
-        "    @classmethod\n"
-        "    async def three(cls, f): ...\n"
-        "def four(self_, x=lambda y, z: y): ...\n"
-    )
-    assert sections_read(path) == {"hotrec.config.groups", "hotrec.config.roots", "Config"}
-    assert dict(functions(parsed(path), "m")) == {
-        "m.A.one": 5,
-        "m.A.one.two": 0,
-        "m.A.three": 1,
-        "m.four": 2,
-    }
