@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -32,7 +32,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 VERSION_BASE = "1.3"
 USER_CONF = Path("conf")
 _PARSER = OverridesParser.create()
-MAX_YAML_BYTES, MAX_YAML_ALIASES = 1 << 20, 20
+MAX_YAML_BYTES, MAX_YAML_ALIASES, MAX_YAML_DEPTH = 1 << 20, 20, 64
 
 
 def conf_dir() -> Path:
@@ -274,7 +274,7 @@ def check_yaml_files(path: Path) -> None:
             )
         try:
             with file.open(encoding="utf-8") as text:
-                events = list(yaml.parse(text))
+                events = _events(file, text)
         except (UnicodeError, yaml.YAMLError) as error:
             raise ValueError(
                 f"{file}: expected YAML in UTF-8, got {type(error).__name__}: {error}. "
@@ -292,6 +292,21 @@ def check_yaml_files(path: Path) -> None:
                 f"{file}: expected at most {MAX_YAML_ALIASES} YAML aliases, got {num_aliases}. "
                 "Write the values out."
             )
+
+
+def _events(file: Path, text: TextIO) -> list[Any]:
+    """The events of a YAML file; reading ends at the first that is too deep."""
+    events, depth = [], 0
+    for event in yaml.parse(text):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_YAML_DEPTH:  # the time of the parser is quadratic in the depth
+            raise ValueError(
+                f"{file}: expected at most {MAX_YAML_DEPTH} levels of configuration, got more in "
+                f"line {event.start_mark.line + 1}. Correct the file."
+            )
+        events.append(event)
+    return events
 
 
 def read_config(path: Path, root: type) -> Any:
