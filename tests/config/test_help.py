@@ -92,7 +92,6 @@ def test_defaults_are_those_of_the_configuration(capsys: pytest.CaptureFixture[s
         ("trainer.seed order", ["  trainer.seed=0", "Choices of order=shuffled:"], "  trainer.d"),
         ("experiment", ["  quickstart: A DLRM on"], "["),
         ("append", ["  append=[]  [list of str]"], "  overwrite"),
-        ("cache", ["cache: what", "  cache.num_batches="], "  model."),
     ],
 )
 def test_a_part(

@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 from hotrec.planner.partition import read_placement
 from hotrec.train.signals import STOPPED_EXIT_CODE
 from tests.e2e.conftest import SMOKE, Workspace, environment, hotrec
+from tests.e2e.faulty import Fault
 from tests.helpers.commands import program
 from tests.helpers.runs import losses
 
@@ -168,6 +168,27 @@ def test_a_run_goes_on_with_other_ranks_and_another_placement(
     assert figures["log_loss"] == pytest.approx(trained["log_loss"], abs=1e-5)
 
 
+def test_a_killed_rank_is_named_and_the_run_resumes_to_the_same_loss(
+    workspace: Workspace, trained: dict[str, Any]
+) -> None:
+    run_dir, words = workspace.folder / "runs" / "killed", ["placement=saved"]
+    words += ["trainer.save_every_steps=5", "trainer.log_every_steps=1"]
+    died = workspace.faulty(run_dir, Fault("kill", rank=1, step=13), *words)
+    assert died.exit_code != 0
+    assert "rank 1: kill in step 13" in died.stderr
+    (line,) = (line for line in died.stderr.splitlines() if ": rank 1 (process " in line)
+    assert "[rank 0]" in line
+    assert "expected 2 ranks, got 1" in line
+    assert "has died" in line
+    assert "step-00000010" in line
+    figures = workspace.train("killed", *words, "launch.num_ranks=2")
+    assert figures["num_steps"] == trained["num_steps"]
+    assert figures["log_loss"] == trained["log_loss"]
+    expected = losses(workspace.folder / "runs" / "hotcold")
+    found = losses(run_dir)
+    assert {step: found[step] for step in expected} == expected
+
+
 @pytest.mark.slow
 def test_sweep_starts_ranks_for_each_job(workspace: Workspace) -> None:
     words = ["--multirun", SMOKE, "placement=all_hot,all_cold", "launch.num_ranks=2"]
@@ -207,7 +228,7 @@ def test_joblib_runs_jobs_of_a_sweep_with_loader_workers(workspace: Workspace) -
 def test_sigterm_saves_and_exits(workspace: Workspace) -> None:
     run_dir = workspace.folder / "runs" / "stopped"
     words = [SMOKE, "placement=saved", "launch.num_ranks=2", "trainer.num_workers=1"]
-    words += ["trainer.max_steps=null", "trainer.num_epochs=200", "trainer.log_every_steps=1"]
+    words += ["trainer.max_steps=null", "trainer.num_epochs=200", "trainer.save_every_steps=5"]
     running = subprocess.Popen(
         [sys.executable, "-m", "hotrec", "train", *words],
         cwd=workspace.folder,
@@ -216,13 +237,11 @@ def test_sigterm_saves_and_exits(workspace: Workspace) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
+    assert running.stderr is not None
     try:
-        deadline = time.monotonic() + 120
-        metrics = run_dir / "metrics.jsonl"
-        while time.monotonic() < deadline and running.poll() is None:
-            if metrics.exists() and metrics.stat().st_size:
+        for line in running.stderr:
+            if "saved step 5 " in line:
                 break
-            time.sleep(0.2)
         running.send_signal(signal.SIGTERM)
         out, err = running.communicate(timeout=60)
     finally:

@@ -52,7 +52,6 @@ CHAIN: dict[str, tuple[str, ...]] = {
     "plan": ("plan", *DATA, *MODEL, "placement=cost"),
     "plan_coverage": ("plan", *DATA, *MODEL, "placement=coverage"),
     "plan_torchrec": ("plan", *DATA, *MODEL, "placement=torchrec"),
-    "cache": ("cache", *DATA, *MODEL, "cache.num_batches=4", "plan.world_size=1"),
     "train": ("train", *DATA, *MODEL, *SPLIT, "trainer.eval_every_steps=30"),
     "train_torchrec": ("train", *DATA, *MODEL, "placement=torchrec", "pipeline=sparse_dist"),
     "train_all_hot": (

@@ -17,12 +17,12 @@ TINY = (
 
 
 def test_plan_without_the_data(tmp_path: Path) -> None:
-    planned = hotrec("plan", *TINY, "plan.sensitivity=false", cwd=tmp_path)
+    planned = hotrec("plan", *TINY, cwd=tmp_path)
     assert planned.figures["predicted_step_s"] > 0
     (made,) = (tmp_path / "data/criteo_terabyte").glob("outline-*")
     assert made.name in planned.stderr
     before = (made / "profile/manifest.json").stat().st_mtime_ns
-    hotrec("plan", *TINY, "plan.sensitivity=false", "plan.world_size=4", cwd=tmp_path)
+    hotrec("plan", *TINY, "plan.world_size=4", cwd=tmp_path)
     assert (made / "profile/manifest.json").stat().st_mtime_ns == before
     trained = hotrec("train", *TINY, "trainer.device=cpu", cwd=tmp_path)
     assert trained.exit_code == 1

@@ -71,12 +71,9 @@ def test_plan_uses_what_was_measured(calibrated: Path, planned: dict[str, Any]) 
     assert best["step_s"] <= document["plans"]["all_cold"]["step_s"]
     assert document["pipeline"] == best["pipeline"] == "look_ahead"
     assert document["plans"]["torchrec planner"]["pipeline"] == "sparse_dist"
-    assert {entry["what"] for entry in document["sensitivity"]} >= {"batch x 2", "ranks x 2"}
     placement, _ = read_placement(calibrated / planned["partition"])
     hot = {t["name"]: t["hot_rows"] for t in document["tables"]}
     assert hot == {t: placement.partition.num_hot(t) for t in placement.partition.num_rows}
-    text = (calibrated / planned["plan_text"]).read_text()
-    assert "faster as a replica" in text
     page = (calibrated / planned["page"]).read_text()
     assert "<svg" in page
     assert "<td>look_ahead</td>" in page
@@ -137,7 +134,7 @@ def test_a_resumed_run_keeps_its_choice(calibrated: Path) -> None:
 
 def test_what_if_sweep(calibrated: Path) -> None:
     words = ["--multirun", SMOKE, "placement=cost", "plan.world_size=2,4", "plan.device=cuda"]
-    words += ["planner.hbm_gib=0.0001,80", "plan.sensitivity=false", "planner.host_gib=0.0001"]
+    words += ["planner.hbm_gib=0.0001,80", "planner.host_gib=0.0001"]
     outcome = hotrec("plan", *words, cwd=calibrated, HOTREC_RUN_DIR="runs/what_if")
     assert outcome.exit_code == 0, outcome.stderr
     document = json.loads((calibrated / "runs" / "what_if" / "what_if.json").read_text())

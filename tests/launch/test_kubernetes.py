@@ -18,22 +18,17 @@ from tests.policy.source import REPOSITORY
 
 KUBERNETES = REPOSITORY / "launch" / "kubernetes"
 # Of what kubernetes.io demands of a kind, with the fields that its controller rejects the object
-# without, as dotted paths. The whole schemas are in the repositories of JobSet and of Trainer.
+# without, as dotted paths. The whole schemas are in the repository of JobSet.
 REQUIRED = {
     "PersistentVolumeClaim": ["spec.accessModes", "spec.resources.requests.storage"],
     "Job": ["spec.template.spec.containers", "spec.template.spec.restartPolicy"],
     "JobSet": ["spec.replicatedJobs", "spec.failurePolicy.rules"],
-    "TrainingRuntime": ["spec.mlPolicy.torch", "spec.template.spec.replicatedJobs"],
-    "TrainJob": ["spec.runtimeRef.name", "spec.trainer.numNodes", "spec.trainer.command"],
 }
 VERSIONS = {
     "PersistentVolumeClaim": "v1",
     "Job": "batch/v1",
     "JobSet": "jobset.x-k8s.io/v1alpha2",
-    "TrainingRuntime": "trainer.kubeflow.org/v1alpha1",
-    "TrainJob": "trainer.kubeflow.org/v1alpha1",
 }
-both_kinds = pytest.mark.parametrize("kind", ["jobset", "trainjob"])
 
 
 def objects(kind: str) -> dict[str, dict[str, Any]]:
@@ -71,26 +66,14 @@ def pod_of(job: dict[str, Any]) -> dict[str, Any]:
 def arguments(found: dict[str, dict[str, Any]], node: int, endpoint: str) -> list[str]:
     """The arguments of a pod as the kubelet expands them, with another address of the first."""
     variables = {"JOB_COMPLETION_INDEX": str(node), **settings()}
-    if "TrainJob" in found:
-        trainer = found["TrainJob"]["spec"]["trainer"]
-        host, port = endpoint.split(":")
-        variables |= {
-            "PET_NNODES": str(trainer["numNodes"]),
-            "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
-            "PET_NODE_RANK": str(node),
-            "PET_MASTER_ADDR": host,
-            "PET_MASTER_PORT": port,
-        }
-    else:
-        [trainer] = pod_of(job_of(found)[1])["containers"]
+    [trainer] = pod_of(job_of(found)[1])["containers"]
     assert trainer["command"] == ["/srv/hotrec/launch/torchrun.sh"]
     words = [re.sub(r"\$\((\w+)\)", lambda m: variables[m[1]], word) for word in trainer["args"]]
     return [word.replace("hotrec-node-0-0.hotrec:29500", endpoint) for word in words]
 
 
-@both_kinds
-def test_objects_have_what_their_kinds_demand(kind: str) -> None:
-    for document in objects(kind).values():
+def test_objects_have_what_their_kinds_demand() -> None:
+    for document in objects("jobset").values():
         assert document["apiVersion"] == VERSIONS[document["kind"]]
         for path in REQUIRED[document["kind"]]:
             inner = document
@@ -99,15 +82,14 @@ def test_objects_have_what_their_kinds_demand(kind: str) -> None:
                 inner = inner[key]
 
 
-@both_kinds
-def test_the_pods_find_each_other(kind: str, place: Place, free_port: int) -> None:
+def test_the_pods_find_each_other(place: Place, free_port: int) -> None:
     """The very command lines, with this host in the place of both pods."""
     pods = [
         place.start(
             place.torchrun(
                 "--local-addr",
                 "localhost",
-                *arguments(objects(kind), node, f"localhost:{free_port}"),
+                *arguments(objects("jobset"), node, f"localhost:{free_port}"),
             ),
             HOTREC_RUN_DIR=settings()["HOTREC_RUN_DIR"],
         )
@@ -133,18 +115,16 @@ def test_the_dataset_is_made_by_valid_commands() -> None:
         build_config(compose_config("config", words))
 
 
-@both_kinds
-def test_a_pod_may_save_before_it_is_killed(kind: str) -> None:
-    found = objects(kind)
+def test_a_pod_may_save_before_it_is_killed() -> None:
+    found = objects("jobset")
     [timeout] = [word for word in arguments(found, 0, "a:1") if word.startswith("--shutdown")]
     grace_s = pod_of(job_of(found)[1])["terminationGracePeriodSeconds"]
     assert grace_s > int(timeout.split("=")[1])
 
 
-@both_kinds
-def test_every_end_starts_all_pods_again(kind: str) -> None:
+def test_every_end_starts_all_pods_again() -> None:
     """A stop after a checkpoint does not count as a restart, and no attempt overlaps another."""
-    jobset, job = job_of(objects(kind))
+    jobset, job = job_of(objects("jobset"))
     assert (job["backoffLimit"], pod_of(job)["restartPolicy"]) == (0, "Never")
     policy = jobset["failurePolicy"]
     assert policy["maxRestarts"] > 0
@@ -160,9 +140,8 @@ def test_every_end_starts_all_pods_again(kind: str) -> None:
     assert stopped["onExitCodes"]["values"] == [STOPPED_EXIT_CODE]
 
 
-@both_kinds
-def test_what_pods_mount_is_there(kind: str) -> None:
-    found = objects(kind)
+def test_what_pods_mount_is_there() -> None:
+    found = objects("jobset")
     for pod in (pod_of(job_of(found)[1]), pod_of(found["Job"]["spec"])):
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         for container in [*pod["containers"], *pod.get("initContainers", [])]:
@@ -182,33 +161,17 @@ def test_the_jobset_has_a_pod_for_each_node() -> None:
     assert "--nnodes=2" in arguments(objects("jobset"), 0, "a:1")
 
 
-def test_trainer_finds_its_runtime_and_its_container() -> None:
-    """Trainer looks for this label and this name of a container."""
-    found = objects("trainjob")
-    reference, runtime = found["TrainJob"]["spec"]["runtimeRef"], found["TrainingRuntime"]
-    assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
-    [replicated] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
-    labels = replicated["template"]["metadata"]["labels"]
-    assert labels["trainer.kubeflow.org/trainjob-ancestor-step"] == "trainer"
-    [container] = pod_of(replicated["template"]["spec"])["containers"]
-    assert container["name"] == "node"
-
-
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
-@both_kinds
-def test_gpus(kind: str) -> None:
+def test_gpus() -> None:
     built = subprocess.run(
-        ["kubectl", "kustomize", str(KUBERNETES / f"{kind}-gpu")], capture_output=True, text=True
+        ["kubectl", "kustomize", str(KUBERNETES / "jobset-gpu")], capture_output=True, text=True
     )
     assert built.returncode == 0, built.stderr
     found = {document["kind"]: document for document in yaml.safe_load_all(built.stdout)}
     _, job = job_of(found)
     [node] = pod_of(job)["containers"]
-    trainer = found["TrainJob"]["spec"]["trainer"] if kind == "trainjob" else node
-    resources = trainer.get("resourcesPerNode") or trainer["resources"]
-    assert resources["limits"]["nvidia.com/gpu"] == 8
-    ranks = trainer.get("numProcPerNode") or trainer["args"]
-    assert ranks == 8 or "--nproc-per-node=8" in ranks
+    assert node["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert "--nproc-per-node=8" in node["args"]
     pods = (pod_of(job), pod_of(found["Job"]["spec"]))
     assert {container["image"] for pod in pods for container in pod["containers"]} == {
         "hotrec:cuda"
