@@ -115,6 +115,8 @@ def _run(path: str, hook: str, method: Callable[..., Any], *arguments: Any) -> A
     try:
         return method(*arguments)
     except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and _is_of_signal(error):
+            raise
         text = (str(error) or "no message").splitlines()[0]
         raise RuntimeError(
             f"trainer.callbacks {path}.{hook}: expected it to return, got "
@@ -122,6 +124,15 @@ def _run(path: str, hook: str, method: Callable[..., Any], *arguments: Any) -> A
         ) from error
     finally:
         set_random_state(kept)
+
+
+def _is_of_signal(error: SystemExit) -> bool:
+    """Whether it is from hotrec's handler of a signal, and not from the callback."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
+    return module.partition(".")[0] == "hotrec"
 
 
 def _require(package: str) -> Any:

@@ -53,7 +53,7 @@ def settings() -> dict[str, str]:
 
 def job_of(found: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The specification of the JobSet, a runtime's or its own, and of its only job."""
-    document = found.get("JobSet") or found["TrainingRuntime"]["spec"]["template"]
+    document = found["JobSet"]
     [replicated] = document["spec"]["replicatedJobs"]
     return document["spec"], replicated["template"]["spec"]
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-import hotrec.train.callbacks
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.callbacks import Callback, Callbacks, MlflowWriter, WandbWriter, import_callback
 from hotrec.train.checkpoint import Checkpoints
@@ -63,50 +60,11 @@ class Exits(Callback):
         sys.exit(0)
 
 
-class ExitsAtOnce(Callback):
-    def on_evaluate(self, line: Any) -> None:
-        os._exit(0)
-
-
-class Interrupts(Callback):
-    def on_checkpoint(self, step: int, path: Path) -> None:
-        raise KeyboardInterrupt
-
-
-class Stops(Callback):
-    def __init__(self, run_dir: Path | None, description: Any) -> None:
-        raise GeneratorExit
-
-
 class Meddles(Callback):
-    """Draws random numbers, takes signals, and changes the directory."""
-
     def on_log(self, line: Any) -> None:
         torch.manual_seed(line["step"])
         np.random.seed(1)  # noqa: NPY002
         random.seed(1)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, lambda *_: None)
-        os.chdir("/")
-
-
-class Forks(Callback):
-    """Starts a process as multiprocessing does, which ends by os._exit."""
-
-    def on_log(self, line: Any) -> None:
-        child = os.fork()
-        if child == 0:
-            os._exit(7)
-        TOLD.append(("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
-
-
-class Leaves(Callback):
-    """Leaves a thread that ends when it is told to."""
-
-    told_to_end = threading.Event()
-
-    def on_log(self, line: Any) -> None:
-        threading.Thread(target=self.told_to_end.wait, name="uploads").start()
 
 
 @pytest.fixture(autouse=True)
@@ -154,22 +112,9 @@ def test_an_exception_in_a_callback_names_it(one_rank: Ranks, tmp_path: Path) ->
     assert ("end", True) not in TOLD
 
 
-@pytest.mark.parametrize(
-    ("kind", "hook", "text"),
-    [
-        (Exits, "on_log", "SystemExit: 0"),
-        (ExitsAtOnce, "on_evaluate", r"os\._exit\(0\)"),
-        (Interrupts, "on_checkpoint", "KeyboardInterrupt: no message"),
-        (Stops, "__init__", "GeneratorExit: no message"),
-    ],
-)
-def test_a_callback_cannot_end_the_process(
-    kind: type, hook: str, text: str, one_rank: Ranks, tmp_path: Path
-) -> None:
-    before = os._exit
-    with pytest.raises(RuntimeError, match=rf"\.{kind.__name__}\.{hook}: .* got {text}"):
-        run(one_rank, tmp_path, kind)
-    assert os._exit is before
+def test_an_exit_of_a_callback_names_it(one_rank: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"\.Exits\.on_log: .* got SystemExit: 0"):
+        run(one_rank, tmp_path, Exits)
 
 
 def test_a_signal_ends_the_process_in_a_callback_too(one_rank: Ranks, tmp_path: Path) -> None:
@@ -193,15 +138,9 @@ class Raises(Callback):
         signal.raise_signal(signal.SIGHUP)
 
 
-def test_what_a_callback_changes_is_undone(
-    one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
+def test_random_numbers_of_a_callback_change_none_of_the_run(one_rank: Ranks) -> None:
     def state() -> list[Any]:
-        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-        draws = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].sum()]  # noqa: NPY002
-        return [*handlers, *draws, Path.cwd()]
+        return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].sum()]  # noqa: NPY002
 
     callbacks = Callbacks([f"{__name__}.Meddles"], None, {"name": "tiny"})
     before = state()
@@ -209,36 +148,10 @@ def test_what_a_callback_changes_is_undone(
     assert state() == before
 
 
-def test_processes_of_a_callback_end_as_they_like(one_rank: Ranks) -> None:
-    Callbacks([f"{__name__}.Forks"], None, {"name": "tiny"}).call("on_log", LINE)
-    assert TOLD == [("child", 7)]
-
-
-def test_a_thread_that_is_left_is_named(
-    one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hotrec.train.callbacks, "THREADS_S", 0.1)
-    registered: list[Any] = []
-    monkeypatch.setattr(threading, "_register_atexit", registered.append)
-    Leaves.told_to_end.clear()
-    try:
-        with pytest.raises(RuntimeError, match=r"Leaves: .* to finish with the run, got 'uploads'"):
-            run(one_rank, tmp_path, Leaves)
-        assert len(registered) == 1
-    finally:
-        Leaves.told_to_end.set()
-
-
-def test_threads_that_end_are_waited_for(one_rank: Ranks, tmp_path: Path) -> None:
-    Leaves.told_to_end.set()
-    run(one_rank, tmp_path, Leaves)
-
-
-@pytest.mark.parametrize("last_line", ["sys.exit(0)", "os._exit(0)", "raise KeyboardInterrupt"])
 def test_an_import_that_ends_the_process_is_refused(
-    last_line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "ending.py").write_text(f"import os\nimport sys\n\n{last_line}\n")
+    (tmp_path / "ending.py").write_text("import sys\n\nsys.exit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=r"got ending\.Told, whose import exits the process"):
         import_callback("ending.Told")

@@ -63,7 +63,7 @@ def test_damaged_lines_are_left_out_and_said(
 
 def test_a_record_without_an_end_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "eval.jsonl")
-    with pytest.raises(ArtifactError, match=r"eval\.jsonl: expected a text file"):
+    with pytest.raises(ArtifactError, match=r"eval\.jsonl: expected a file, got a pipe"):
         RunLog(tmp_path, start_step=0)
 
 
