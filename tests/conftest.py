@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -38,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what the generated trainings have shown."""
+    """Say what was proved, by what tests note of it, and what was not run here."""
     passed = terminalreporter.stats.get("passed", [])
     noted = [note for report in passed for note in report.user_properties]
     found = [value for name, value in noted if name == "exact"]
@@ -55,6 +56,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             f"checkpoints: {routes['num']} routes go on as one process does, "
             f"in {routes['seconds']:.0f} processor seconds"
         )
+    for line in [value for name, value in noted if name == "proved"]:
+        terminalreporter.write_line(line)
+    if shutil.which("nvidia-smi") is None:
+        terminalreporter.write_line("not run here: CUDA, which needs a device (tests/gpu)")
 
 
 def pytest_collection_finish() -> None:

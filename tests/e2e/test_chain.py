@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def test_a_run_goes_on_with_other_ranks_and_another_placement(
 
 
 def test_a_killed_rank_is_named_and_the_run_resumes_to_the_same_loss(
-    workspace: Workspace, trained: dict[str, Any]
+    workspace: Workspace, trained: dict[str, Any], record_property: Callable[[str, object], None]
 ) -> None:
     run_dir, words = workspace.folder / "runs" / "killed", ["placement=saved"]
     words += ["trainer.save_every_steps=5", "trainer.log_every_steps=1"]
@@ -187,6 +188,8 @@ def test_a_killed_rank_is_named_and_the_run_resumes_to_the_same_loss(
     expected = losses(workspace.folder / "runs" / "hotcold")
     found = losses(run_dir)
     assert {step: found[step] for step in expected} == expected
+    text = "faults: rank 1 of 2 killed in step 13, named by rank 0, resumed to the same losses"
+    record_property("proved", text)
 
 
 @pytest.mark.slow

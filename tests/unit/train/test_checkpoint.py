@@ -332,8 +332,6 @@ def test_a_damaged_name_of_the_best_checkpoint_ends_no_run(
     assert "best: expected a text file" in caplog.text
 
 
-
-
 @pytest.fixture
 def saved(one_rank: Ranks, tmp_path: Path) -> Path:
     run = Run()
