@@ -461,7 +461,7 @@ def derive_numbers(derive: Derive, values: Float64s, utc_offset_h: float) -> Flo
 
 
 def texts_from_numbers(values: Float64s) -> Texts:
-    """Integers as decimal texts; NaN is missing."""
-    is_missing = np.isnan(values)
+    """Integers as decimal texts; NaN is missing, and what a skipped sample has of inf."""
+    is_missing = ~np.isfinite(values)
     whole, codes = np.unique(np.where(is_missing, 0, values).astype(np.int64), return_inverse=True)
     return Texts(pa.array(whole).cast(pa.string()), np.where(is_missing, -1, codes))

@@ -167,7 +167,8 @@ def count_missing(block: RawBlock, columns: Mapping[str, ColumnSpec]) -> Counter
         if column.is_list:
             continue
         if column.kind is ColumnKind.dense or column.derive is not Derive.none:
-            is_missing = np.isnan(block.numbers[source]).reshape(len(block), -1).all(axis=1)
+            is_nan = np.isnan(block.numbers[source])
+            is_missing = is_nan.all(axis=tuple(range(1, is_nan.ndim)))
         elif column.kind is ColumnKind.categorical:
             raw = block.ids[source]
             assert isinstance(raw, Texts), name

@@ -351,7 +351,7 @@ def _block(
     numbers: dict[str, Float64s] = {}
     is_bad = np.zeros(lines.size, bool)
     lists: dict[str, NumberLists] = {}
-    value_types = ValueTypes()
+    types: dict[str, tuple[str, pa.Array]] = {}
     for name in dict.fromkeys((*wanted.ids, *wanted.numbers, *wanted.lists)):
         try:
             column = stored(table.column(name))
@@ -366,10 +366,7 @@ def _block(
             ) from error
         value_type = _value_type(column.type, reading, name, wanted)
         if value_type is not None:
-            example = next(
-                (f", such as {v}" for v in column[:_FEW].to_pylist() if v is not None), ""
-            )
-            value_types[name] = ValueType(value_type, f"{example} of type {column.type}", f"{path}")
+            types[name] = value_type, column
         if name in wanted.ids and reading.raw is not None:
             ids[name] = reading.raw
         if reading.numbers is not None:
@@ -383,9 +380,29 @@ def _block(
             expected = f"{expected} in column {name}"
             raise _bad_line_error(path, int(lines[at]), expected, reading.got(at), remedy)
         is_bad |= is_bad_here
+    # Skipped samples have no say in what the values of a column mean.
+    used = np.flatnonzero(~is_bad)
+    value_types = ValueTypes()
+    for name, (value_type, column) in types.items() if used.size else ():
+        seen = f"{_example(column, used)} of type {column.type}"
+        value_types[name] = ValueType(value_type, seen, f"{path}")
     kept = {name: one_array(stored(table.column(name))) for name in wanted.kept}
     block = RawBlock(lines, ids, numbers, len(parsed.bad), kept, lists, value_types)
     return block.keep(~is_bad) if is_bad.any() else block
+
+
+def _example(column: pa.Array, samples: npt.NDArray[np.int64]) -> str:
+    """The first value of a few samples, for a message; "" if there is none."""
+    values = column.take(pa.array(samples[:_FEW])).drop_null()
+    while is_list(values.type) or pa.types.is_dictionary(values.type):
+        values = values.flatten() if is_list(values.type) else values.dictionary_decode()
+        values = values.drop_null()
+    if pa.types.is_timestamp(values.type):
+        values = values.cast(pa.timestamp(values.type.unit))  # an unknown zone has no text
+    if pa.types.is_temporal(values.type):
+        # Python has no nanoseconds and no years after 9999.
+        values = values[:1].cast(pa.string())
+    return f", such as {values[0].as_py()}" if len(values) else ""
 
 
 @dataclass(frozen=True)

@@ -160,5 +160,6 @@ def times_of_another_unit(times: Float64s) -> Mask:
     nearest = _MS_PER_DAY if are_older(times).any() else _MS_PER_YEAR
     is_other = (np.abs(times) > 1) & (np.abs(times) < nearest)
     for factor in _UNITS_APART:
-        is_other |= are_epochs(times * factor)
+        with np.errstate(over="ignore"):
+            is_other |= are_epochs(times * factor)
     return is_other

@@ -2,13 +2,14 @@ import errno
 import json
 import subprocess
 import sys
-import time
 from itertools import islice
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from hotrec.data.all_hot import write_all_hot
@@ -79,18 +80,6 @@ def test_a_batch_holds_what_the_chunks_hold(tmp_path, schema):
     assert sorted(sum(map(samples_of, batches), [])) == list(range(45))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_ranks_take_equal_steps_and_see_every_sample_once(path, world_size):
-    ranks = [list(loader(path, rank=rank, world_size=world_size)) for rank in range(world_size)]
-    steps = num_steps(Dataset.open(path), "train", 4, world_size)
-    assert [len(batches) for batches in ranks] == [steps] * world_size
-    seen = [sample for batches in ranks for batch in batches for sample in samples_of(batch)]
-    assert sorted(seen) == list(range(45))
-    for step in range(steps):
-        size = sum(len(samples_of(batches[step])) for batches in ranks)
-        assert [batches[step].num_global_samples for batches in ranks] == [size] * world_size
-
-
 def test_a_rank_without_samples_gets_one_padding_sample(tmp_path):
     write_dataset(tmp_path / "d", {"train": 7})
     *_, last = loader(tmp_path / "d", batch_size=3, rank=1, world_size=2)
@@ -123,24 +112,63 @@ def test_drop_last_leaves_out_the_partial_step(path):
     assert [len(samples_of(batch)) for batch in batches] == [4] * 11
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_a_saved_position_continues_exactly_with_any_number_of_workers(
-    path, cuts, cut, num_workers
+def start(path, world_size, num_workers, **settings):
+    return [
+        loader(path, rank=rank, world_size=world_size, num_workers=num_workers, **settings)
+        for rank in range(world_size)
+    ]
+
+
+def take(ranks, most=None):
+    """Some steps of all ranks, each a batch of every rank."""
+    steps = [[*islice(batches, most)] for batches in ranks]
+    return [*zip(*steps, strict=True)]
+
+
+def samples_in(steps):
+    return [sample for step in steps for batch in step for sample in samples_of(batch)]
+
+
+@pytest.mark.slow
+@given(
+    cut=st.sampled_from(CUTS),
+    before=st.integers(1, 3),
+    after=st.integers(1, 3),
+    workers=st.tuples(st.sampled_from([0, 0, 1]), st.sampled_from([0, 0, 2])),
+    batch_sizes=st.tuples(st.sampled_from([4, 7]), st.sampled_from([4, 7])),
+    shuffle=st.booleans(),
+    stop=st.integers(0, 12),
+)
+def test_cut_anywhere_any_ranks_go_on(
+    path, cuts, cut, before, after, workers, batch_sizes, shuffle, stop
 ):
-    settings = {"epochs": 2, "rank": 1, "world_size": 2, **cuts[cut]}
-    expected = list(loader(path, **settings))
-    for stop in (0, 3, len(expected) - 1) if cut == "all" else (len(expected) // 2,):
-        first = loader(path, **settings, num_workers=num_workers)
-        batches = list(islice(first, stop))
-        state = json.loads(json.dumps(first.state_dict()))
-        resumed = loader(path, **settings, num_workers=2 - num_workers)
-        resumed.load_state_dict(state)
-        assert resumed.state_dict() == state
-        batches += list(resumed)
-        assert len(batches) == len(expected)
-        for one, other in zip(batches, expected, strict=True):
-            assert_same_batch(one, other)
+    """Every sample once an epoch; with the same ranks the same batches, unshuffled in order."""
+    if cut == "by_owner":
+        before = after = 2  # the owners are two ranks
+    settings = {"epochs": 2, "shuffle": shuffle, **cuts[cut]}
+    first = start(path, before, workers[0], batch_size=batch_sizes[0], **settings)
+    taken = take(first, stop)
+    state = json.loads(json.dumps(first[0].state_dict()))
+    then = start(path, after, workers[1], batch_size=batch_sizes[1], **settings)
+    for batches in then:
+        batches.load_state_dict(state)
+    left = take(then)
+    uncut = take(start(path, before, 0, batch_size=batch_sizes[0], **settings))
+    steps = num_steps(Dataset.open(path), "train", batch_sizes[0], before)
+    assert cut in ("all_hot", "mixed") or len(uncut) == 2 * steps
+    for step in [*taken, *left]:
+        num = sum(len(samples_of(batch)) for batch in step)
+        assert {batch.num_global_samples for batch in step} == {num}
+    found, whole = samples_in(taken + left), samples_in(uncut)
+    assert sorted(found) == sorted(whole)
+    if cut == "all":
+        assert sorted(whole) == sorted([*range(45), *range(45)])
+    if not shuffle and cut == "all":
+        assert found == [*range(45), *range(45)]
+    if (before, batch_sizes[0]) == (after, batch_sizes[1]):
+        for one, other in zip(taken + left, uncut, strict=True):
+            for batch, expected in zip(one, other, strict=True):
+                assert_same_batch(batch, expected)
 
 
 @pytest.mark.parametrize(
@@ -161,44 +189,6 @@ def test_a_position_in_another_order_is_refused(path, cuts, saved, change, key):
         resumed.load_state_dict(first.state_dict())
 
 
-@pytest.mark.parametrize(("batch_size", "world_size"), [(4, 1), (4, 3), (7, 2)])
-@pytest.mark.parametrize("stop", [2, 6, 9])
-def test_other_ranks_go_on_with_the_samples_that_are_left(path, batch_size, world_size, stop):
-    """Within the first epoch, at its end (step 6) and within the second."""
-    one, *others = [loader(path, rank=rank, world_size=2, epochs=2) for rank in range(2)]
-    seen = [samples_of(batch) for ranks in (one, *others) for batch in islice(ranks, stop)]
-    resumed = []
-    for rank in range(world_size):
-        settings = {"batch_size": batch_size, "rank": rank, "world_size": world_size}
-        resumed.append(loader(path, epochs=2, **settings))
-        resumed[-1].load_state_dict(one.state_dict())
-    steps = [list(batches) for batches in resumed]
-    assert len({len(batches) for batches in steps}) == 1
-    seen += [samples_of(batch) for batches in steps for batch in batches]
-    assert sorted(sum(seen, [])) == sorted([*range(45), *range(45)])
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 1), (3, 2)])
-@pytest.mark.parametrize("stop", [2, 5])
-def test_without_shuffling_other_ranks_go_on_in_order(path, before, after, stop):
-    """Within the first of two epochs over several chunks, and within the second."""
-
-    def start(world_size):
-        settings = {"shuffle": False, "epochs": 2, "num_workers": world_size - 1}
-        return [loader(path, rank=r, world_size=world_size, **settings) for r in range(world_size)]
-
-    def in_order(ranks, num_steps=None):
-        steps = islice(zip(*ranks, strict=True), num_steps)
-        return [sample for step in steps for batch in step for sample in samples_of(batch)]
-
-    first, then = start(before), start(after)
-    seen = in_order(first, stop)
-    for resumed in then:
-        resumed.load_state_dict(first[0].state_dict())
-    assert 0 < len(seen) < 90
-    assert seen + in_order(then) == [*range(45), *range(45)]
-
-
 def total_ids(ids) -> int:
     return int(ids.values().sum())
 
@@ -212,12 +202,10 @@ def test_the_transform_is_applied_in_the_worker(path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"batch_size": 46}, r"at least 46 samples \(batch size 46 on 1 ranks\), got 45"),
-        ({"batch_size": 23, "world_size": 2}, "at least 46 samples"),
-        ({"split": "test", "shuffle": False}, "split test: expected at least 1 samples"),
-        ({"batch_size": 0}, "expected batch_size >= 1"),
-        ({"rank": 1}, "0 <= rank < world_size"),
-        ({"world_size": 0}, "world_size 0"),
+        ({"batch_size": 23, "world_size": 2}, "46 .*got 45"),
+        ({"split": "test", "shuffle": False}, "split test: expected"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"rank": 1}, "rank"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused(path, settings, message):
@@ -322,14 +310,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_workers_end_soon_after_their_rank_was_killed(path):
+def test_workers_end_after_their_rank_was_killed(path):
     command = [sys.executable, "-W", "ignore", "-c", KILLED, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"killed\n"
-        start_s = time.monotonic()
-        process.stdout.read()  # workers hold it open
-        assert time.monotonic() - start_s < 4  # torch alone takes five seconds and more
+        process.stdout.read()  # until its workers, which hold it open, have ended
 
 
 @pytest.mark.parametrize("num_taken", [0, 1, 3])
