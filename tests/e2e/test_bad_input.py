@@ -239,7 +239,8 @@ class TestCheckpoint:
         assert "expected auto, latest, best or one of ['step-00000004'], got 'step-9'" in said
 
     def test_split(self, run_dir: Path, refuse: Refuse) -> None:
-        assert "split dev" in refuse("evaluate", "run_dir=runs/one", "split=dev")
+        said = refuse("evaluate", "run_dir=runs/one", "split=dev")
+        assert "split: expected one of train, valid, test, got 'dev'" in said
 
 
 @pytest.mark.slow
