@@ -39,6 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("cases", drawn.values(), ids=drawn)
 
 
+@pytest.mark.timeout(1100)
 def test_it_trains_the_unsplit_model(
     cases: list[Case], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
