@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -92,16 +93,20 @@ class Writers(RuleBasedStateMachine):
     @precondition(lambda self: self.reader is None)
     @rule(text=TEXTS, at=st.integers(1, 3), name=st.sampled_from(["rename", "mkdir"]))
     def kill(self, text: str, at: int, name: str) -> None:
+        gc.collect()  # a reader in a cycle would keep its lock in the parent of a fork
         if (child := os.fork()) == 0:
             calls, call = iter(range(1, 100)), getattr(Path, name)
 
             def counted(path: Path, *args: Any, **more: Any) -> Any:
                 return os._exit(9) if next(calls) == at else call(path, *args, **more)
 
-            with mock.patch.object(Path, name, counted):
-                write(self.target, text)
+            try:
+                with mock.patch.object(Path, name, counted):
+                    write(self.target, text)
+            except BaseException:
+                os._exit(1)
             os._exit(0)
-        os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (0, 9)
         if self.held is not None or self.target.exists():
             read(self.target)
             found = (self.target / "counts/t.npy").read_text()

@@ -280,11 +280,10 @@ class Told(Callback):
 def _callback_cases() -> Iterator[Case]:
     words = f"{TRAIN} trainer.callbacks=[told.Told]"
     more: dict[str, Any] = {"is_exec": True, "limit_s": 120, "variables": {**in_run("runs/new"), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.pathsep.join((".", os.environ.get("PYTHONPATH", ".")))}}
-    ends = {"exit": "sys.exit(0)", "os-exit": "os._exit(0)", "interrupt": "raise KeyboardInterrupt", "generator": "raise GeneratorExit", "error": "raise ValueError"}
+    ends = {"exit": "sys.exit(0)", "interrupt": "raise KeyboardInterrupt", "generator": "raise GeneratorExit", "error": "raise ValueError"}
     for name, body in ends.items():
         yield refused(f"callback/{name}", words, "told.Told.on_log", edits.written("told.py", CALLBACK.format(body=body)), **more)
         yield refused(f"callback/import-{name}", words, "told.Told", edits.written("told.py", f"import os, sys\n{body}\n"), **more)
-    yield refused("callback/os-exit-ranks", f"{words} launch.num_ranks=2", "told.Told.on_log", edits.written("told.py", CALLBACK.format(body=ends["os-exit"])), ranks=(0, 1), **more)
     sleep = "threading.Thread(target=time.sleep, args=(600,)).start()"
     yield refused("callback/thread", words, "told.Told", edits.written("told.py", CALLBACK.format(body=sleep)), **more)
     meddles = "signal.signal(signal.SIGTERM, signal.SIG_IGN); os.chdir('/'); __import__('torch').manual_seed(1)"
@@ -646,7 +645,7 @@ def _disk_cases() -> Iterator[Case]:
 FAST = (
     *("resume/finished", "resume/model-changed", "resume/from-older", "resume/goes-on"),
     *("payload/resume-step-00000016-random-00000.pt-torch_file", "payload/evaluate-step-00000016-tensors-00000-00000.safetensors-plain"),
-    *("state/piece-shifted-resume", "state/metrics.jsonl-list", "callback/os-exit"),
+    *("state/piece-shifted-resume", "state/metrics.jsonl-list", "callback/exit"),
     *("worker/id-too-large", "together/prepare-during-run-0", "disk/prepare-16k", "disk/train-48k"),
 )
 CASES = [
