@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 
 from hotrec.cli.app import _complete, run_command
 from hotrec.cli.store import check_overrides, compose_config
-from hotrec.data.sample import read_sample
 
 ODD = [
     *("dt=2024-05-01", "two words", "a,b", "it's", "x#1", "100%", "\u65e5\u5fd7", "x[1]", "(p)"),
@@ -29,18 +28,9 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def read(word: str) -> Any:
     """The value of an override, as OmegaConf resolves it."""
-    override = OverridesParser.create().parse_rule(word, "override")
-    value = override.value()
+    value = OverridesParser.create().parse_rule(word, "override").value()
     plain = [str(one) for one in value] if isinstance(value, list) else str(value)
     return OmegaConf.to_container(OmegaConf.create({"value": plain}), resolve=True)["value"]
-
-
-def complaint(word: str) -> str | None:
-    try:
-        check_overrides([word])
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def make_log(folder: Path) -> None:
@@ -52,17 +42,16 @@ def make_log(folder: Path) -> None:
 def test_the_first_word_is_a_path_whatever_signs_it_has(tmp_path: Path) -> None:
     for name in ODD:
         make_log(tmp_path / name)
-    paths = [path for name in ODD for path in (f"{name}/part.csv", name)]
-    assert {read_sample(path).num_rows for path in paths} == {60}
-    for path in paths:
-        (word,) = _complete("init", [path])
-        assert read(word.replace("path=", "run_name=")) == path
-    (word,) = _complete("predict", paths)
-    assert read(word) == paths
+        (word,) = _complete("init", [name])
+        assert read(word.replace("path=", "run_name=")) == name
+    (word,) = _complete("predict", ODD)
+    assert read(word) == ODD
 
 
-@pytest.mark.parametrize("name", ["dt=2024-05-01", "x[1]", "a${b}", "label=1"])
-def test_init_and_what_it_writes(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("name", ["dt=2024-05-01", "a${b}"])
+def test_init_and_what_it_writes(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     make_log(tmp_path / name)
     assert run_command("init", [name, "name=log"]) == 0, capfd.readouterr().err
     assert run_command("prepare", ["data=log"]) == 0, capfd.readouterr().err
@@ -75,16 +64,20 @@ def test_a_pattern_is_a_path(tmp_path: Path) -> None:
     assert run_command("init", ["label=*/part.csv"]) == 0
 
 
-def test_words_that_are_overrides(capfd: pytest.CaptureFixture[str]) -> None:
-    for words, said in (
-        (["nme=x"], "nme: expected one of path, name, label,"),
-        (["label=clicked"], "path: expected a file or directory, got none."),
-        (["hydra.job.name=x"], "path: expected a file or directory, got none."),
-        (["dt=1/absent.csv"], "path: expected files of format delimited at 'dt=1/absent.csv'"),
-        (["a.csv", "b.csv"], "hotrec init: expected one path, got 2: a.csv, b.csv."),
-    ):
-        assert run_command("init", words) == 1
-        assert capfd.readouterr().err.startswith(f"error: {said}")
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["nme=x"], "nme"),
+        (["label=clicked"], "path"),
+        (["dt=1/absent.csv"], "path"),
+        (["a.csv", "b.csv"], "hotrec init"),
+    ],
+)
+def test_words_that_are_no_path(
+    words: list[str], key: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command("init", words) == 1
+    assert re.match(rf"error: {key}: expected ", capfd.readouterr().err)
 
 
 def test_commands_that_take_several() -> None:
@@ -92,10 +85,18 @@ def test_commands_that_take_several() -> None:
         words = _complete(command, ["runs/a", "lr=0.1", "output=x", "b"])
         assert words.pop() == "b", "after an override a word is none"
         assert compose_config(command, words)[key] == ["runs/a", "lr=0.1"]
-    for command in ("evaluate", "export"):
-        words = _complete(command, ["runs/lr=0.1, b", "checkpoint=best"])
-        config = compose_config(command, words)
-        assert (config.run_dir, config.checkpoint) == ("runs/lr=0.1, b", "best")
+    config = compose_config(
+        "evaluate", _complete("evaluate", ["runs/lr=0.1, b", "checkpoint=best"])
+    )
+    assert (config.run_dir, config.checkpoint) == ("runs/lr=0.1, b", "best")
+
+
+def complaint(word: str) -> str | None:
+    try:
+        check_overrides([word])
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def test_an_override_works_or_its_error_has_the_form_that_does(tmp_path: Path) -> None:
@@ -117,8 +118,8 @@ def test_an_override_works_or_its_error_has_the_form_that_does(tmp_path: Path) -
     assert not {"two words", "100%", "b\\c"} & refused
 
 
-def test_a_text_with_commas(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_text_with_commas(capfd: pytest.CaptureFixture[str]) -> None:
     assert run_command("evaluate", ["run_dir=a,b"]) == 1
     err = capfd.readouterr().err
-    assert err.startswith("error: run_dir: expected one value without --multirun, got several: a,b")
+    assert err.startswith("error: run_dir: expected one value")
     assert """'run_dir="a,b"'""" in err

@@ -17,26 +17,31 @@ from hotrec.cli.app import run_command
 from hotrec.cli.launch import decide_run_dir
 from tests.helpers.commands import environment, run_on_ranks
 
-SMALL = [
-    "data=synthetic",
-    "data.synthetic.num_rows=[50]",
-    "data.synthetic.mean_lengths=[1]",
-    "data.synthetic.num_train=200",
-    "data.synthetic.num_valid=0",
-    "data.synthetic.num_test=0",
-]
-# Each rank thinks it starts at another time, as ranks on several hosts do.
+SIZES = ("num_rows=[50]", "mean_lengths=[1]", "num_train=200", "num_valid=0", "num_test=0")
+SMALL = ["data=synthetic", *(f"data.synthetic.{size}" for size in SIZES)]
+# Each rank thinks it starts at another time, as ranks on several hosts do. In the first attempt
+# both have chosen before both fail.
 DECIDE = """
-import os, sys, time
+import os, sys
+from pathlib import Path
+from torch.distributed import TCPStore
 from hotrec.cli import launch
-rank = int(os.environ["RANK"])
+rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 launch.time = type("Clock", (), {"strftime": lambda _: f"2023-{rank}-{os.getpid()}"})
 chosen = launch.decide_run_dir("train", [], is_multirun=False)
-attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-open(f"attempt-{attempt}-rank-{rank}", "w").write(chosen)
+Path(f"attempt-{attempt}-rank-{rank}").write_text(chosen)
 if attempt == "0":
-    time.sleep(1.5)
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store.set(f"chosen {rank}", "")
+    store.wait(["chosen 0", "chosen 1"])
     sys.exit(1)
+"""
+# Begins when its standard input ends.
+AT_ONCE = """
+import sys
+from hotrec.cli.launch import decide_run_dir
+sys.stdin.read()
+print(decide_run_dir("train", [], is_multirun=False))
 """
 
 
@@ -46,22 +51,21 @@ def no_run_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_name_of_the_command_or_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for command, words, start in (
-        ("prepare", ["experiment=quickstart"], "runs/prepare/"),
-        ("train", [], "runs/train/"),
-        ("train", ["experiment=quickstart"], "runs/quickstart/"),
-        ("train", ["experiment=a,b"], "runs/train/"),
-    ):
-        monkeypatch.delenv("HOTREC_RUN_DIR", raising=False)
-        assert decide_run_dir(command, words, is_multirun=False).startswith(start)
-    monkeypatch.delenv("HOTREC_RUN_DIR")
-    assert decide_run_dir("train", [], is_multirun=True).startswith("runs/sweep/train/")
-
-
-def test_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOTREC_RUN_DIR", "somewhere/else")
-    assert decide_run_dir("train", [], is_multirun=False) == "somewhere/else"
+@pytest.mark.parametrize(
+    ("given", "words", "is_multirun", "start"),
+    [
+        ("", ["experiment=quickstart"], False, "runs/quickstart/"),
+        ("", ["experiment=a,b"], False, "runs/train/"),
+        ("", [], True, "runs/sweep/train/"),
+        ("somewhere/else", [], False, "somewhere/else"),
+    ],
+)
+def test_name_of_the_environment_command_or_experiment(
+    given: str, words: list[str], is_multirun: bool, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given:
+        monkeypatch.setenv("HOTREC_RUN_DIR", given)
+    assert decide_run_dir("train", words, is_multirun=is_multirun).startswith(start)
 
 
 def test_two_runs_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,22 +80,14 @@ def test_two_runs_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_jobs_that_start_at_once_have_directories_of_their_own(tmp_path: Path) -> None:
-    program = (
-        "import sys, time; from hotrec.cli.launch import decide_run_dir; time.sleep(0.3)\n"
-        "print(decide_run_dir('train', [], is_multirun=False))"
-    )
+    words = [sys.executable, "-c", AT_ONCE]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            cwd=tmp_path,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(8)
+        subprocess.Popen(words, cwd=tmp_path, env=environment(), **pipes)  # type: ignore[call-overload]
+        for _ in range(6)
     ]
     chosen = {job.communicate(timeout=60)[0].strip() for job in jobs}
-    assert len(chosen) == len(list((tmp_path / "runs/train").iterdir())) == 8
+    assert len(chosen) == len(list((tmp_path / "runs/train").iterdir())) == 6
 
 
 @pytest.mark.parametrize("words", [["trainer.cake=1"], ["--cfg", "job"], ["data=nope"]])
@@ -152,9 +148,8 @@ def test_ranks_agree(tmp_path: Path) -> None:
     words = [*launcher, "--nproc-per-node", "2", "--max-restarts", "1", str(script)]
     subprocess.run(words, cwd=tmp_path, env=environment(), timeout=150, check=True)
     files = sorted(tmp_path.glob("attempt-*"))
-    assert [path.name for path in files] == [
-        f"attempt-{attempt}-rank-{rank}" for attempt in (0, 1) for rank in (0, 1)
-    ]
+    names = [f"attempt-{attempt}-rank-{rank}" for attempt in (0, 1) for rank in (0, 1)]
+    assert [path.name for path in files] == names
     assert len({path.read_text() for path in files}) == 1
 
 

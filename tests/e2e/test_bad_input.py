@@ -6,6 +6,7 @@ In this process, so that torch is imported once; the cases that need ranks are a
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -48,23 +49,12 @@ def copied(workspace: Workspace, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (f"{LINE}\n{LINE[:20]}\n", "log.tsv"),
-        (f"{LINE}\n{LINE}\textra\n", "log.tsv"),
-        (LINE.replace("3", "x", 1) + "\n", "log.tsv"),
-        ("2" + LINE[1:] + "\n", "log.tsv"),
-        ("nan" + LINE[1:] + "\n", "log.tsv"),
-        ("", "log.tsv"),
-    ],
-    ids=["truncated", "too-many-columns", "not-a-number", "label-2", "label-nan", "empty"],
+    "text", [f"{LINE}\n{LINE[:20]}\n", "nan" + LINE[1:] + "\n", ""], ids=["cut", "nan", "empty"]
 )
-def test_prepare_refuses(text: str, message: str, refuse: Refuse, tmp_path: Path) -> None:
+def test_prepare_refuses(text: str, refuse: Refuse, tmp_path: Path) -> None:
     (tmp_path / "log.tsv").write_text(text)
     said = refuse("prepare", "data=criteo_kaggle", "data.source.files=[log.tsv]")
-    assert message in said
-    assert "expected" in said
-    assert "got" in said
+    assert re.search(r"log\.tsv.*expected .*got ", said)
     assert not (tmp_path / "data").exists() or list((tmp_path / "data").rglob("*.*")) == []
 
 
@@ -86,43 +76,18 @@ def test_bad_lines_are_skipped_on_request(
     assert sum(figures["num_samples"].values()) == 40
 
 
-def test_profile_without_a_dataset(refuse: Refuse, tmp_path: Path) -> None:
-    said = refuse("profile", SMOKE, "paths.dataset=absent")
-    assert "absent/manifest.json: expected the manifest of a dataset" in said
-    assert not (tmp_path / "data").exists()
-
-
 def test_plan_without_a_profile(refuse: Refuse, copied: Path) -> None:
     shutil.rmtree(copied / "profile")
     shutil.rmtree(copied / "partition")
-    said = refuse("plan", SMOKE)
-    assert "profile/manifest.json: expected the manifest of a profile" in said
+    assert "profile/manifest.json: expected the manifest of a profile" in refuse("plan", SMOKE)
     assert not (copied / "partition").exists()
 
 
-def test_profile_of_another_dataset(refuse: Refuse, copied: Path) -> None:
+def test_what_was_made_from_another_dataset(refuse: Refuse, copied: Path) -> None:
     assert run_command("prepare", [SMOKE, "data.synthetic.seed=5"]) == 0
-    assert "expected a profile made from the dataset" in refuse("plan", SMOKE)
-
-
-def test_partition_of_another_dataset(refuse: Refuse, copied: Path) -> None:
-    assert run_command("prepare", [SMOKE, "data.synthetic.seed=5"]) == 0
-    said = refuse("train", SMOKE, "placement=saved")
-    assert "expected a partition made from the dataset" in said
-
-
-def test_partition_of_other_tables(refuse: Refuse, copied: Path) -> None:
-    words = [SMOKE, "data.synthetic.num_rows=[2000,500,100,999]"]
-    assert run_command("prepare", words) == 0
-    said = refuse("train", SMOKE, "placement=saved")
-    assert "expected a partition made from the dataset" in said
-
-
-def test_budget_larger_than_memory(refuse: Refuse, copied: Path) -> None:
-    shutil.rmtree(copied / "partition")
-    words = [SMOKE, "placement=budget", "placement.hot_budget_mib=2000", "planner.host_gib=1"]
-    assert "budget_bytes: expected at most" in refuse("plan", *words)
-    assert not (copied / "partition").exists()
+    for words, kind in ((["plan"], "profile"), (["train", "placement=saved"], "partition")):
+        said = refuse(words[0], SMOKE, *words[1:])
+        assert f"expected a {kind} made from the dataset" in said
 
 
 def test_hot_rows_larger_than_memory(refuse: Refuse, copied: Path) -> None:
@@ -132,38 +97,31 @@ def test_hot_rows_larger_than_memory(refuse: Refuse, copied: Path) -> None:
     )
 
 
-def test_override_of_an_unknown_table(refuse: Refuse, copied: Path) -> None:
-    said = refuse("plan", SMOKE, "+placement.overrides.t9=hot")
-    assert "overrides: expected tables of" in said
-    assert "t9" in said
+@pytest.mark.parametrize(
+    ("words", "key", "got"),
+    [
+        (["placement=budget", "placement.hot_budget_mib=2000", "planner.host_gib=1"],
+         "budget_bytes", "2097152000"),
+        (["+placement.overrides.t9=hot"], "overrides", "t9"),
+        (["optimizer=adam"], "optimizer.kind", "adam"),
+        (["placement=coverage", "placement.cold_tier=fused_uvm"],
+         "placement.cold_tier", "fused_uvm"),
+    ],
+    ids=["budget", "table", "optimizer", "tier"],
+)  # fmt: skip
+def test_plan_refuses(words: list[str], key: str, got: str, refuse: Refuse, copied: Path) -> None:
+    said = refuse("plan", SMOKE, *words)
+    assert re.search(rf"{key}: expected .*{got}", said), said
 
 
-def test_adam_with_cold_rows_on_cpu(refuse: Refuse, copied: Path) -> None:
-    for command in ("plan", "train"):
-        assert "optimizer.kind: expected sgd" in refuse(command, SMOKE, "optimizer=adam")
-
-
-def test_uvm_on_cpu(refuse: Refuse, copied: Path) -> None:
-    said = refuse("plan", SMOKE, "placement=coverage", "placement.cold_tier=fused_uvm")
-    assert "placement.cold_tier: expected fused on CPU" in said
-
-
-def test_chunk_is_missing(refuse: Refuse, copied: Path) -> None:
-    chunk = sorted((copied / "dataset" / "chunks").glob("train*"))[0]
-    chunk.unlink()
-    assert chunk.name in refuse("train", SMOKE)
-    assert chunk.name in refuse("profile", SMOKE)
-
-
-def test_chunk_is_cut_short(refuse: Refuse, copied: Path) -> None:
+def test_a_damaged_dataset(refuse: Refuse, copied: Path) -> None:
     chunk = sorted((copied / "dataset" / "chunks").glob("train*"))[0]
     chunk.write_bytes(chunk.read_bytes()[:-100])
     said = refuse("train", SMOKE)
     assert chunk.name in said
     assert "bytes, got" in said
-
-
-def test_manifest_is_edited(refuse: Refuse, copied: Path) -> None:
+    chunk.unlink()
+    assert chunk.name in refuse("train", SMOKE)
     manifest = copied / "dataset" / "manifest.json"
     document = json.loads(manifest.read_text())
     document["content"]["schema"]["tables"][0]["num_rows"] = 5
@@ -173,14 +131,7 @@ def test_manifest_is_edited(refuse: Refuse, copied: Path) -> None:
 
 def test_batch_larger_than_the_data(refuse: Refuse, copied: Path) -> None:
     said = refuse("train", SMOKE, "trainer.batch_size=20000")
-    assert "expected at least 20000 samples" in said
-    assert "got 16384" in said
-
-
-def test_split_that_is_not_there(refuse: Refuse, tmp_path: Path) -> None:
-    words = [SMOKE, "data.synthetic.num_valid=0", "placement=torchrec"]
-    assert run_command("prepare", words) == 0
-    assert "trainer.eval_splits: expected non-empty splits" in refuse("train", *words)
+    assert re.search("expected at least 20000 samples.*got 16384", said)
 
 
 def test_resume_from_nothing(refuse: Refuse, copied: Path) -> None:
@@ -234,13 +185,10 @@ class TestCheckpoint:
             words = ["placement=coverage", checkpoint, word]
             assert f"expected {fact} " in refuse("train", SMOKE, *words)
 
-    def test_name(self, run_dir: Path, refuse: Refuse) -> None:
-        said = refuse("evaluate", "run_dir=runs/one", "checkpoint=step-9")
-        assert "expected auto, latest, best or one of ['step-00000004'], got 'step-9'" in said
-
-    def test_split(self, run_dir: Path, refuse: Refuse) -> None:
-        said = refuse("evaluate", "run_dir=runs/one", "split=dev")
-        assert "split: expected one of train, valid, test, got 'dev'" in said
+    def test_names(self, run_dir: Path, refuse: Refuse) -> None:
+        for key, name in (("checkpoint", "step-9"), ("split", "dev")):
+            said = refuse("evaluate", "run_dir=runs/one", f"{key}={name}")
+            assert re.search(rf"{key}: expected .*got '{name}'", said), said
 
 
 @pytest.mark.slow

@@ -54,28 +54,23 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("oldest", "everything", "status", "last"),
+    ("oldest", "everything", "reason", "status", "last"),
     [
-        ("20 passed", "90 passed", 0, "=== 90 passed in 3.00s (0:00:03) ==="),
-        ("1 failed, 19 passed", "90 passed", 2, "=== 1 failed, 19 passed in 2.00s ==="),
-        ("20 passed", "2 failed", 2, "=== 2 failed in 3.00s (0:00:03) ==="),
+        ("20 passed", "90 passed", "", 0, "90 passed in 3.00s (0:00:03)"),
+        ("1 failed, 19 passed", "90 passed", "", 2, "1 failed, 19 passed in 2.00s"),
+        ("20 passed", "2 failed", "", 2, "2 failed in 3.00s (0:00:03)"),
+        ("20 passed", "9 passed, 1 skipped", "needs a CUDA device", 0, ""),
+        ("20 passed", "9 passed, 1 skipped", "could not import 'polars'", 1, ""),
     ],
 )
 def test_the_last_line_is_that_of_what_failed(
-    tmp_path: Path, oldest: str, everything: str, status: int, last: str
+    tmp_path: Path, oldest: str, everything: str, reason: str, status: int, last: str
 ) -> None:
-    expected = status, last, ["lint", "docs", "test-oldest", "test-all"]
-    assert run(tmp_path, oldest, everything) == expected
+    found, line, made = run(tmp_path, oldest, everything, reason=reason)
+    assert (found, made) == (status, ["lint", "docs", "test-oldest", "test-all"])
+    assert last in line
 
 
-@pytest.mark.parametrize(
-    ("reason", "status"), [("needs a CUDA device", 0), ("could not import 'polars'", 1)]
-)
-def test_a_test_that_runs_nowhere_fails(tmp_path: Path, reason: str, status: int) -> None:
-    assert run(tmp_path, "20 passed", "9 passed, 1 skipped", reason=reason)[0] == status
-
-
-@pytest.mark.parametrize(("refused", "made"), [("lint", ["lint"]), ("docs", ["lint", "docs"])])
-def test_what_needs_no_test_run_stops_it(tmp_path: Path, refused: str, made: list[str]) -> None:
-    status, _, targets = run(tmp_path, "20 passed", "90 passed", refused)
-    assert (status, targets) == (1, made)
+def test_what_needs_no_test_run_stops_it(tmp_path: Path) -> None:
+    status, _, targets = run(tmp_path, "20 passed", "90 passed", "docs")
+    assert (status, targets) == (1, ["lint", "docs"])

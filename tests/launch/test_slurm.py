@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
-from pathlib import Path
+
+import pytest
 
 from tests.launch.conftest import Place
 
@@ -62,25 +64,18 @@ def test_two_nodes(place: Place, free_port: int) -> None:
     assert f"rendezvous localhost:{20000 + job % 10000}, directory runs/slurm/{job}" in done.stdout
 
 
-def test_ranks_per_node_are_its_gpus_and_a_given_directory_stays(
+def test_ranks_per_node_are_its_gpus_and_an_image_has_its_options(
     place: Place, free_port: int
 ) -> None:
+    """Data and runs of the image are the checkout's, with what else is mounted."""
     environment = cluster(place, 80000 + free_port % 10000)
     environment |= {"SLURM_GPUS_ON_NODE": "2", "HOTREC_RUN_DIR": "runs/resumed"}
-    done = place.run(["bash", spooled(place), "train"], **environment)
-    assert done.returncode == 0, done.stderr
-    assert place.seen_variable("RANK") == ["0", "1", "2", "3"]
-    assert place.seen_variable("LOCAL_RANK") == ["0", "1", "0", "1"]
-    assert place.seen_variable("HOTREC_RUN_DIR") == ["runs/resumed"] * 4
-
-
-def test_ranks_in_an_image(place: Place, free_port: int) -> None:
-    """Its data and runs are the checkout's, with what else is mounted."""
-    environment = cluster(place, 90000 + free_port % 10000)
     options = ["--cpu-bind=none", "--container-image=hotrec.sqsh", "--container-mounts=/logs:/logs"]
     done = place.run(["bash", spooled(place), *options, "train", "a=1"], **environment)
     assert done.returncode == 0, done.stderr
-    assert [facts["arguments"] for facts in place.seen()] == [["train", "a=1"]] * 2
+    assert [facts["arguments"] for facts in place.seen()] == [["train", "a=1"]] * 4
+    assert place.seen_variable("LOCAL_RANK") == ["0", "1", "0", "1"]
+    assert place.seen_variable("HOTREC_RUN_DIR") == ["runs/resumed"] * 4
     given = (place.path / "srun_options").read_text().splitlines()
     assert {"--cpu-bind=none", "--container-image=hotrec.sqsh"} <= set(given)
     mounts = f"{place.path}/data:/srv/hotrec/data,{place.path}/runs:/srv/hotrec/runs,/logs:/logs"
@@ -89,25 +84,18 @@ def test_ranks_in_an_image(place: Place, free_port: int) -> None:
     assert all((place.path / name).is_dir() for name in ("data", "runs"))
 
 
-def test_an_option_without_its_value(place: Place) -> None:
-    words = ["--container-image", "hotrec.sqsh", "train"]
-    done = place.run(["bash", spooled(place), *words], **cluster(place, 1))
+@pytest.mark.parametrize(
+    ("words", "folder", "got"),
+    [
+        (["--container-image", "hotrec.sqsh", "train"], "", "'--container-image'"),
+        ([], "", "nothing"),
+        (["train"], "/", "/"),
+    ],
+)
+def test_what_is_refused(place: Place, words: list[str], folder: str, got: str) -> None:
+    environment = cluster(place, 1)
+    if folder:  # which is no checkout
+        environment["SLURM_SUBMIT_DIR"] = folder
+    done = place.run(["bash", spooled(place), *words], **environment)
     assert done.returncode == 2
-    assert "expected an option of srun as --name=value, got '--container-image'" in done.stderr
-
-
-def test_without_a_command(place: Place) -> None:
-    done = place.run(["bash", spooled(place)], **cluster(place, 1))
-    assert done.returncode == 2
-    assert done.stderr == (
-        "launch/slurm.sbatch: expected a hotrec command such as train, got nothing.\n"
-    )
-
-
-def test_not_from_the_checkout(place: Place, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    environment = cluster(place, 1) | {"SLURM_SUBMIT_DIR": str(elsewhere)}
-    done = place.run(["bash", spooled(place), "train"], **environment)
-    assert done.returncode == 2
-    assert f"expected to be submitted from the checkout, got {elsewhere}" in done.stderr
+    assert re.match(rf"launch/slurm\.sbatch: expected .*, got {got}", done.stderr), done.stderr

@@ -17,13 +17,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-    DenseTableBatchedEmbeddingBagsCodegen,
-)
 
 from hotrec.data.batch import Batch
-from hotrec.data.packing import pack
 from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.convert import check_replicas
 from hotrec.embedding.tables import gather_tables
@@ -91,28 +86,6 @@ def mixed_devices_raise() -> None:
     assert (on_device + torch.tensor(1.0)).tolist() == [1.0] * 4
     on_device.copy_(on_host)
     assert on_device[torch.tensor([1, 2])].device == on_device.device
-
-
-def tensors_are_torchs_own() -> None:
-    """Views, resizing, autograd and in-place results share the memory that they should."""
-    base = torch.arange(6.0, device=device())
-    view = base.view(2, 3)[:, 1]
-    view.zero_()
-    assert base.tolist() == [0, 0, 2, 3, 0, 5]
-    assert view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
-    assert base.unfold(0, 2, 2)[2].tolist() == [0, 5]
-    out = torch.empty(0, device=device())
-    torch.add(base, 1, out=out)
-    assert out.tolist() == [1, 1, 3, 4, 1, 6]
-    weight = torch.ones(3, device=device(), requires_grad=True)
-    (weight * torch.arange(3.0, device=device())).sum().backward()
-    assert weight.grad is not None
-    assert weight.grad.is_cuda
-    assert weight.grad.tolist() == [0, 1, 2]
-    assert torch.zeros(2).pin_memory().is_pinned()
-    assert not torch.zeros(2).is_pinned()
-    packed = pack([torch.arange(3), torch.ones(2)]).pin_memory()
-    assert all(tensor.is_pinned() for tensor in packed.unpack())
 
 
 def synchronisations_are_counted() -> None:
@@ -236,76 +209,6 @@ def memory_freed_too_early_is_seen() -> None:
         found = violations(log.entries)
         assert len(found) == expected, (program.__name__, found)
         assert all("checks.py" in text and "aten::mul" in text for text in found[:1])
-
-
-def generators_are_the_devices() -> None:
-    """One that says cuda draws on the device, and repeats; the host's kernels refuse it."""
-    generator = torch.Generator(device=device()).manual_seed(3)
-    assert generator.device.type == "cuda"
-    state = generator.get_state()
-    first = torch.rand(5, device=device(), generator=generator)
-    generator.set_state(state)
-    assert torch.rand(5, device=device(), generator=generator).tolist() == first.tolist()
-    assert torch.rand(5, device=device(), generator=generator).tolist() != first.tolist()
-    with pytest.raises(RuntimeError, match="device"):
-        torch.rand(5, generator=generator)
-
-
-def unified_memory_has_its_size() -> None:
-    like = torch.zeros(1, dtype=torch.float16, device=device())
-    for is_host_mapped in (False, True):
-        made = torch.ops.fbgemm.new_unified_tensor(like, [3, 4], is_host_mapped)
-        assert (made.shape, made.dtype, made.device) == ((3, 4), like.dtype, device())
-        assert made.fill_(2).sum().item() == 24
-
-
-def host_mapped_memory_is_no_tensor_of_the_host() -> None:
-    """``uvm_to_cpu`` takes managed memory alone, as below FBGEMM 1.8."""
-    like = torch.zeros(1, device=device())
-    managed, mapped = (
-        torch.ops.fbgemm.new_unified_tensor(like, [4], is_host_mapped)
-        for is_host_mapped in (False, True)
-    )
-    torch.ops.fbgemm.uvm_to_cpu(managed[1:]).fill_(3)
-    assert managed[1:].tolist() == [3, 3, 3]
-    # FBGEMM fills a table's memory so.
-    for wrong in (mapped, mapped[1:], torch.zeros(4, out=mapped), like):
-        with pytest.raises(RuntimeError, match=r"^fbgemm::uvm_to_cpu: expected managed memory"):
-            torch.ops.fbgemm.uvm_to_cpu(wrong)
-
-
-def replicated_tables_have_gradients() -> None:
-    """FBGEMM's lookup of tables that TorchRec replicates, against torch's own on CPU."""
-    tables, offsets = [(7, 4), (5, 8)], torch.tensor([0, 2, 2, 5, 6, 9, 9])
-    ids, scales = torch.tensor([6, 1, 0, 1, 1, 4, 4, 0, 3]), torch.rand(9)
-    for pooling, mode in ((PoolingMode.SUM, "sum"), (PoolingMode.MEAN, "mean")):
-        module = DenseTableBatchedEmbeddingBagsCodegen(tables, pooling_mode=pooling, use_cpu=False)
-        weights = [
-            part.detach().cpu().clone().requires_grad_()
-            for part in module.split_embedding_weights()
-        ]
-        is_weighted = mode == "sum"  # all that torch's own takes
-        found = module(
-            ids.to(device()), offsets.to(device()), scales.to(device()) if is_weighted else None
-        )
-        expected = torch.cat(
-            [
-                torch.nn.functional.embedding_bag(
-                    ids[begin:end], weight, start[:-1] - begin, mode=mode,
-                    per_sample_weights=scales[begin:end] if is_weighted else None,
-                )
-                for weight, start in zip(weights, (offsets[:4], offsets[3:]), strict=True)
-                for begin, end in [(int(start[0]), int(start[-1]))]
-            ],
-            dim=1,
-        )  # fmt: skip
-        grad = torch.rand(expected.shape)
-        found.backward(grad.to(device()))
-        expected.backward(grad)
-        torch.testing.assert_close(found.cpu(), expected)
-        flat = torch.cat([weight.grad.flatten() for weight in weights if weight.grad is not None])
-        assert module.weights.grad is not None
-        torch.testing.assert_close(module.weights.grad.cpu(), flat)
 
 
 def another_order_is_seen() -> None:

@@ -19,14 +19,9 @@ pytestmark = [
 
 OF_THE_TOOL = [
     "mixed_devices_raise",
-    "tensors_are_torchs_own",
     "synchronisations_are_counted",
     "values_arrive_late",
     "memory_freed_too_early_is_seen",
-    "generators_are_the_devices",
-    "unified_memory_has_its_size",
-    "host_mapped_memory_is_no_tensor_of_the_host",
-    "replicated_tables_have_gradients",
     "another_order_is_seen",
 ]
 OF_THE_LIBRARY = [

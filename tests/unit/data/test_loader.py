@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -130,6 +130,7 @@ def samples_in(steps):
 
 
 @pytest.mark.slow
+@settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])  # to shrink takes minutes
 @given(
     cut=st.sampled_from(CUTS),
     before=st.integers(1, 3),
@@ -145,15 +146,15 @@ def test_cut_anywhere_any_ranks_go_on(
     """Every sample once an epoch; with the same ranks the same batches, unshuffled in order."""
     if cut == "by_owner":
         before = after = 2  # the owners are two ranks
-    settings = {"epochs": 2, "shuffle": shuffle, **cuts[cut]}
-    first = start(path, before, workers[0], batch_size=batch_sizes[0], **settings)
+    common = {"epochs": 2, "shuffle": shuffle, **cuts[cut]}
+    first = start(path, before, workers[0], batch_size=batch_sizes[0], **common)
     taken = take(first, stop)
     state = json.loads(json.dumps(first[0].state_dict()))
-    then = start(path, after, workers[1], batch_size=batch_sizes[1], **settings)
+    then = start(path, after, workers[1], batch_size=batch_sizes[1], **common)
     for batches in then:
         batches.load_state_dict(state)
     left = take(then)
-    uncut = take(start(path, before, 0, batch_size=batch_sizes[0], **settings))
+    uncut = take(start(path, before, 0, batch_size=batch_sizes[0], **common))
     steps = num_steps(Dataset.open(path), "train", batch_sizes[0], before)
     assert cut in ("all_hot", "mixed") or len(uncut) == 2 * steps
     for step in [*taken, *left]:

@@ -24,7 +24,6 @@ from hotrec.config.data import (
     Derive,
     Encoding,
     JoinSpec,
-    OnBadLine,
     SourceFormat,
     SourceSpec,
     SplitKind,
@@ -324,17 +323,6 @@ def test_parquet_directory_with_lists(tmp_path):
         ValueError, match=r"part-0\.parquet column tags: expected one id per sample"
     ):
         run(spec, tmp_path / "e")
-
-
-def test_bad_lines_are_counted_when_skipped(tmp_path, caplog):
-    path = write_criteo(tmp_path / "day_0", 90)
-    path.write_text(path.read_text() + "cut\tshort\n" * 3)
-    with pytest.raises(ValueError, match="day_0 line 91: expected 40 columns, got 2"):
-        run(criteo_spec([path]), tmp_path / "d")
-    dataset = run(criteo_spec([path], on_bad_line=OnBadLine.skip), tmp_path / "d")
-    assert dataset.artifact.content["source"]["num_skipped"] == 3
-    assert sum(dataset.num_samples(split) for split in dataset.splits) == 90
-    assert "skipped 3 unreadable samples" in caplog.text
 
 
 LABEL = ColumnSpec(ColumnKind.label, source="click")

@@ -1,3 +1,11 @@
+"""What a log holds is what is read of it, whatever its format; and what cannot be read is named."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
 import os
 import random
 import re
@@ -5,14 +13,16 @@ import socket
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hotrec.config.data import (
-    CRITEO_COLUMNS,
     CRITEO_DENSE,
     CRITEO_FEATURES,
     ColumnKind,
@@ -22,7 +32,7 @@ from hotrec.config.data import (
     TimeUnit,
 )
 from hotrec.data import text
-from hotrec.data.columns import Lists, RawBlock, Texts
+from hotrec.data.columns import RawBlock
 from hotrec.data.readers import (
     LogFormat,
     Wanted,
@@ -32,11 +42,11 @@ from hotrec.data.readers import (
     partition_of,
     read_blocks,
 )
+from hotrec.data.text import NUMBER, TEXT, Layout, Lines
 from tests.unit.data.logs import criteo_line
 from tests.unit.data.test_columns import plain
 
 CRITEO = Wanted(ids=CRITEO_FEATURES, numbers=("label", *CRITEO_DENSE), labels=("label",))
-CSV = Wanted(ids=("user",), numbers=("click", "price"), labels=("click",))
 SKIP = {"on_bad_line": OnBadLine.skip}
 
 
@@ -45,349 +55,6 @@ def values(blocks: list[RawBlock], name: str) -> list:
     for block in blocks:
         found += plain(block.ids[name]) if name in block.ids else block.numbers[name].tolist()
     return found
-
-
-def write_criteo(path: Path, lines: list[str]) -> Path:
-    with pa.output_stream(str(path), compression="detect") as stream:
-        stream.write("".join(lines).encode())
-    return path
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_criteo_lines(tmp_path, suffix):
-    rows = [criteo_line(str(number % 2), number) for number in range(1000)]
-    rows[3] = "0" + "\t" * 39 + "\n"  # everything missing
-    path = write_criteo(tmp_path / f"day_0{suffix}", rows)
-    log_format = LogFormat(SourceFormat.criteo, block_bytes=20_000)
-    blocks = list(read_blocks(path, log_format, CRITEO))
-    assert len(blocks) > 5
-    assert count_samples(path, log_format) == 1000
-    assert np.concatenate([block.lines for block in blocks]).tolist() == list(range(1, 1001))
-    labels = values(blocks, "label")
-    assert labels[:6] == [0, 1, 0, 0, 0, 1]
-    assert values(blocks, "I2")[999] == 1000.0
-    assert np.isnan(values(blocks, "I2")[3])
-    assert values(blocks, "C26")[999] == f"{999 + 25:08x}"
-    assert values(blocks, "C26")[3] is None
-
-
-A_LABEL = "a label of 0 or 1 in column label"
-
-
-@pytest.mark.parametrize(
-    ("line", "expected", "got"),
-    [
-        ("1\t2\t3\n", "40 columns", r"3\. Fix the line, or set on_bad"),
-        (
-            criteo_line().replace("\t5\t", "\tfive\t"),
-            "a finite number or a missing value in column I6",
-            "'five'",
-        ),
-        (criteo_line("2"), A_LABEL, "'2'"),
-        (criteo_line("-1"), A_LABEL, "'-1'"),
-        (criteo_line("nan"), A_LABEL, "'nan'"),
-        (
-            criteo_line().replace("\t5\t", "\tNaN\t"),
-            "a finite number or a missing value in column I6",
-            "'NaN'",
-        ),
-        ("\n", "40 columns", "an empty line"),
-        (
-            criteo_line().replace("\t5\t", "\t1e999\t"),
-            *("a finite number or a missing value in column I6", "inf"),
-        ),
-    ],
-)
-def test_a_bad_criteo_line_is_named_or_skipped(tmp_path, line, expected, got):
-    rows = [criteo_line("1", number) for number in range(20)]
-    rows[7] = line
-    path = write_criteo(tmp_path / "day_0", rows)
-    with pytest.raises(ValueError, match=f"day_0 line 8: expected {expected}, got {got}"):
-        list(read_blocks(path, LogFormat(SourceFormat.criteo), CRITEO))
-    [block] = read_blocks(path, LogFormat(SourceFormat.criteo, **SKIP), CRITEO)
-    assert block.num_skipped == 1
-    assert block.lines.tolist() == [n for n in range(1, 21) if n != 8]
-    assert values([block], "I1") == [float(n) for n in range(20) if n != 7]
-
-
-def test_a_truncated_last_line_is_named_and_a_whole_one_without_its_end_is_read(tmp_path):
-    whole = criteo_line().rstrip("\n")
-    path = write_criteo(tmp_path / "day_0", [criteo_line(), whole])
-    assert sum(len(b) for b in read_blocks(path, LogFormat(SourceFormat.criteo), CRITEO)) == 2
-    path = write_criteo(tmp_path / "day_1", [criteo_line(), whole[:150]])
-    with pytest.raises(ValueError, match="day_1 line 2: expected 40 columns"):
-        list(read_blocks(path, LogFormat(SourceFormat.criteo), CRITEO))
-
-
-def test_all_lines_bad(tmp_path):
-    path = write_criteo(tmp_path / "day_0", ["x\n"] * 5)
-    [block] = read_blocks(path, LogFormat(SourceFormat.criteo, **SKIP), CRITEO)
-    assert len(block) == 0
-    assert block.num_skipped == 5
-
-
-def read_csv(tmp_path, content: str, wanted: Wanted = CSV, **settings) -> RawBlock:
-    path = tmp_path / "log.csv"
-    path.write_text(content)
-    log_format = LogFormat(SourceFormat.delimited, ",", **settings)
-    [block] = read_blocks(path, log_format, wanted)
-    assert count_samples(path, log_format) == content.count("\n") - 1
-    return block
-
-
-def test_delimited_columns_may_come_in_any_order_and_be_more(tmp_path):
-    block = read_csv(tmp_path, 'other,user,click,price\n"x,y",u1,1,2.5\n,u2,0,\n')
-    assert block.lines.tolist() == [2, 3]
-    assert values([block], "user") == ["u1", "u2"]
-    assert values([block], "click") == [1.0, 0.0]
-    assert values([block], "price")[0] == 2.5
-    assert {*block.ids, *block.numbers} == {"user", "click", "price"}
-
-
-def test_null_values_can_be_named(tmp_path):
-    block = read_csv(tmp_path, "click,price,user\n1,NA,NA\n", null_values=("", "NA"))
-    assert np.isnan(values([block], "price")[0])
-    assert values([block], "user") == [None]
-
-
-def test_a_missing_column_is_named_with_those_that_are_there(tmp_path):
-    with pytest.raises(ValueError, match=r"expected the columns \['price'\], got \['click', 'user"):
-        read_csv(tmp_path, "click,user\n1,u\n")
-
-
-def test_a_column_may_be_read_as_text_and_as_numbers(tmp_path):
-    log = "click,date\n1,20220425\n0,20220426\n1,soon\n"
-    wanted = Wanted(
-        ids=("date",),
-        numbers=("click", "date"),
-        labels=("click",),
-        required=("date",),
-        times={"date": "ms"},
-    )
-    with pytest.raises(ValueError, match="line 4: expected a time in ms in column date, got 'soon"):
-        read_csv(tmp_path, log, wanted)
-    block = read_csv(tmp_path, log, wanted, **SKIP)
-    assert values([block], "date") == ["20220425", "20220426"]
-    assert block.numbers["date"].tolist() == [20220425.0, 20220426.0]
-
-
-@pytest.fixture(params=["parquet", "arrow_file", "arrow_stream"])
-def table_log(request, tmp_path):
-    """The same table in three formats, several row groups each."""
-    table = pa.table(
-        {
-            "click": pa.array([1, 0, 1, 0], pa.int8()),
-            "price": pa.array([1.5, None, 3.0, None]),
-            "user": pa.array([7, None, 9, 7], pa.int64()),
-            "tags": pa.array([["a", "b"], [], None, ["c"]], pa.large_list(pa.string())),
-        }
-    )
-    path = tmp_path / f"log.{request.param.partition('_')[0]}"
-    if request.param == "parquet":
-        pq.write_table(table, path, row_group_size=3)
-        return path, LogFormat(SourceFormat.parquet)
-    new = pa.ipc.new_file if request.param == "arrow_file" else pa.ipc.new_stream
-    with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=3)
-    return path, LogFormat(SourceFormat.arrow)
-
-
-TABLE = Wanted(ids=("user", "tags"), numbers=("click", "price"), labels=("click",))
-
-
-def test_parquet_and_arrow_with_list_columns(table_log):
-    path, log_format = table_log
-    blocks = list(read_blocks(path, log_format, TABLE))
-    assert column_names(path, log_format) == ("click", "price", "user", "tags")
-    assert count_samples(path, log_format) == 4
-    assert np.concatenate([block.lines for block in blocks]).tolist() == [1, 2, 3, 4]
-    assert values(blocks, "user") == ["7", None, "9", "7"]
-    assert isinstance(blocks[0].ids["user"], Texts)
-    assert isinstance(blocks[0].ids["tags"], Lists)
-    assert values(blocks, "tags") == [["a", "b"], [], None, ["c"]]
-    assert values(blocks, "price")[::2] == [1.5, 3.0]
-    assert np.isnan(values(blocks, "price")[1::2]).all()
-
-
-def test_bad_rows_of_parquet_are_named_or_skipped(tmp_path):
-    path = tmp_path / "log.parquet"
-    pq.write_table(pa.table({"click": [1.0, 0.5, 0.0], "user": ["a", "b", "c"]}), path)
-    wanted = Wanted(ids=("user",), numbers=("click",), labels=("click",))
-    with pytest.raises(ValueError, match=r"log\.parquet line 2: expected a label of 0 or 1"):
-        list(read_blocks(path, LogFormat(SourceFormat.parquet), wanted))
-    [block] = read_blocks(path, LogFormat(SourceFormat.parquet, **SKIP), wanted)
-    assert values([block], "user") == ["a", "c"]
-    assert block.num_skipped == 1
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e300])
-def test_a_number_that_is_none_is_named_or_skipped(tmp_path, value):
-    path = tmp_path / "log.parquet"
-    pq.write_table(pa.table({"click": [1, 0, 1], "price": [1.5, value, None]}), path)
-    wanted = Wanted(ids=(), numbers=("click", "price"), labels=("click",))
-    expected = "line 2: expected a finite number or a missing value in column price, got"
-    with pytest.raises(ValueError, match=expected):
-        list(read_blocks(path, LogFormat(SourceFormat.parquet), wanted))
-    [block] = read_blocks(path, LogFormat(SourceFormat.parquet, **SKIP), wanted)
-    assert block.lines.tolist() == [1, 3]
-
-
-FLOATS, TIMES = pa.array([1.0, 1.5]), pa.array([0, 1], pa.date32())
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        (FLOATS, "'1.5'"),
-        (FLOATS.cast(pa.float32()).dictionary_encode(), "'1.5'"),
-        (pa.array([[1.0], [2.0, 1.5]]), r"2 values: \['2', '1.5'\]"),
-        (pa.array([1.0, float("nan")]), "'nan'"),
-        (pa.array([1.0, 2.0**53]), r"'9\.007199254740992e\+15'"),
-        (pa.array([1, Decimal("1.50")]), r"'1\.50'"),
-    ],
-)
-def test_ids_that_are_no_integers_are_named_or_skipped(tmp_path, values, expected):
-    path = tmp_path / "log.parquet"
-    pq.write_table(pa.table({"click": [1, 0], "user": values}), path)
-    wanted = Wanted(ids=("user",), numbers=("click",), labels=("click",))
-    expected = rf"log\.parquet line 2: expected an id that .* in column user, got {expected}\."
-    with pytest.raises(ValueError, match=expected):
-        list(read_blocks(path, LogFormat(SourceFormat.parquet), wanted))
-    [block] = read_blocks(path, LogFormat(SourceFormat.parquet, **SKIP), wanted)
-    assert block.lines.tolist() == [1]
-    assert block.num_skipped == 1
-
-
-def test_times_are_numbers_only_where_times_are_wanted(tmp_path):
-    path = tmp_path / "log.parquet"
-    pq.write_table(pa.table({"click": [1, 0], "day": TIMES}), path)
-    wanted = Wanted(ids=(), numbers=("click", "day"), labels=("click",))
-    with pytest.raises(ValueError, match=r"column day: expected numbers, got type date32\[day\]"):
-        list(read_blocks(path, LogFormat(SourceFormat.parquet), wanted))
-    wanted = replace(wanted, times={"day": TimeUnit.ms})
-    [block] = read_blocks(path, LogFormat(SourceFormat.parquet), wanted)
-    assert block.numbers["day"].tolist() == [0.0, 86_400_000.0]
-
-
-def test_text_that_is_no_time_is_named_or_skipped(tmp_path):
-    content = "click,day\n1,2024-05-01\n0,1 May\n1,2024-05-02T00:00Z\n"
-    wanted = Wanted((), ("click", "day"), labels=("click",), times={"day": TimeUnit.iso})
-    with pytest.raises(ValueError, match="line 3: expected a time such as .* got '1 May'"):
-        read_csv(tmp_path, content, wanted)
-    block = read_csv(tmp_path, content, wanted, **SKIP)
-    assert np.diff(block.numbers["day"]).tolist() == [86_400_000.0]
-    assert block.num_skipped == 1
-
-
-def test_numbers_that_are_declared_as_text_are_refused(tmp_path):
-    path = tmp_path / "log.parquet"
-    pq.write_table(pa.table({"click": [1, 0], "at": [1, 2]}), path)
-    wanted = Wanted(("at",), ("click", "at"), times={"at": TimeUnit.iso})
-    with pytest.raises(ValueError, match=r"column at: .* Set data\.source\.times\.at to s, ms"):
-        list(read_blocks(path, LogFormat(SourceFormat.parquet), wanted))
-
-
-@pytest.mark.parametrize("at", [40, 74])
-def test_damage_at_the_head_of_an_arrow_file_is_found(tmp_path, at):
-    path = tmp_path / "log.arrow"
-    table = pa.table({"click": [1, 0], "price": [1.5, 2.5], "user": [7, 8]})
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"log\.arrow: expected an Arrow IPC file or stream, got"):
-        column_names(path, LogFormat(SourceFormat.arrow))
-
-
-@pytest.mark.parametrize("log_format", [SourceFormat.parquet, SourceFormat.arrow])
-def test_damaged_and_empty_table_files_are_refused(tmp_path, log_format):
-    path = tmp_path / "log"
-    path.write_bytes(b"not a table" * 10)
-    with pytest.raises(ValueError, match="log: expected a[n]? (Parquet|Arrow IPC) file"):
-        list(read_blocks(path, LogFormat(log_format), TABLE))
-    empty = pa.table({"click": pa.array([], pa.int8())})
-    if log_format is SourceFormat.parquet:
-        pq.write_table(empty, path)
-    else:
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, empty.schema) as writer:
-            writer.write_table(empty)
-    wanted = Wanted(ids=(), numbers=("click",), labels=("click",))
-    with pytest.raises(ValueError, match="log: expected rows, got none"):
-        list(read_blocks(path, LogFormat(log_format), wanted))
-
-
-def test_files_are_found_by_path_pattern_and_directory(tmp_path):
-    for name in ("b.parquet", "a.parquet", "_SUCCESS", ".hidden.parquet", "notes.txt"):
-        (tmp_path / name).write_text("x")
-
-    def names(pattern: str, log_format: SourceFormat = SourceFormat.parquet) -> list[str]:
-        return [path.name for path in find_files([pattern], log_format)]
-
-    assert names(str(tmp_path)) == ["a.parquet", "b.parquet"]
-    assert names(str(tmp_path / "b.*")) == ["b.parquet"]
-    assert names(str(tmp_path / "notes.txt"), SourceFormat.delimited) == ["notes.txt"]
-    with pytest.raises(ValueError, match="files: expected files of format arrow at .*got none"):
-        names(str(tmp_path), SourceFormat.arrow)
-
-
-@pytest.mark.parametrize(
-    ("kind", "path"),
-    [("a pipe", "pipe"), ("a socket", "socket"), ("a character device", "/dev/zero")],
-)
-def test_only_regular_files_are_logs(tmp_path, monkeypatch, kind, path):
-    monkeypatch.chdir(tmp_path)
-    os.mkfifo("pipe")
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind("socket")
-        expected = f"data.source.files: expected regular files, got {kind} at '{path}'"
-        with pytest.raises(ValueError, match=expected):
-            find_files([path], SourceFormat.delimited, key="data.source.files")
-
-
-SAMPLE = Path(__file__).parents[2] / "data" / "criteo_1tb_day0" / "criteo1tb_day0_first10k.tsv.gz"
-
-
-@pytest.mark.skipif(not SAMPLE.exists(), reason=f"{SAMPLE} is not there (non-commercial licence)")
-def test_ten_thousand_real_criteo_lines():
-    blocks = list(read_blocks(SAMPLE, LogFormat(SourceFormat.criteo, block_bytes=1 << 20), CRITEO))
-    assert sum(len(block) for block in blocks) == 10_000
-    assert column_names(SAMPLE, LogFormat(SourceFormat.criteo)) == CRITEO_COLUMNS
-    assert values(blocks, "I1")[:2] == [5.0, 32.0]
-    assert values(blocks, "C1")[:2] == ["62770d79", "e5f3fd8d"]
-    assert sum(values(blocks, "label")) == 265
-    for name in CRITEO_FEATURES:
-        for value in {value for value in values(blocks, name) if value is not None}:
-            assert len(value) == 8
-            int(value, 16)
-
-
-IDS = ["7", None, "12"]
-ID_TYPES = [
-    *(pa.int8(), pa.uint64(), pa.float16(), pa.float64(), pa.decimal128(9, 2), pa.decimal256(50)),
-    *(pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.binary_view()),
-]
-
-
-@pytest.mark.parametrize("as_file", [SourceFormat.parquet, SourceFormat.arrow])
-def test_an_id_is_one_text_whatever_keeps_it(tmp_path, as_file):
-    numbers = pa.array([7, None, 12], pa.int64())
-    columns = {str(kind): numbers.cast(pa.string()).cast(kind) for kind in ID_TYPES[6:]}
-    columns |= {str(kind): numbers.cast(pa.float64()).cast(kind) for kind in ID_TYPES[2:4]}
-    columns |= {str(k): numbers.cast(pa.decimal128(19)).cast(k) for k in ID_TYPES[4:6]}
-    columns |= {str(kind): numbers.cast(kind) for kind in ID_TYPES[:2]}
-    columns["dictionary"] = numbers.dictionary_encode()
-    columns["dictionary of floats"] = numbers.cast(pa.float64()).dictionary_encode()
-    path = write_table(tmp_path / "log", pa.table(columns), as_file)
-    wanted = Wanted(tuple(columns), (), single=tuple(columns))
-    [block] = read_blocks(path, LogFormat(as_file), wanted)
-    assert {name: plain(ids) for name, ids in block.ids.items()} == dict.fromkeys(columns, IDS)
-    lists = {"list": [[7], None, [12]], "texts": [["7"], None, ["12"]]}
-    as_lists = pa.table({**lists, "floats": pa.array(lists["list"], pa.list_(pa.float64(), 1))})
-    path = write_table(tmp_path / "lists", as_lists, as_file)
-    [block] = read_blocks(path, LogFormat(as_file), Wanted((*lists, "floats"), ()))
-    for ids in block.ids.values():
-        assert plain(ids) == [["7"], None, ["12"]]
 
 
 def write_table(path: Path, table: pa.Table, as_file: SourceFormat) -> Path:
@@ -399,241 +66,220 @@ def write_table(path: Path, table: pa.Table, as_file: SourceFormat) -> Path:
     return path
 
 
-def test_ids_that_are_stored_in_other_ways(tmp_path):
-    raw = bytes(range(16))
-    columns = {
-        "uuid": pa.array([raw, None], pa.uuid()),
-        "all null": pa.nulls(2),
-        "runs": pa.RunEndEncodedArray.from_arrays([2], ["a"]),
-        "tensor": pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2)),
-        "view": pa.array([["a"], None], pa.list_view(pa.string())),
-        "truth": pa.array([True, None]),
+def read(path: Path, log_format: LogFormat, wanted: Wanted) -> list[RawBlock]:
+    return list(read_blocks(path, log_format, wanted))
+
+
+def read_csv(tmp_path: Path, content: str, wanted: Wanted, **settings: Any) -> RawBlock:
+    (tmp_path / "log.csv").write_text(content)
+    log_format = LogFormat(SourceFormat.delimited, ",", **settings)
+    [block] = read(tmp_path / "log.csv", log_format, wanted)
+    return block
+
+
+# A table, written by others and read back.
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\r\0"), max_size=6)
+TAG = st.text("abc1\u00e9", min_size=1, max_size=3)
+# With a letter, since texts that look like numbers are read as such from other formats.
+NAME = TEXTS.map(lambda value: f"u{value}")
+ROW = st.fixed_dictionaries(
+    {
+        "click": st.integers(0, 1),
+        "price": st.none() | st.floats(-1e6, 1e6, allow_nan=False),
+        "user": st.none() | NAME,
+        "item": st.none() | st.integers(-(2**63), 2**63 - 1),
+        "tags": st.none() | st.lists(TAG, min_size=1, max_size=3),
+        "other": st.integers(0, 9),
     }
-    path = write_table(tmp_path / "log", pa.table(columns), SourceFormat.arrow)
-    [block] = read_blocks(path, LogFormat(SourceFormat.arrow), Wanted(tuple(columns), ()))
-    assert {name: plain(ids) for name, ids in block.ids.items()} == {
-        "uuid": ["00010203-0405-0607-0809-0a0b0c0d0e0f", None],
-        "all null": [None, None],
-        "runs": ["a", "a"],
-        "tensor": [["1", "2"], ["3", "4"]],
-        "view": [["a"], None],
-        "truth": ["true", None],
+)
+TAGS = ColumnSpec(ColumnKind.categorical_list, separator="|")
+TABLE = Wanted(
+    ("user", "item", "tags"),
+    ("click", "price"),
+    labels=("click",),
+    single=("user", "item"),
+    columns={"tags": TAGS},
+)
+TYPES = pa.schema(
+    {
+        "click": pa.int8(),
+        "price": pa.float64(),
+        "user": pa.string(),
+        "item": pa.int64(),
+        "tags": pa.large_list(pa.string()),
+        "other": pa.int32(),
     }
+)
 
 
-BROKEN_TEXT = pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff"))  # fmt: skip  # noqa: E501
+def write_csv(rows: list[dict[str, Any]], null: str, **dialect: Any) -> bytes:
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, rows[0], **dialect)
+    writer.writeheader()
+    for row in rows:
+        tags = None if row["tags"] is None else "|".join(row["tags"])
+        of = {**row, "tags": tags}
+        writer.writerow({name: null if value is None else value for name, value in of.items()})
+    return file.getvalue().encode()
+
+
+def write_arrow(path: Path, table: pa.Table, *, is_stream: bool) -> None:
+    new = pa.ipc.new_stream if is_stream else pa.ipc.new_file
+    with pa.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+
+
+@pytest.mark.slow
+@given(
+    rows=st.lists(ROW, min_size=1, max_size=12),
+    kind=st.sampled_from(["csv", "tsv", "json", "parquet", "arrow", "stream"]),
+    order=st.permutations(TYPES.names),
+    suffix=st.sampled_from(["", ".gz", ".zst", ".bz2"]),
+    quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]),
+    end=st.sampled_from(["\n", "\r\n"]),
+    is_marked=st.booleans(),
+    is_ended=st.booleans(),
+    null=st.sampled_from(["", "NA"]),
+    block_bytes=st.sampled_from([1, 30, 8 << 20]),
+)
+def test_what_is_written_is_read(  # noqa: PLR0913
+    tmp_path_factory,
+    rows,
+    kind,
+    order,
+    suffix,
+    quoting,
+    end,
+    is_marked,
+    is_ended,
+    null,
+    block_bytes,
+):
+    folder = tmp_path_factory.mktemp("log")
+    rows = [{name: row[name] for name in order} for row in rows]
+    path = folder / f"log.{kind}"
+    if kind in ("csv", "tsv", "json"):
+        separator = "\t" if kind == "tsv" else ","
+        if kind == "json":
+            data = "".join(f"{json.dumps(row)}{end}" for row in rows).encode()
+            log_format = LogFormat(SourceFormat.json, block_bytes=block_bytes)
+        else:
+            dialect = {"quoting": quoting, "lineterminator": end, "delimiter": separator}
+            data = write_csv(rows, null, **dialect)
+            log_format = LogFormat(
+                SourceFormat.delimited, separator, ("", null), block_bytes=block_bytes
+            )
+        data = data if is_ended else data.removesuffix(end.encode())
+        path = folder / f"log.{kind}{suffix}"
+        with pa.output_stream(str(path), compression="detect") as stream:
+            stream.write(b"\xef\xbb\xbf" * is_marked + data)
+    else:
+        table = pa.Table.from_pylist(rows, TYPES).select(order)
+        log_format = LogFormat(SourceFormat.arrow)
+        if kind == "parquet":
+            pq.write_table(table, path, row_group_size=3)
+            log_format = LogFormat(SourceFormat.parquet)
+        else:
+            write_arrow(path, table, is_stream=kind == "stream")
+    assert column_names(path, log_format) == tuple(order)
+    blocks = read(path, log_format, TABLE)
+    found = {name: values(blocks, name) for name in (*TABLE.ids, *TABLE.numbers)}
+    if kind in ("csv", "tsv"):
+        found["tags"] = [None if tags is None else tags.split("|") for tags in found["tags"]]
+    assert found["click"] == [row["click"] for row in rows]
+    assert found["user"] == [row["user"] for row in rows]
+    items = [row["item"] for row in rows]
+    assert found["item"] == [None if item is None else str(item) for item in items]
+    assert found["tags"] == [row["tags"] for row in rows]
+    prices = [np.nan if row["price"] is None else row["price"] for row in rows]
+    np.testing.assert_array_equal(found["price"], prices)
+    if not any("\n" in (row["user"] or "") for row in rows):
+        first = 2 if kind in ("csv", "tsv") else 1
+        lines = np.concatenate([block.lines for block in blocks])
+        assert lines.tolist() == [*range(first, first + len(rows))]
+        assert count_samples(path, log_format) == len(rows)
+
+
+def test_a_criteo_log_has_no_header_and_no_quotes(tmp_path):
+    lines = [criteo_line("1", 7), "0" + "\t" * 39 + "\n", criteo_line("0").replace("00000000", '"')]
+    (tmp_path / "day_0").write_text("".join(lines))
+    [block] = read(tmp_path / "day_0", LogFormat(SourceFormat.criteo), CRITEO)
+    assert values([block], "label") == [1, 0, 0]
+    assert values([block], "C1") == ["00000007", None, '"']
+    np.testing.assert_array_equal(values([block], "I2"), [8, np.nan, 1])
+
+
+# Text, in blocks of lines.
+
+
+@given(
+    st.lists(st.text("ab,\t", max_size=12), min_size=1, max_size=30),
+    st.integers(13, 60),
+    st.booleans(),
+    st.booleans(),
+)
+def test_blocks_hold_every_line_once(tmp_path_factory, rows, block_bytes, has_header, is_ended):
+    path = tmp_path_factory.mktemp("lines") / "log"
+    body = "\n".join([*rows, ""] if is_ended or not rows[-1] else rows)
+    path.write_text(("header\n" if has_header else "") + body)
+    blocks = list(text.read_lines(path, block_bytes, has_header=has_header))
+    assert b"".join(block.data for block in blocks) == ("\n".join(rows) + "\n").encode()
+    number = 2 if has_header else 1
+    for block in blocks:
+        assert block.first_line == number
+        assert block.num_lines == block.data.count(b"\n")
+        number += block.num_lines
+
+
+@pytest.mark.parametrize(("content", "number"), [("", 0), ("a", 1), ("a\n", 1), ("a\nb", 2)])
+def test_a_last_line_needs_no_end(content, number, tmp_path):
+    (tmp_path / "log").write_text(content)
+    assert text.count_lines(tmp_path / "log") == number
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2"])
+def test_a_file_that_is_cut_short_is_named(tmp_path, suffix):
+    path = tmp_path / f"log.csv{suffix}"
+    with pa.output_stream(str(path), compression="detect") as stream:
+        stream.write(b"".join(b"%d,x\n" % number for number in range(5000)))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=rf"log\.csv\{suffix}: expected .* got"):
+        list(text.read_lines(path, 1000, has_header=False))
+
+
+def test_several_gzip_members_in_one_file(tmp_path):
+    path = tmp_path / "log.gz"
+    path.write_bytes(gzip.compress(b"1,x\n") + gzip.compress(b"2,y\n"))
+    [block] = text.read_lines(path, 1000, has_header=False)
+    assert block.data == b"1,x\n2,y\n"
+
+
+LAYOUT = Layout(("a", "b"), ",", True, ("",), {"a": NUMBER, "b": TEXT})
+
+
+def lines(data: bytes, first_line: int = 1) -> Lines:
+    return Lines(data, first_line, data.count(b"\n"))
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("line", "expected", "got"),
     [
-        (pa.array([{"a": 1}] * 2), r"log column x: expected ids, got type struct<a: int64>"),
-        (pa.array([[[1]]] * 2), r"log column x: expected ids, got type list<.*list<"),
-        (
-            pa.array([[(1, 2)]] * 2, pa.map_(pa.int8(), pa.int8())),
-            "log column x: expected ids, got",
-        ),
-        (pa.array([[1], [2]]), "log column x: expected one id per sample, got lists of type list<"),
-        (pa.array([b"\xff\xfe", b"a"]), "log.*expected ids in column x, got Invalid UTF8"),
-        (BROKEN_TEXT, "log.*Invalid.*UTF8"),
+        (b"1", "2 columns", "1"),
+        (b"1,x,y", "2 columns", "3"),
+        (b"", "2 columns", "an empty line"),
+        (b"1,\xff", "UTF-8 text", "byte 0xff at position 2"),
+        (b"1,x\r2", "no carriage return inside a line", "one at position 3"),
+        (b'1,"x', "a closing quote in the line", "none"),
     ],
 )
-def test_ids_that_cannot_be_read_are_refused_by_file_and_column(tmp_path, values, expected):
-    path = write_table(tmp_path / "log", pa.table({"x": values}), SourceFormat.arrow)
-    with pytest.raises(ValueError, match=expected):
-        list(read_blocks(path, LogFormat(SourceFormat.arrow), Wanted(("x",), (), single=("x",))))
-
-
-@pytest.mark.parametrize("as_file", [SourceFormat.parquet, SourceFormat.arrow])
-def test_two_columns_of_one_name_are_refused(tmp_path, as_file):
-    table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
-    path = write_table(tmp_path / "log", table, as_file)
-    with pytest.raises(ValueError, match=r"log: expected unique column names, got \['x'\]"):
-        column_names(path, LogFormat(as_file))
-
-
-@pytest.mark.parametrize("as_file", [SourceFormat.parquet, SourceFormat.arrow])
-def test_damage_is_told_with_the_file(tmp_path, as_file):
-    table = pa.table({"click": pa.array([0, 1] * 5000), "user": [f"u{n}" for n in range(10_000)]})
-    path = write_table(tmp_path / "log", table, as_file)
-    data, wanted = path.read_bytes(), Wanted(("user",), ("click",), labels=("click",))
-    rng = np.random.default_rng(3)
-    for _ in range(60):
-        broken = bytearray(data)
-        for at in rng.integers(0, len(data), 4):
-            broken[at] ^= 1 << rng.integers(8)
-        path.write_bytes(broken[: rng.choice([len(data), len(data), len(data) // 2])])
-        for read in (
-            lambda: list(read_blocks(path, LogFormat(as_file), wanted)),
-            lambda: count_samples(path, LogFormat(as_file)),
-        ):
-            try:
-                read()
-            except ValueError as error:
-                assert str(path) in str(error)  # noqa: PT017
-                assert "\n" not in str(error)  # noqa: PT017
-
-
-def label_wanted(*values: str) -> Wanted:
-    columns = {"click": ColumnSpec(ColumnKind.label, values=list(values))}
-    return Wanted((), ("click",), labels=("click",), columns=columns)
-
-
-@pytest.mark.parametrize(
-    ("written", "values"),
-    [
-        (("0", "1"), ()),
-        (("0.0", " 1\t"), ()),
-        (("-0", "+1.00"), ()),
-        (("False", "TRUE"), ()),
-        (("no", "Yes"), ()),
-        (("f", "t"), ()),
-        (("-1", "1.0"), ("-1", "1")),
-        (("skip", "click"), ("skip", "click")),
-        (("", "x"), ("", "x")),
-        (("2", "1"), ("2", "1")),
-    ],
-)
-def test_labels(tmp_path, written, values):
-    negative, positive = written
-    content = f"click,u\n{negative},a\n{positive},b\n"
-    block = read_csv(tmp_path, content, label_wanted(*values))
-    assert block.numbers["click"].tolist() == [0, 1]
-    if negative:
-        path = write_table(tmp_path / "l", pa.table({"click": [*written]}), SourceFormat.arrow)
-        [block] = read_blocks(path, LogFormat(SourceFormat.arrow), label_wanted(*values))
-        assert block.numbers["click"].tolist() == [0, 1]
-
-
-@pytest.mark.parametrize("odd", ["-1", "2", "0.5", "nan", "maybe", "", "1e9"])
-def test_odd_labels_are_named_or_skipped(tmp_path, odd):
-    content = f"click,u\n0,a\n{odd},b\n1,c\n"
-    got = "nothing" if not odd else f"'{odd}'"
-    expected = f"line 3: expected a label of 0 or 1 in column click, got {got}. Fix .*values of"
-    with pytest.raises(ValueError, match=expected):
-        read_csv(tmp_path, content, label_wanted())
-    block = read_csv(tmp_path, content, label_wanted(), **SKIP)
-    assert block.numbers["click"].tolist() == [0, 1]
-    assert block.num_skipped == 1
-
-
-@pytest.mark.parametrize("array", [pa.array([True, False]), pa.array([1.0, 0.0]), pa.array([1, 0])])
-def test_labels_of_any_type(tmp_path, array):
-    path = write_table(tmp_path / "log", pa.table({"click": array}), SourceFormat.parquet)
-    [block] = read_blocks(path, LogFormat(SourceFormat.parquet), label_wanted())
-    assert block.numbers["click"].tolist() == [1, 0]
-
-
-def number_wanted(**settings) -> Wanted:
-    return Wanted((), ("x",), columns={"x": ColumnSpec(ColumnKind.dense, **settings)})
-
-
-@pytest.mark.parametrize(
-    ("text", "settings", "expected"),
-    [
-        ("1.234,50", {"decimal": ",", "thousands": "."}, 1234.5),
-        ("1,234", {"thousands": ","}, 1234),
-        ("12,34,567.5", {"thousands": ","}, 1234567.5),
-        ("1234.5", {"thousands": ","}, 1234.5),
-        ("-$1,234.50", {"thousands": ",", "ignore": "$"}, -1234.5),
-        (
-            "1\u202f234,5\u00a0\u20ac",
-            {"decimal": ",", "thousands": "\u202f", "ignore": "\u20ac"},
-            1234.5,
-        ),
-        ("12.5 %", {"ignore": "%"}, 12.5),
-        ("1'000'000", {"thousands": "'"}, 1e6),
-        ("1,5e3", {"decimal": ","}, 1500),
-        ("", {"decimal": ","}, None),
-    ],
-)
-def test_numbers_as_people_write_them(tmp_path, text, settings, expected):
-    content = f'u,x\na,"{text}"\n'
-    [found] = read_csv(tmp_path, content, number_wanted(**settings)).numbers["x"].tolist()
-    assert (None if np.isnan(found) else found) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "settings"),
-    [
-        ("1,234.50", {}),
-        ("1.234,50", {}),
-        ("$5", {}),
-        ("1,23", {"thousands": ","}),
-        ("1,2345", {"thousands": ","}),
-        ("1.5", {"decimal": ","}),
-        ("1,234.5", {"decimal": ",", "thousands": "."}),
-        ("(5)", {"ignore": "$"}),
-        ("1 2", {"ignore": "$"}),
-    ],
-)
-def test_numbers_that_are_written_otherwise_are_refused_with_the_remedy(tmp_path, text, settings):
-    expected = (
-        rf"line 2: .*or a missing value in column x, got '{re.escape(text)}'.*set decimal, tho"
-    )
-    with pytest.raises(ValueError, match=expected):
-        read_csv(tmp_path, f'u,x\na,"{text}"\n', number_wanted(**settings))
-    block = read_csv(tmp_path, f'u,x\na,"{text}"\nb,1\n', number_wanted(**settings), **SKIP)
-    assert block.num_skipped == 1
-
-
-VECTOR = number_wanted(width=2)
-VECTORS = [[1.0, 2.5], [np.nan, np.nan], [3.0, np.nan]]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *(pa.list_(pa.float32()), pa.large_list(pa.float64()), pa.list_(pa.float32(), 2)),
-        *(pa.list_view(pa.float64()), pa.list_(pa.decimal128(9, 2)), pa.list_(pa.string())),
-    ],
-)
-def test_vectors_of_any_type(tmp_path, kind):
-    numbers = pa.array([[1, 2.5], None, [3, None]], pa.list_(pa.float64()))
-    items = numbers.flatten().cast(kind.value_type)
-    array = pa.array([items[:2].to_pylist(), None, items[2:].to_pylist()], kind)
-    path = write_table(tmp_path / "log", pa.table({"x": array}), SourceFormat.arrow)
-    [block] = read_blocks(path, LogFormat(SourceFormat.arrow), VECTOR)
-    np.testing.assert_array_equal(block.numbers["x"], VECTORS)
-
-
-@pytest.mark.parametrize("text", ["1 2.5", "[1, 2.5]", "[1.\n 2.5]", " [1 2.5]", "1  2.5"])
-def test_vectors_in_text(tmp_path, text):
-    path = tmp_path / "log.csv"
-    path.write_text(f'x\n"{text}"\n""\n')
-    [block] = read_blocks(path, LogFormat(SourceFormat.delimited, ","), VECTOR)
-    np.testing.assert_array_equal(block.numbers["x"], VECTORS[:2])
-
-
-@pytest.mark.parametrize("value", [[1.0], [1.0, 2, 3], [], [1.0, float("nan")], [1.0, 1e300]])
-def test_vectors_that_do_not_fit_are_named_or_skipped(tmp_path, value):
-    path = write_table(tmp_path / "log", pa.table({"x": [[1.0, 2.0], value]}), SourceFormat.parquet)
-    expected = "log line 2: expected 2 finite numbers or a missing value in column x, got"
-    with pytest.raises(ValueError, match=expected):
-        list(read_blocks(path, LogFormat(SourceFormat.parquet), VECTOR))
-    [block] = read_blocks(path, LogFormat(SourceFormat.parquet, **SKIP), VECTOR)
-    np.testing.assert_array_equal(block.numbers["x"], [[1, 2]])
-    with pytest.raises(ValueError, match="column x: expected one number per sample.*Set width"):
-        list(read_blocks(path, LogFormat(SourceFormat.parquet), number_wanted()))
-
-
-QUOTED = 'click,user,note\n1,a,"two\nlines"\n0,"b",one\n1,c,"a ""quote""\r\n\r\nand more"\n0,d,\n'
-
-
-@pytest.mark.parametrize("block_bytes", [1, 9, 30, 1 << 20])
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-@pytest.mark.parametrize("settings", [{}, SKIP])
-def test_values_over_several_lines(tmp_path, block_bytes, end, settings):
-    path = tmp_path / "log.csv"
-    path.write_bytes(b"\xef\xbb\xbf" + QUOTED.replace("\r\n", "\n").replace("\n", end).encode())
-    wanted = Wanted(("user", "note"), ("click",), labels=("click",))
-    log_format = LogFormat(SourceFormat.delimited, ",", block_bytes=block_bytes, **settings)
-    blocks = list(read_blocks(path, log_format, wanted))
-    assert values(blocks, "user") == ["a", "b", "c", "d"]
-    notes = [f"two{end}lines", "one", f'a "quote"{end}{end}and more', None]
-    assert values(blocks, "note") == notes
-    assert np.concatenate([b.lines for b in blocks]).tolist() == [2, 4, 5, 8]
-    assert sum(b.num_skipped for b in blocks) == 0
+def test_a_bad_line_is_found_among_good_ones(line, expected, got):
+    block = lines(b"1,x\n" * 3 + line + b"\n" + b"2,y\n" * 3, first_line=100)
+    assert text.parse(block, LAYOUT) is None
+    bad, kept, numbers = text.find_bad_lines(block, LAYOUT)
+    assert bad == [(103, expected, got)]
+    assert kept.data == b"1,x\n" * 3 + b"2,y\n" * 3
+    assert numbers == [100, 101, 102, 104, 105, 106]
 
 
 @pytest.mark.parametrize("block_bytes", [1, 9, 1 << 20])
@@ -680,28 +326,161 @@ def test_both_parsers_leave_out_the_same_lines(tmp_path, monkeypatch):
             assert found(1 << 20) == fast
 
 
-def test_columns_of_paths(tmp_path):
-    folder = tmp_path / "dt=2024-05-01" / "country=d%20e" / "clicked=1"
-    folder.mkdir(parents=True)
-    (folder / "part.csv").write_text("user,country\na,it\nb,fr\n")
-    null = tmp_path / "dt=2024-05-02" / "country=__HIVE_DEFAULT_PARTITION__" / "clicked=0"
-    null.mkdir(parents=True)
-    pq.write_table(pa.table({"user": ["c"]}), null / "part.parquet")
-    for hidden in ("_SUCCESS", "_temporary/0/part.csv", ".part.csv.crc"):
-        (tmp_path / hidden).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / hidden).write_text("")
-    (csv_file,) = find_files([str(tmp_path / "dt=2024-05-01")], SourceFormat.delimited)
-    assert find_files([str(tmp_path / "**" / "*.csv")], SourceFormat.delimited) == [csv_file]
-    assert find_files([str(tmp_path)], SourceFormat.parquet) == [null / "part.parquet"]
-    wanted = Wanted(("user", "country"), ("dt", "clicked"), ("clicked",), times={"dt": "%Y-%m-%d"})
-    [block] = read_blocks(csv_file, LogFormat(SourceFormat.delimited, ","), wanted)
-    assert values([block], "country") == ["it", "fr"]  # the file's own
-    assert values([block], "dt") == [1714521600000.0] * 2
-    assert values([block], "clicked") == [1, 1]
-    assert partition_of(csv_file)["country"] == "d e"
-    [block] = read_blocks(null / "part.parquet", LogFormat(SourceFormat.parquet), wanted)
-    assert values([block], "country") == [None]
-    assert values([block], "clicked") == [0]
+# What a value may be.
+
+
+IDS = ["7", None, "12"]
+
+
+ID_TYPES = [
+    *(pa.int8(), pa.uint64(), pa.float16(), pa.float64(), pa.decimal128(9, 2), pa.decimal256(50)),
+    *(pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.binary_view()),
+]
+
+
+@pytest.mark.parametrize("as_file", [SourceFormat.parquet, SourceFormat.arrow])
+def test_an_id_is_one_text_whatever_keeps_it(tmp_path, as_file):
+    numbers = pa.array([7, None, 12], pa.int64())
+    columns = {str(kind): numbers.cast(pa.string()).cast(kind) for kind in ID_TYPES[6:]}
+    columns |= {str(kind): numbers.cast(pa.float64()).cast(kind) for kind in ID_TYPES[2:4]}
+    columns |= {str(k): numbers.cast(pa.decimal128(19)).cast(k) for k in ID_TYPES[4:6]}
+    columns |= {str(kind): numbers.cast(kind) for kind in ID_TYPES[:2]}
+    columns["dictionary"] = numbers.dictionary_encode()
+    columns["dictionary of floats"] = numbers.cast(pa.float64()).dictionary_encode()
+    path = write_table(tmp_path / "log", pa.table(columns), as_file)
+    wanted = Wanted(tuple(columns), (), single=tuple(columns))
+    [block] = read_blocks(path, LogFormat(as_file), wanted)
+    assert {name: plain(ids) for name, ids in block.ids.items()} == dict.fromkeys(columns, IDS)
+    lists = {"list": [[7], None, [12]], "texts": [["7"], None, ["12"]]}
+    as_lists = pa.table({**lists, "floats": pa.array(lists["list"], pa.list_(pa.float64(), 1))})
+    path = write_table(tmp_path / "lists", as_lists, as_file)
+    [block] = read_blocks(path, LogFormat(as_file), Wanted((*lists, "floats"), ()))
+    for ids in block.ids.values():
+        assert plain(ids) == [["7"], None, ["12"]]
+
+
+def test_ids_that_are_stored_in_other_ways(tmp_path):
+    raw = bytes(range(16))
+    columns = {
+        "uuid": pa.array([raw, None], pa.uuid()),
+        "all null": pa.nulls(2),
+        "runs": pa.RunEndEncodedArray.from_arrays([2], ["a"]),
+        "tensor": pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2)),
+        "view": pa.array([["a"], None], pa.list_view(pa.string())),
+        "truth": pa.array([True, None]),
+    }
+    path = write_table(tmp_path / "log", pa.table(columns), SourceFormat.arrow)
+    [block] = read_blocks(path, LogFormat(SourceFormat.arrow), Wanted(tuple(columns), ()))
+    assert {name: plain(ids) for name, ids in block.ids.items()} == {
+        "uuid": ["00010203-0405-0607-0809-0a0b0c0d0e0f", None],
+        "all null": [None, None],
+        "runs": ["a", "a"],
+        "tensor": [["1", "2"], ["3", "4"]],
+        "view": [["a"], None],
+        "truth": ["true", None],
+    }
+
+
+def label_wanted(*values: str) -> Wanted:
+    columns = {"click": ColumnSpec(ColumnKind.label, values=list(values))}
+    return Wanted((), ("click",), labels=("click",), columns=columns)
+
+
+@pytest.mark.parametrize(
+    ("written", "values"),
+    [
+        (("0", "1"), ()),
+        (("0.0", " 1\t"), ()),
+        (("-0", "+1.00"), ()),
+        (("False", "TRUE"), ()),
+        (("no", "Yes"), ()),
+        (("f", "t"), ()),
+        (("-1", "1.0"), ("-1", "1")),
+        (("skip", "click"), ("skip", "click")),
+        (("", "x"), ("", "x")),
+        (("2", "1"), ("2", "1")),
+    ],
+)
+def test_labels(tmp_path, written, values):
+    negative, positive = written
+    content = f"click,u\n{negative},a\n{positive},b\n"
+    block = read_csv(tmp_path, content, label_wanted(*values))
+    assert block.numbers["click"].tolist() == [0, 1]
+    if negative:
+        path = write_table(tmp_path / "l", pa.table({"click": [*written]}), SourceFormat.arrow)
+        [block] = read_blocks(path, LogFormat(SourceFormat.arrow), label_wanted(*values))
+        assert block.numbers["click"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("odd", ["-1", "2", "0.5", "nan", "maybe", "", "1e9"])
+def test_odd_labels_are_named_or_skipped(tmp_path, odd):
+    content = f"click,u\n0,a\n{odd},b\n1,c\n"
+    got = "nothing" if not odd else f"'{odd}'"
+    expected = f"line 3: expected a label of 0 or 1 in column click, got {got}. Fix .*values of"
+    with pytest.raises(ValueError, match=expected):
+        read_csv(tmp_path, content, label_wanted())
+    block = read_csv(tmp_path, content, label_wanted(), **SKIP)
+    assert block.numbers["click"].tolist() == [0, 1]
+    assert block.num_skipped == 1
+
+
+def number_wanted(**settings) -> Wanted:
+    return Wanted((), ("x",), columns={"x": ColumnSpec(ColumnKind.dense, **settings)})
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "expected"),
+    [
+        ("1.234,50", {"decimal": ",", "thousands": "."}, 1234.5),
+        ("1,234", {"thousands": ","}, 1234),
+        ("12,34,567.5", {"thousands": ","}, 1234567.5),
+        ("1234.5", {"thousands": ","}, 1234.5),
+        ("-$1,234.50", {"thousands": ",", "ignore": "$"}, -1234.5),
+        (
+            "1\u202f234,5\u00a0\u20ac",
+            {"decimal": ",", "thousands": "\u202f", "ignore": "\u20ac"},
+            1234.5,
+        ),
+        ("12.5 %", {"ignore": "%"}, 12.5),
+        ("1'000'000", {"thousands": "'"}, 1e6),
+        ("1,5e3", {"decimal": ","}, 1500),
+        ("", {"decimal": ","}, None),
+    ],
+)
+def test_numbers_as_people_write_them(tmp_path, text, settings, expected):
+    content = f'u,x\na,"{text}"\n'
+    [found] = read_csv(tmp_path, content, number_wanted(**settings)).numbers["x"].tolist()
+    assert (None if np.isnan(found) else found) == expected
+
+
+VECTOR = number_wanted(width=2)
+
+
+VECTORS = [[1.0, 2.5], [np.nan, np.nan], [3.0, np.nan]]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pa.list_(pa.float32()), pa.large_list(pa.float64()), pa.list_(pa.float32(), 2)),
+        *(pa.list_view(pa.float64()), pa.list_(pa.decimal128(9, 2)), pa.list_(pa.string())),
+    ],
+)
+def test_vectors_of_any_type(tmp_path, kind):
+    numbers = pa.array([[1, 2.5], None, [3, None]], pa.list_(pa.float64()))
+    items = numbers.flatten().cast(kind.value_type)
+    array = pa.array([items[:2].to_pylist(), None, items[2:].to_pylist()], kind)
+    path = write_table(tmp_path / "log", pa.table({"x": array}), SourceFormat.arrow)
+    [block] = read_blocks(path, LogFormat(SourceFormat.arrow), VECTOR)
+    np.testing.assert_array_equal(block.numbers["x"], VECTORS)
+
+
+@pytest.mark.parametrize("text", ["1 2.5", "[1, 2.5]", "[1.\n 2.5]", " [1 2.5]", "1  2.5"])
+def test_vectors_in_text(tmp_path, text):
+    path = tmp_path / "log.csv"
+    path.write_text(f'x\n"{text}"\n""\n')
+    [block] = read_blocks(path, LogFormat(SourceFormat.delimited, ","), VECTOR)
+    np.testing.assert_array_equal(block.numbers["x"], VECTORS[:2])
 
 
 @pytest.mark.parametrize(
@@ -727,9 +506,237 @@ def test_times_of_a_form(tmp_path, form, written, expected_ms):
             assert block.numbers["at"].tolist() == [expected_ms]
 
 
-@pytest.mark.parametrize(("form", "odd"), [("%y%m%d%H", "9010100"), ("%Y%m%d", "2014-10-21"), ("iso", "21.10.2014")])  # fmt: skip  # noqa: E501
-def test_times_of_another_form_are_named(tmp_path, form, odd):
-    wanted = Wanted((), ("at",), required=("at",), times={"at": form})
-    expected = rf"line 2: expected a time .* in column at, got '{odd}'.*set data\.source\.times\.at"
+# What cannot be read is named by its line, or skipped.
+
+
+FLOATS = pa.array([1.0, 1.5])
+AT = Wanted((), ("x",), times={"x": TimeUnit.iso})
+ID = Wanted(("x",), ())
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted", "got"),
+    [
+        (pa.array([1.0, float("nan")]), number_wanted(), "inf or nan"),
+        (pa.array([1.0, -1e300]), number_wanted(), "-1e"),
+        (pa.array(["1", "1,234.50"]), number_wanted(), "'1,234.50'"),
+        (pa.array(["1", "1,23"]), number_wanted(thousands=","), "'1,23'"),
+        (pa.array(["1", "1.5"]), number_wanted(decimal=","), "'1.5'"),
+        (pa.array(["1", "1e999"]), number_wanted(), ""),
+        (pa.array([[1.0, 2.0], [1.0]]), number_wanted(width=2), ""),
+        (pa.array([[1.0, 2.0], [1.0, float("nan")]]), number_wanted(width=2), ""),
+        (FLOATS, ID, "'1.5'"),
+        (FLOATS.cast(pa.float32()).dictionary_encode(), ID, "'1.5'"),
+        (pa.array([[1.0], [2.0, 1.5]]), ID, "2 values: ['2', '1.5']"),
+        (pa.array([1.0, 2.0**53]), ID, "'9.007199254740992e+15'"),
+        (pa.array([1, Decimal("1.50")]), ID, "'1.50'"),
+        (pa.array(["2024-05-01", "1 May"]), AT, "'1 May'"),
+        (pa.array(["140101", "2014-10-21"]), replace(AT, times={"x": "%y%m%d"}), "'2014-10-21'"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_named_or_skipped(tmp_path, values, wanted, got):
+    path = write_table(tmp_path / "log", pa.table({"x": values}), SourceFormat.parquet)
+    expected = rf"log line 2: expected .* in column x, got .*{re.escape(got)}"
     with pytest.raises(ValueError, match=expected):
-        read_csv(tmp_path, f"at,u\n{odd},x\n", wanted)
+        read(path, LogFormat(SourceFormat.parquet), wanted)
+    [block] = read(path, LogFormat(SourceFormat.parquet, **SKIP), wanted)
+    assert (block.lines.tolist(), block.num_skipped) == ([1], 1)
+
+
+OBJECT = {"click": 1, "price": 1.5, "user": 7, "tags": ["a", "b"]}
+JSON = Wanted(("user", "tags"), ("click", "price"), labels=("click",), single=("user",))
+
+
+@pytest.mark.parametrize(
+    ("line", "got"),
+    [
+        ("", "an empty line"),
+        ("[1]", "'[1]'"),
+        ('{"click": 1', "'{\"click"),
+        ('{"click": 1, "user": 3} {}', "'{"),
+        ({**OBJECT, "user": "u"}, "'u'"),
+        ({**OBJECT, "user": {"id": 1}}, "{'id"),
+        ({**OBJECT, "user": True}, "True"),
+        ({**OBJECT, "user": 1e18}, "1e+18"),
+        ({**OBJECT, "tags": ["a", 1]}, "['a', 1]"),
+        ({**OBJECT, "click": None}, "nothing"),
+        ('{"click": 1, "user": 1, "user": 2}', "it twice"),
+        ('{"click": 1, "user": "\\ud83d"}', "half of one"),
+        ("[" * 3000, "'[["),
+    ],
+)
+def test_a_line_that_is_no_sample_is_named_or_skipped(tmp_path, line, got):
+    path, rows = tmp_path / "log.jsonl", [OBJECT, OBJECT, line, OBJECT]
+    path.write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in rows))
+    expected = rf"log\.jsonl line 3: expected .*, got {re.escape(got)}"
+    with pytest.raises(ValueError, match=expected):
+        read(path, LogFormat(SourceFormat.json), JSON)
+    for block_bytes in (1, 8 << 20):
+        blocks = read(path, LogFormat(SourceFormat.json, block_bytes=block_bytes, **SKIP), JSON)
+        assert [n for block in blocks for n in block.lines] == [1, 2, 4]
+        assert sum(block.num_skipped for block in blocks) == 1
+
+
+def test_integers_of_any_length_and_whole_floats_are_ids(tmp_path):
+    users = [2**63, 10**25, 12.0, 9_007_199_254_740_993]
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(f"{json.dumps({**OBJECT, 'user': user})}\n" for user in users))
+    [block] = read(path, LogFormat(SourceFormat.json), JSON)
+    assert values([block], "user") == [str(int(user)) for user in users]
+
+
+# Files and columns that are refused.
+
+
+BROKEN_TEXT = pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff"))  # fmt: skip  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted", "expected"),
+    [
+        (pa.array([{"a": 1}] * 2), ID, "got type struct"),
+        (pa.array([[[1]]] * 2), ID, "got type list"),
+        (pa.array([[1], [2]]), replace(ID, single=("x",)), "got lists of type list"),
+        (pa.array([[1], [2]]), number_wanted(), "got lists of type list.*Set width"),
+        (pa.array([b"\xff\xfe", b"a"]), ID, "UTF8"),
+        (BROKEN_TEXT, ID, "UTF8"),
+        (pa.array([0, 1], pa.date32()), number_wanted(), "got type date32"),
+        (pa.array([1, 2]), AT, r"data\.source\.times\.x"),
+    ],
+)
+def test_a_column_of_another_type_is_refused(tmp_path, values, wanted, expected):
+    path = write_table(tmp_path / "log", pa.table({"x": values}), SourceFormat.arrow)
+    with pytest.raises(ValueError, match=rf"log.* column x.*{expected}"):
+        read(path, LogFormat(SourceFormat.arrow), wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "expected"),
+    [
+        ("delimited", b"", "header"),
+        ("delimited", b"x,u\n", "after the header, got none"),
+        ("delimited", b"u,y\n1,2\n", r"\['x'\], got \['u', 'y'\]"),
+        ("delimited", b"x,u,x\n1,2,3\n", r"got \['x'\]"),
+        ("delimited", b"\xff\xfe\n", "line 1: expected UTF-8"),
+        ("delimited", b"x" * (2 << 20), "line 1: expected .* 1048576 bytes"),
+        ("delimited", b"x,u\r1,2\r3,4", "line 1: expected .* carriage"),
+        ("delimited", b"x\n" + b"1" * 5000, "line 2: expected .* 1000 bytes"),
+        ("criteo", criteo_line().encode()[:150], "line 1: expected 40 columns"),
+        ("json", b"", "got none"),
+        ("json", b"[\n{\n", "line 1: expected one JSON object"),
+        ("json", b'{"u": 1}\n' * 3, r"\['x'\], got non"),
+        ("parquet", b"not a table" * 10, "Parquet"),
+        ("arrow", b"not a table" * 10, "Arrow"),
+    ],
+)
+def test_a_file_that_is_no_log_is_refused(tmp_path, monkeypatch, kind, data, expected):
+    monkeypatch.setattr(text, "MAX_LINE_BYTES", 1000)
+    (tmp_path / "log").write_bytes(data)
+    wanted = CRITEO if kind == "criteo" else number_wanted()
+    with pytest.raises(ValueError, match=f"log.*{expected}"):
+        read(tmp_path / "log", LogFormat(SourceFormat(kind), ",", block_bytes=500), wanted)
+
+
+@pytest.mark.parametrize("as_file", [SourceFormat.parquet, SourceFormat.arrow])
+def test_a_table_without_rows_or_with_two_columns_of_one_name_is_refused(tmp_path, as_file):
+    path = write_table(tmp_path / "log", pa.table({"x": pa.array([], pa.int8())}), as_file)
+    with pytest.raises(ValueError, match="log: expected rows, got none"):
+        read(path, LogFormat(as_file), number_wanted())
+    table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
+    with pytest.raises(ValueError, match=r"log: expected .* got \['x'\]"):
+        column_names(write_table(path, table, as_file), LogFormat(as_file))
+
+
+def test_a_line_without_end_is_not_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "MAX_LINE_BYTES", 1000)
+    path = tmp_path / "log.gz"
+    path.write_bytes(gzip.compress(b"1,a\n" * 3 + b"x" * 2000))
+    with pytest.raises(ValueError, match=r"log\.gz line 4: expected .* 1000 bytes"):
+        text.count_lines(path)
+
+
+@pytest.mark.parametrize("at", [40, 74])
+def test_damage_at_the_head_of_an_arrow_file_is_found(tmp_path, at):
+    path = tmp_path / "log.arrow"
+    table = pa.table({"click": [1, 0], "price": [1.5, 2.5], "user": [7, 8]})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"log\.arrow: expected an Arrow IPC file or stream, got"):
+        column_names(path, LogFormat(SourceFormat.arrow))
+
+
+@pytest.mark.parametrize("as_file", [SourceFormat.parquet, SourceFormat.arrow])
+def test_damage_is_told_with_the_file(tmp_path, as_file):
+    table = pa.table({"click": pa.array([0, 1] * 5000), "user": [f"u{n}" for n in range(10_000)]})
+    path = write_table(tmp_path / "log", table, as_file)
+    data, wanted = path.read_bytes(), Wanted(("user",), ("click",), labels=("click",))
+    rng = np.random.default_rng(3)
+    for _ in range(60):
+        broken = bytearray(data)
+        for at in rng.integers(0, len(data), 4):
+            broken[at] ^= 1 << rng.integers(8)
+        path.write_bytes(broken[: rng.choice([len(data), len(data), len(data) // 2])])
+        for read in (
+            lambda: list(read_blocks(path, LogFormat(as_file), wanted)),
+            lambda: count_samples(path, LogFormat(as_file)),
+        ):
+            try:
+                read()
+            except ValueError as error:
+                assert str(path) in str(error)  # noqa: PT017
+                assert "\n" not in str(error)  # noqa: PT017
+
+
+def test_files_are_found_by_path_pattern_and_directory(tmp_path):
+    for name in ("b.parquet", "a.parquet", "_SUCCESS", ".hidden.parquet", "notes.txt"):
+        (tmp_path / name).write_text("x")
+
+    def names(pattern: str, log_format: SourceFormat = SourceFormat.parquet) -> list[str]:
+        return [path.name for path in find_files([pattern], log_format)]
+
+    assert names(str(tmp_path)) == ["a.parquet", "b.parquet"]
+    assert names(str(tmp_path / "b.*")) == ["b.parquet"]
+    assert names(str(tmp_path / "notes.txt"), SourceFormat.delimited) == ["notes.txt"]
+    with pytest.raises(ValueError, match="files: expected files of format arrow at .*got none"):
+        names(str(tmp_path), SourceFormat.arrow)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [("a pipe", "pipe"), ("a socket", "socket"), ("a character device", "/dev/zero")],
+)
+def test_only_regular_files_are_logs(tmp_path, monkeypatch, kind, path):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
+        expected = f"data.source.files: expected regular files, got {kind} at '{path}'"
+        with pytest.raises(ValueError, match=expected):
+            find_files([path], SourceFormat.delimited, key="data.source.files")
+
+
+def test_columns_of_paths(tmp_path):
+    folder = tmp_path / "dt=2024-05-01" / "country=d%20e" / "clicked=1"
+    folder.mkdir(parents=True)
+    (folder / "part.csv").write_text("user,country\na,it\nb,fr\n")
+    null = tmp_path / "dt=2024-05-02" / "country=__HIVE_DEFAULT_PARTITION__" / "clicked=0"
+    null.mkdir(parents=True)
+    pq.write_table(pa.table({"user": ["c"]}), null / "part.parquet")
+    for hidden in ("_SUCCESS", "_temporary/0/part.csv", ".part.csv.crc"):
+        (tmp_path / hidden).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / hidden).write_text("")
+    (csv_file,) = find_files([str(tmp_path / "dt=2024-05-01")], SourceFormat.delimited)
+    assert find_files([str(tmp_path / "**" / "*.csv")], SourceFormat.delimited) == [csv_file]
+    assert find_files([str(tmp_path)], SourceFormat.parquet) == [null / "part.parquet"]
+    wanted = Wanted(("user", "country"), ("dt", "clicked"), ("clicked",), times={"dt": "%Y-%m-%d"})
+    [block] = read_blocks(csv_file, LogFormat(SourceFormat.delimited, ","), wanted)
+    assert values([block], "country") == ["it", "fr"]  # the file's own
+    assert values([block], "dt") == [1714521600000.0] * 2
+    assert values([block], "clicked") == [1, 1]
+    assert partition_of(csv_file)["country"] == "d e"
+    [block] = read_blocks(null / "part.parquet", LogFormat(SourceFormat.parquet), wanted)
+    assert values([block], "country") == [None]
+    assert values([block], "clicked") == [0]

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hotrec.config.data import (
@@ -137,6 +137,7 @@ def logs(draw: st.DrawFn) -> tuple[list[list[Row]], list[list[Row]]]:
 
 
 @pytest.mark.slow
+@settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])  # to shrink takes minutes
 @given(suffix=st.sampled_from([*FORMATS]), case=logs(), block_rows=st.sampled_from([1, 3, 100]))
 def test_skipped_lines_leave_no_trace(
     tmp_path_factory: pytest.TempPathFactory,
