@@ -83,9 +83,12 @@ quickstart: $(INSTALLED) ## Install, then train a DLRM on a real click log with 
 test: $(INSTALLED_TEST) ## Install what the tests need, then show in five minutes that hotrec is right.
 	$(PYTEST) $(PICKED) $(TESTS) $(ARGS)
 
+# How many trainings tests/exact draws; from 250 on other tables run whole, from 500 on examples are random.
+CASES ?= 250
+
 test-all: JOBS = 2
-test-all: $(INSTALLED_DEV) ## Run all tests, and whole tables of generated cases.
-	$(PYTEST) --cases=500 $(ALL_TESTS) $(ARGS)
+test-all: $(INSTALLED_DEV) ## Run all tests; CASES=1000 draws more, at random.
+	$(PYTEST) --cases=$(CASES) $(ALL_TESTS) $(ARGS)
 
 faults: $(INSTALLED_DEV) ## Run every case of damaged files, bad data and signals.
 	$(BIN)/python -m tests.faults run $(ARGS)

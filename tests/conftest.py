@@ -14,20 +14,20 @@ import pytest
 from hypothesis import settings
 
 from tests.helpers.quiet import compose_once
-from tests.helpers.samples import draw, is_whole
+from tests.helpers.samples import draw, num_cases
 
 if TYPE_CHECKING:
     from hotrec.runtime.ranks import Ranks
 
 # Examples have no time limit: a machine that does other work would fail them. ``make test`` draws
-# the same ones in every run.
+# the same ones in every run, and so does ``make test-all`` unless it is asked for more.
 settings.register_profile("test", deadline=None, derandomize=True, max_examples=25)
-settings.register_profile("all", deadline=None, print_blob=True)
+settings.register_profile("random", deadline=None, print_blob=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How many cases tables draw, or which one ``tests/exact`` repeats."""
-    text = "generated trainings of tests/exact; from 500 on, other tables run whole"
+    text = "trainings of tests/exact; from 250 on tables run whole, from 500 on examples are random"
     parser.addoption("--cases", type=int, help=text)
     parser.addoption("--case", default="", help="only this one, as a failure prints it")
 
@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Tables are cut to their samples as test modules are imported."""
     draw(config.getoption("--cases") or 0)
-    settings.load_profile("all" if is_whole() else "test")
+    settings.load_profile("random" if num_cases() >= 500 else "test")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

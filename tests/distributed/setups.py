@@ -30,7 +30,7 @@ from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.planner.machine import Machine
-from hotrec.runtime.ranks import Ranks
+from hotrec.runtime.ranks import Ranks, broadcast_object
 from hotrec.types import ColdTier, OptimizerKind, Partition, TorchrecPlan
 
 NUM_DENSE = 3
@@ -130,7 +130,10 @@ def shard_task(
     is_cuda = target.type == "cuda"
     local_size = len(set(gather(torch.cuda.current_device()))) if is_cuda else size
     machine = Machine(size, local_size, target.type, 1 << 30, 1 << 33, 8)
-    plan = make_plan(task, [sharder], machine, constraints)
+    # Every rank would compute the same, as those of a program do (test_program).
+    plan = broadcast_object(
+        make_plan(task, [sharder], machine, constraints) if dist.get_rank() == 0 else None
+    )
     model = shard(task, plan, [sharder], target, data_parallel=data_parallel)
     if seed is not None:
         initialize_embeddings(model, seed)

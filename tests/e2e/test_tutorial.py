@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import REPOSITORY, environment
-from tests.helpers.samples import is_whole
 
 NOTEBOOK = REPOSITORY / "docs" / "tutorial.ipynb"
 
@@ -45,7 +44,6 @@ def test_its_links_lead_to_pages() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(not is_whole(), reason="make test-all runs the notebook")
 def test_it_runs(tmp_path: Path) -> None:
     (tmp_path / "samples").symlink_to(REPOSITORY / "samples")
     code = "\n\n".join("".join(cell["source"]) for cell in cells("code"))

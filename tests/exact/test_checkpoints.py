@@ -34,7 +34,7 @@ from tests.exact.case import TORCHREC_PLANS, Case, deal_to, draw_cases, fit
 from tests.exact.reference import Unsplit, first_rows
 from tests.exact.training import Found, Result, Training, other_bits, with_slots
 from tests.helpers.ranks import RanksError, run_ranks
-from tests.helpers.samples import is_whole
+from tests.helpers.samples import num_cases
 from tests.helpers.tiny import TinyLoader
 
 HOSTS = ("0", "00", "000", "0011")
@@ -252,7 +252,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "routes" not in metafunc.fixturenames:
         return
     given = metafunc.config.getoption("--case")
-    routes = draw_routes(40 if is_whole() else 12)
+    routes = draw_routes(max(12, num_cases() // 20))
     if given:
         routes = [eval(given, {"Case": Case, "Route": Route})] if given.startswith("Route") else []
     metafunc.parametrize("routes", [routes] if routes else [], ids=[len(routes)] if routes else [])

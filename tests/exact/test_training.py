@@ -15,7 +15,7 @@ import pytest
 from tests.exact.case import Case, draw_cases
 from tests.exact.training import run_cases
 from tests.helpers.ranks import RanksError, run_ranks
-from tests.helpers.samples import is_whole
+from tests.helpers.samples import is_whole, num_cases
 
 # The host of each rank, and the share of the cases.
 GROUPS = {"0": 0.18, "00": 0.24, "000": 0.4, "0011": 0.12, "001": 0.06}
@@ -27,8 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test of each group, or one of the case that was given."""
     if "cases" not in metafunc.fixturenames:
         return
-    given, num = metafunc.config.getoption("--case"), metafunc.config.getoption("--cases")
-    num = num or 170
+    given, num = metafunc.config.getoption("--case"), num_cases() or 130
     if given:  # or a route of another test
         cases = [[eval(given, {"Case": Case})]] if given.startswith("Case") else []
         metafunc.parametrize("cases", cases, ids=["given"] * len(cases))

@@ -1,4 +1,4 @@
-"""Which cases of a long table run: a sample, always the same; all from ``--cases 500`` on."""
+"""Which cases of a long table run: a sample, always the same; all from ``--cases 250`` on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 Case = TypeVar("Case")
 
 
-WHOLE = 500
+WHOLE = 250
 _given: list[int] = []
 
 
@@ -17,9 +17,14 @@ def draw(num_cases: int) -> None:
     _given[:] = [num_cases]
 
 
+def num_cases() -> int:
+    """What ``--cases`` says; 0 without."""
+    return max(_given, default=0)
+
+
 def is_whole() -> bool:
     """Whether whole tables run."""
-    return max(_given, default=0) >= WHOLE
+    return num_cases() >= WHOLE
 
 
 def sample(cases: Sequence[Case], first: int, every: int) -> list[Case]:
