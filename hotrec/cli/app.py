@@ -391,7 +391,7 @@ def _run_hydra(invocation: Invocation) -> int:
 
     flags, overrides = _split_flags(invocation.words)
     _check_flags(flags, ROOTS[COMMANDS[invocation.name].config_name])
-    check_overrides(overrides, is_multirun=invocation.is_multirun)
+    check_overrides(overrides)
     try:
         for flag, value in itertools.pairwise([*invocation.words, ""]):
             if flag in FLAGS_OF_CONFIG_DIR:

@@ -38,59 +38,6 @@ PACKAGE = Path(__file__).resolve().parents[1]
 HYDRA = Path(hydra.__file__).resolve().parent
 FULL_TRACE = "HYDRA_FULL_ERROR"
 LOG_FILE = "log.txt"
-_OS_ADVICE = {
-    errno.ENOSPC: "Free disk space or choose another directory.",
-    errno.EDQUOT: "Free disk space within the quota or choose another directory.",
-    errno.EACCES: "Correct its permissions or choose another path.",
-    errno.EPERM: "Correct its permissions or choose another path.",
-    errno.EROFS: "Choose a directory that can be written to.",
-    errno.EMFILE: "Raise the limit of open files with ulimit -n.",
-    errno.ENFILE: "Close files of other processes, or raise the system's limit.",
-    errno.EADDRINUSE: "Choose another port with MASTER_PORT.",
-    errno.ENOMEM: "Use a host with more memory, or smaller tables.",
-}
-# OmegaConf's messages: a pattern, what is expected, and what was got.
-_OMEGACONF = (
-    (
-        r"Invalid \w+ assigned: (?:str|int|float|bool) is not a ListConfig",
-        *("a list such as [a,b]", "a single value"),
-    ),
-    (
-        r"Invalid \w+ assigned: (?:str|int|float|bool) is not a \w+Config",
-        *("keys below it, each with a value,", "a single value"),
-    ),
-    (r"Cannot assign \w+ to Dict", "a mapping such as {a: b}", "a single value"),
-    (
-        "Cannot merge DictConfig with ListConfig",
-        *("a list where the default is one, and a mapping where that is one", "the other"),
-    ),
-    (r"Cannot convert '(?:list|ListConfig)' to string", "one text", "a list"),
-    (r"Cannot convert '(?:dict|DictConfig)' to string", "one text", "a mapping"),
-    (r"Value '(.*)' is not a valid bool", "true or false", r"'\1'"),
-    (r"Value (.*) \(list\) is not a valid input for", "one of its choices", r"the list \1"),
-    (r"Value '(.*)' of type '\w+' could not be converted to (\w+)", r"a value of type \2", r"'\1'"),
-    (r"Invalid value '(.*)', expected one of \[(.*)\]", r"one of \2", r"'\1'"),
-    (
-        r"Invalid \w+ assigned: (\w+) is not a (?:subclass of )?([\w ,]+)",
-        r"a \2",
-        r"a value of type \1",
-    ),
-    (r"field '.*' is not Optional", "a value", "null"),
-    (r"Interpolation key '(.*)' not found", "an existing key within ${}", r"'\1'"),
-    (
-        r"Environment variable '(.*)' not found",
-        "a variable of the environment",
-        r"'\1', which is not set",
-    ),
-    (r"does not support deletion", "to keep this key", "its deletion"),
-)
-# Hydra's plugins, by what chooses them, and the extra that installs each.
-_EXTRA_OF_PLUGIN = {
-    "hydra/launcher=joblib": "joblib",
-    "hydra/launcher=submitit_local": "submitit",
-    "hydra/launcher=submitit_slurm": "submitit",
-    "hydra/sweeper=optuna": "optuna",
-}
 _EXHAUSTED = re.compile(
     "Resource temporarily unavailable|can't (?:start new thread|allocate memory)|std::bad_alloc|"
     "[Cc]annot allocate memory|failed to map segment"
@@ -239,8 +186,8 @@ def _describe_os_error(error: OSError) -> str:
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     # A copy writes the second file.
     what = (is_full and error.filename2) or error.filename or "a file or connection"
-    advice = _OS_ADVICE.get(error.errno, "Check the path and its file system.")
-    return f"{what}: expected access, got the system's error {error.strerror!r}. {advice}"
+    advice = "Free space on its file system" if is_full else "Check the path and its permissions"
+    return f"{what}: expected access, got the system's error {error.strerror!r}. {advice}."
 
 
 def _describe_key_error(error: OmegaConfBaseException) -> str:
@@ -250,14 +197,7 @@ def _describe_key_error(error: OmegaConfBaseException) -> str:
         return f"{key}: expected a value, got none. Set {key}=..."
     if isinstance(error, ConfigKeyError | ConfigAttributeError):
         return _describe_unknown_key(key, error.object_type)
-    for pattern, expected, got in _OMEGACONF:
-        if match := re.search(pattern, message):
-            text = f"expected {expected}, got {got}. {_see_help(key)}"
-            return f"{key or 'configuration'}: {match.expand(text)}"
-    return (
-        f"{key or 'configuration'}: expected another type of value, got an OmegaConf error: "
-        f"{message!r}. See --help."
-    )
+    return f"{key or 'configuration'}: expected another value, got {message!r}. {_see_help(key)}"
 
 
 def _see_help(key: str) -> str:
@@ -310,11 +250,6 @@ def _has_field(kind: type, name: str) -> bool:
 
 def _describe_missing_option(error: MissingConfigException) -> str:
     group, _, choice = str(error.missing_cfg_file).rpartition("/")
-    if extra := _EXTRA_OF_PLUGIN.get(f"{group}={choice}"):
-        return (
-            f"{group}: expected Hydra's plugin for {choice}, got none. Run `pip install "
-            f"'hotrec[{extra}]'`."
-        )
     if not group or not error.options:
         return (
             f"{error.missing_cfg_file}: expected a file in the configuration, got none. See --help."

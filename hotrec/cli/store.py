@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-import os
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -158,91 +156,29 @@ def quoted(text: str) -> str:
     return QuotedString(text.replace("${", "\\${"), Quote.double).with_quotes()
 
 
-def check_overrides(words: Sequence[str], *, is_multirun: bool = False) -> None:
+def check_overrides(words: Sequence[str]) -> None:
     """Read each override by itself, so that an error names it; Hydra's own often names none.
 
-    Args:
-        words: The overrides.
-        is_multirun: Whether an override may be a sweep over several values.
-
     Raises:
-        ValueError: If one cannot be read, or sets a group to an unknown choice.
+        ValueError: If one cannot be read.
     """
     for word in words:
         key = word.partition("=")[0].lstrip("+~").strip()
-        if not key:
-            raise ValueError(f"{word}: expected key=value, got no key. See --help.")
-        if "=" not in word and not word.startswith("~"):
+        if not key or ("=" not in word and not word.startswith("~")):
             raise ValueError(
-                f"{word}: expected key=value, got {word} without a value. Put paths before the "
-                "keys of a command that takes paths; see --help."
+                f"{word}: expected key=value, got no {'value' if key else 'key'}. Put paths before "
+                "the keys of a command that takes paths; see --help."
             )
         try:
             override = _PARSER.parse_rule(word, "override")
-            is_sweep = override.is_sweep_override()
-            value = None if is_sweep else override.value()
+            if not override.is_sweep_override():
+                override.value()
         except (HydraException, ValueError) as error:
             reason = str(error).split("\n")[0]
-            form = _quoted_form(word)
-            advice = "quote text with special characters"
             raise ValueError(
-                f"{key}: expected an override of the form key=value, got an error: {reason}. "
-                + (f"To pass it literally, write {form}." if form else f"See --help, and {advice}.")
+                f"{key}: expected an override of the form key=value, got an error: {reason}. Put "
+                """texts with special characters in quotes: 'key="a=1"', 'key=["a=1","b"]'."""
             ) from error
-        choices = options_of(key) if (conf_dir() / key).is_dir() else []
-        is_choice = is_sweep or override.is_delete() or isinstance(value, str | dict)
-        is_choice |= isinstance(value, list) and all(isinstance(one, str) for one in value)
-        if choices and not is_choice:
-            raise ValueError(
-                f"{key}: expected one of {', '.join(choices)}, got {value}. Choose one of them."
-            )
-        if is_sweep and not is_multirun:
-            raise ValueError(
-                f"{key}: expected one value without --multirun, got several: "
-                f"{word.partition('=')[2]}. Add --multirun for a run of each, or write "
-                f"{_quoted_form(word) or 'the value in quotes'} if it is one text."
-            )
-        if isinstance(value, list):
-            _check_commas(word)
-
-
-def _quoted_form(word: str) -> str | None:
-    """The override with its texts in quotes, itself quoted for a shell.
-
-    None if that cannot be read either.
-    """
-    key, _, value = word.partition("=")
-    is_list = value[:1] == "[" and value[-1:] == "]" and len(value) > 2
-    texts = value[1:-1].split(",") if is_list else [value]
-    form = ",".join(text if text[:1] in ("'", '"') else quoted(text.strip()) for text in texts)
-    form = f"{key}=[{form}]" if is_list else f"{key}={form}"
-    try:
-        _PARSER.parse_rule(form, "override")
-    except HydraException:
-        return None
-    return shlex.quote(form)
-
-
-def _check_commas(word: str) -> None:
-    """Refuse a list that splits the name of a file at its commas.
-
-    Raises:
-        ValueError: If its parts are not files, but the whole is one.
-    """
-    key, _, value = word.partition("=")
-    parts = value.strip()[1:-1].split(",")
-    for first, part in enumerate(parts):
-        if os.path.exists(part):
-            continue
-        for end in range(first + 2, len(parts) + 1):
-            name = ",".join(parts[first:end])
-            if os.path.exists(name):
-                texts = [*parts[:first], quoted(name), *parts[end:]]
-                form = shlex.quote(f"{key}=[{','.join(texts)}]")
-                raise ValueError(
-                    f"{key}: expected a name with commas in quotes, got {name}, which is read as "
-                    f"{end - first} names. Write {form}."
-                )
 
 
 def _check_known_keys(node: DictConfig, parent: str) -> None:

@@ -125,7 +125,7 @@ def test_hotrec_takes_the_lines(page: Path, conf: Path) -> None:
                 Path(word).mkdir(parents=True, exist_ok=True)
         flags, overrides = _split_flags(_complete(name, words))
         _check_flags(flags, ROOTS[COMMANDS[name].config_name])
-        check_overrides(overrides, is_multirun="--multirun" in flags)
+        check_overrides(overrides)
         # Hydra's launchers and sweepers may not be installed.
         overrides = [word for word in overrides if not word.startswith("hydra")]
         for job in jobs_of(overrides):
