@@ -1,7 +1,7 @@
 """Lookup and update of cold rows on CPU, in place of FBGEMM's.
 
 FBGEMM's CPU kernel for unpooled rows is a scalar loop and takes three to four times as long
-(benchmarks/cpu_rows.py). Its module still owns weights and optimizer state.
+(cpu_rows.py of benchmarks, commit f7bfb0d5). Its module still owns weights and optimizer state.
 """
 
 from __future__ import annotations

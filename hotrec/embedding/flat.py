@@ -63,7 +63,7 @@ def put_rows(target_RD: torch.Tensor, rows_U: torch.Tensor | None, values_UD: to
     """target[rows] = values, in place, for distinct rows, or None for all in order.
 
     On one core numpy takes 50% to 90% of the time of ``index_copy_``, which uses several cores
-    (``benchmarks/cpu_rows.py``).
+    (cpu_rows.py of benchmarks, commit f7bfb0d5).
     """
     is_shared = torch.get_num_threads() > 1 and values_UD.numel() >= MANY_VALUES
     if rows_U is None:

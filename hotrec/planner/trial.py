@@ -33,7 +33,7 @@ TOLERANCE = 0.02
 # Two blocks may agree by chance: the spread of ratios is assumed to be at least this.
 MIN_SPREAD = 0.01
 # Standard deviation of the logarithm of a ratio between starts of the same comparison, in addition
-# to that of blocks of one start: placement of memory, threads and ranks (benchmarks/repeats.py).
+# to that of blocks of one start: placement of memory, threads and ranks (docs/results.md).
 START_SPREAD = 0.02
 # After one block the spread is unknown; a candidate that takes this much longer is dropped. Blocks
 # of one candidate on a busy machine differed by factors of up to 1.4.

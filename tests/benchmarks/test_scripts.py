@@ -10,20 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import cpu_rows, networks_page
+from benchmarks import networks_page
 from hotrec.bench.figures import Measured
-from hotrec.types import STAGES, OptimizerKind
+from hotrec.types import STAGES
 from tests.unit.bench.test_bench import document_of, figures_of, measured, one_step
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-def test_cpu_rows_measures_every_kernel() -> None:
-    times = cpu_rows.measure(
-        OptimizerKind.sgd, num_rows=40, num_tables=2, table_rows=100, dim=8, repeats=1
-    )
-    assert set(times) == {"fbgemm_unpooled", "fbgemm_pooled", "hotrec"}
-    assert all(0 < t["forward_s"] < 1 for t in times.values())
 
 
 def networks_document(step_s: float, exposed_frac: float) -> dict[str, Any]:
