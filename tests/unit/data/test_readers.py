@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
 import os
-import random
 import re
 import socket
 from dataclasses import replace
@@ -42,9 +40,7 @@ from hotrec.data.readers import (
     partition_of,
     read_blocks,
 )
-from hotrec.data.text import NUMBER, TEXT, Layout, Lines
-from tests.unit.data.logs import criteo_line
-from tests.unit.data.test_columns import plain
+from tests.unit.data.logs import criteo_line, plain
 
 CRITEO = Wanted(ids=CRITEO_FEATURES, numbers=("label", *CRITEO_DENSE), labels=("label",))
 SKIP = {"on_bad_line": OnBadLine.skip}
@@ -213,73 +209,10 @@ def test_a_criteo_log_has_no_header_and_no_quotes(tmp_path):
 # Text, in blocks of lines.
 
 
-@given(
-    st.lists(st.text("ab,\t", max_size=12), min_size=1, max_size=30),
-    st.integers(13, 60),
-    st.booleans(),
-    st.booleans(),
-)
-def test_blocks_hold_every_line_once(tmp_path_factory, rows, block_bytes, has_header, is_ended):
-    path = tmp_path_factory.mktemp("lines") / "log"
-    body = "\n".join([*rows, ""] if is_ended or not rows[-1] else rows)
-    path.write_text(("header\n" if has_header else "") + body)
-    blocks = list(text.read_lines(path, block_bytes, has_header=has_header))
-    assert b"".join(block.data for block in blocks) == ("\n".join(rows) + "\n").encode()
-    number = 2 if has_header else 1
-    for block in blocks:
-        assert block.first_line == number
-        assert block.num_lines == block.data.count(b"\n")
-        number += block.num_lines
-
-
 @pytest.mark.parametrize(("content", "number"), [("", 0), ("a", 1), ("a\n", 1), ("a\nb", 2)])
 def test_a_last_line_needs_no_end(content, number, tmp_path):
     (tmp_path / "log").write_text(content)
     assert text.count_lines(tmp_path / "log") == number
-
-
-@pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2"])
-def test_a_file_that_is_cut_short_is_named(tmp_path, suffix):
-    path = tmp_path / f"log.csv{suffix}"
-    with pa.output_stream(str(path), compression="detect") as stream:
-        stream.write(b"".join(b"%d,x\n" % number for number in range(5000)))
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ValueError, match=rf"log\.csv\{suffix}: expected .* got"):
-        list(text.read_lines(path, 1000, has_header=False))
-
-
-def test_several_gzip_members_in_one_file(tmp_path):
-    path = tmp_path / "log.gz"
-    path.write_bytes(gzip.compress(b"1,x\n") + gzip.compress(b"2,y\n"))
-    [block] = text.read_lines(path, 1000, has_header=False)
-    assert block.data == b"1,x\n2,y\n"
-
-
-LAYOUT = Layout(("a", "b"), ",", True, ("",), {"a": NUMBER, "b": TEXT})
-
-
-def lines(data: bytes, first_line: int = 1) -> Lines:
-    return Lines(data, first_line, data.count(b"\n"))
-
-
-@pytest.mark.parametrize(
-    ("line", "expected", "got"),
-    [
-        (b"1", "2 columns", "1"),
-        (b"1,x,y", "2 columns", "3"),
-        (b"", "2 columns", "an empty line"),
-        (b"1,\xff", "UTF-8 text", "byte 0xff at position 2"),
-        (b"1,x\r2", "no carriage return inside a line", "one at position 3"),
-        (b'1,"x', "a closing quote in the line", "none"),
-    ],
-)
-def test_a_bad_line_is_found_among_good_ones(line, expected, got):
-    block = lines(b"1,x\n" * 3 + line + b"\n" + b"2,y\n" * 3, first_line=100)
-    assert text.parse(block, LAYOUT) is None
-    bad, kept, numbers = text.find_bad_lines(block, LAYOUT)
-    assert bad == [(103, expected, got)]
-    assert kept.data == b"1,x\n" * 3 + b"2,y\n" * 3
-    assert numbers == [100, 101, 102, 104, 105, 106]
 
 
 @pytest.mark.parametrize("block_bytes", [1, 9, 1 << 20])
@@ -293,37 +226,6 @@ def test_a_stray_quote_costs_its_line(tmp_path, block_bytes):
     blocks = list(read_blocks(path, replace(log_format, **SKIP), wanted))
     assert values(blocks, "user") == ["a", "c", '5" d', "e"]
     assert sum(b.num_skipped for b in blocks) == 2
-
-
-ODD = ("true", " 1", "1.0", "2", "", "\r", "\n", '"', '""', ",", "x", "\0", "\x1c", "\u2028", "nan", "NA", '"a\nb"', "+5")  # fmt: skip  # noqa: E501
-
-
-@pytest.mark.slow
-def test_both_parsers_leave_out_the_same_lines(tmp_path, monkeypatch):
-    rng, path = random.Random(5), tmp_path / "log.csv"
-    wanted = Wanted(("user",), ("click", "price"), labels=("click",))
-    log_format = LogFormat(SourceFormat.delimited, ",", ("", "NA"), OnBadLine.skip)
-
-    def found(block_bytes: int) -> list:
-        try:
-            blocks = list(read_blocks(path, replace(log_format, block_bytes=block_bytes), wanted))
-        except ValueError as error:  # without lines
-            return [str(error)]
-        lines = [line for block in blocks for line in block.lines]
-        num_skipped = sum(block.num_skipped for block in blocks)
-        columns = [values(blocks, name) for name in ("user", "click", "price")] if blocks else []
-        return [lines, num_skipped, str(columns)]
-
-    for _ in range(150):
-        good = (f"{rng.choice('01')},{rng.choice(['', '2.5'])},u" for _ in range(3))
-        odd = ("".join(rng.choices((*ODD, ",", ","), k=5)) for _ in range(3))
-        path.write_text("click,price,user\n" + "\n".join(rng.sample([*good, *odd], 6)), newline="")
-        fast = found(1 << 20)
-        assert found(rng.randrange(1, 12)) == fast
-        with monkeypatch.context() as patch:
-            patch.setattr(text, "parse", lambda lines, layout: None)
-            patch.setattr(text, "_parse_records", lambda lines, layout: None)
-            assert found(1 << 20) == fast
 
 
 # What a value may be.
@@ -357,28 +259,6 @@ def test_an_id_is_one_text_whatever_keeps_it(tmp_path, as_file):
     [block] = read_blocks(path, LogFormat(as_file), Wanted((*lists, "floats"), ()))
     for ids in block.ids.values():
         assert plain(ids) == [["7"], None, ["12"]]
-
-
-def test_ids_that_are_stored_in_other_ways(tmp_path):
-    raw = bytes(range(16))
-    columns = {
-        "uuid": pa.array([raw, None], pa.uuid()),
-        "all null": pa.nulls(2),
-        "runs": pa.RunEndEncodedArray.from_arrays([2], ["a"]),
-        "tensor": pa.array([[1, 2], [3, 4]], pa.list_(pa.int32(), 2)),
-        "view": pa.array([["a"], None], pa.list_view(pa.string())),
-        "truth": pa.array([True, None]),
-    }
-    path = write_table(tmp_path / "log", pa.table(columns), SourceFormat.arrow)
-    [block] = read_blocks(path, LogFormat(SourceFormat.arrow), Wanted(tuple(columns), ()))
-    assert {name: plain(ids) for name, ids in block.ids.items()} == {
-        "uuid": ["00010203-0405-0607-0809-0a0b0c0d0e0f", None],
-        "all null": [None, None],
-        "runs": ["a", "a"],
-        "tensor": [["1", "2"], ["3", "4"]],
-        "view": [["a"], None],
-        "truth": ["true", None],
-    }
 
 
 def label_wanted(*values: str) -> Wanted:
@@ -577,7 +457,7 @@ def test_a_line_that_is_no_sample_is_named_or_skipped(tmp_path, line, got):
         assert sum(block.num_skipped for block in blocks) == 1
 
 
-def test_integers_of_any_length_and_whole_floats_are_ids(tmp_path):
+def test_json_has_integers_of_any_length_and_whole_floats_are_ids(tmp_path):
     users = [2**63, 10**25, 12.0, 9_007_199_254_740_993]
     path = tmp_path / "log.jsonl"
     path.write_text("".join(f"{json.dumps({**OBJECT, 'user': user})}\n" for user in users))
@@ -645,49 +525,6 @@ def test_a_table_without_rows_or_with_two_columns_of_one_name_is_refused(tmp_pat
     table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
     with pytest.raises(ValueError, match=r"log: expected .* got \['x'\]"):
         column_names(write_table(path, table, as_file), LogFormat(as_file))
-
-
-def test_a_line_without_end_is_not_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "MAX_LINE_BYTES", 1000)
-    path = tmp_path / "log.gz"
-    path.write_bytes(gzip.compress(b"1,a\n" * 3 + b"x" * 2000))
-    with pytest.raises(ValueError, match=r"log\.gz line 4: expected .* 1000 bytes"):
-        text.count_lines(path)
-
-
-@pytest.mark.parametrize("at", [40, 74])
-def test_damage_at_the_head_of_an_arrow_file_is_found(tmp_path, at):
-    path = tmp_path / "log.arrow"
-    table = pa.table({"click": [1, 0], "price": [1.5, 2.5], "user": [7, 8]})
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"log\.arrow: expected an Arrow IPC file or stream, got"):
-        column_names(path, LogFormat(SourceFormat.arrow))
-
-
-@pytest.mark.parametrize("as_file", [SourceFormat.parquet, SourceFormat.arrow])
-def test_damage_is_told_with_the_file(tmp_path, as_file):
-    table = pa.table({"click": pa.array([0, 1] * 5000), "user": [f"u{n}" for n in range(10_000)]})
-    path = write_table(tmp_path / "log", table, as_file)
-    data, wanted = path.read_bytes(), Wanted(("user",), ("click",), labels=("click",))
-    rng = np.random.default_rng(3)
-    for _ in range(60):
-        broken = bytearray(data)
-        for at in rng.integers(0, len(data), 4):
-            broken[at] ^= 1 << rng.integers(8)
-        path.write_bytes(broken[: rng.choice([len(data), len(data), len(data) // 2])])
-        for read in (
-            lambda: list(read_blocks(path, LogFormat(as_file), wanted)),
-            lambda: count_samples(path, LogFormat(as_file)),
-        ):
-            try:
-                read()
-            except ValueError as error:
-                assert str(path) in str(error)  # noqa: PT017
-                assert "\n" not in str(error)  # noqa: PT017
 
 
 def test_files_are_found_by_path_pattern_and_directory(tmp_path):
