@@ -96,7 +96,7 @@ def test_the_same_table_is_not_written_again(started: list[dict[str, Any]]) -> N
     [
         ({"label": "nope"}, "label", "'nope'"),
         ({"time": "price"}, "time", "'price'"),
-        ({"name": "kuairand"}, "name", "'kuairand'"),
+        ({"name": "kuairand"}, "name", ""),
         ({"columns": {"age": {"kind": "categoricl"}}}, r"columns\.age\.kind", "'categoricl'"),
         ({"columns": {"usr": {"kind": "dense"}}}, "columns.usr", "'usr'"),
         ({"table": {name: [] for name in TABLE}}, "table", "none"),

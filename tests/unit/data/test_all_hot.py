@@ -151,13 +151,3 @@ def test_a_rank_without_samples_gets_a_padding_sample_of_the_kind(folder):
     assert last.is_all_hot
     assert (last.num_global_samples, last.weights.tolist()) == (1, [0.0])
     assert last.sparse.values().numel() == 0
-
-
-@pytest.mark.parametrize(("kind", "num_hot"), [(True, (10, 1000)), (False, (0, 1000))])
-def test_where_all_samples_are_of_one_kind_the_order_is_the_ordinary_one(tmp_path, kind, num_hot):
-    write_dataset(tmp_path / "d", {"train": 50})
-    samples = find(tmp_path, partition_of(*num_hot))
-    assert samples.frac == float(kind)
-    assert samples.subset(is_all_hot=not kind).num_samples == 0
-    found = [samples_of(batch) for batch in of_kind(tmp_path, kind, epochs=2)]
-    assert found == [samples_of(batch) for batch in loader(tmp_path / "d", epochs=2)]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotrec.artifact import ArtifactError, scratch_directory
-from hotrec.data.chunks import Block, ChunkWriter, Dataset, arrow_schema, commit_dataset
+from hotrec.data.chunks import Block, ChunkWriter, Dataset, commit_dataset
 from hotrec.types import Feature, Schema, Table
 from tests.unit.data.logs import SCHEMA, bag, random_block, recommit, write_dataset
 
@@ -35,17 +35,6 @@ def test_round_trip_whatever_the_sizes_of_blocks_and_chunks(tmp_path_factory, si
     assert all(count == per_chunk for count in counts[:-1])
     found = [parts_of(dataset.block("train", index)) for index in range(len(counts))]
     assert sum(found, []) == sum(map(parts_of, blocks), [])
-
-
-def test_a_chunk_is_one_uncompressed_record_batch_of_the_documented_types(tmp_path):
-    write_dataset(tmp_path / "d", {"train": 5})
-    table = Dataset.open(tmp_path / "d").chunk("train", 0)
-    assert table.schema == arrow_schema(SCHEMA)
-    assert table.schema.field("label").type == pa.float32()
-    assert table.schema.field("dense").type == pa.list_(pa.float32(), 2)
-    assert table.schema.field("a").type == pa.int32()
-    assert table.schema.field("bag").type == pa.list_(pa.int32())
-    assert table.column("label").num_chunks == 1
 
 
 def test_blocks_are_views_of_the_mapped_file(tmp_path):

@@ -39,34 +39,6 @@ def owner_of_everything(
     return ByOwner(schema, shards, hot, hosts)
 
 
-@pytest.mark.parametrize(
-    ("owners", "rows", "samples", "shares", "expected"),
-    [
-        pytest.param(
-            *(int64(1, 1, 0, 1, 0, 1, 1, NOBODY), int64(10, 11, 1, 12, 1, 13, 14, 99)),
-            *(int64(0, 0, 0, 1, 1, 2, 2, 3), int64(2, 2), [1, 0, 1, 0]),
-            id="0, 1 and 2 want rank 1, which has room for 2; 1 has the least to lose",
-        ),
-        pytest.param(
-            *(int64(0, 0, 0, 0, 1, 1), int64(5, 5, 5, 5, 7, 8)),
-            *(int64(0, 1, 2, 3, 2, 3), int64(2, 2), [0, 0, 1, 1]),
-            id="row 5, which all read, pulls nobody",
-        ),
-        pytest.param(
-            *(np.full(6, NOBODY), np.arange(6), np.arange(6), int64(3, 2, 1)),
-            [0, 0, 0, 1, 1, 2],
-            id="without cold rows samples stay as read",
-        ),
-        pytest.param(
-            *(int64(1, 2, 2), int64(0, 1, 2), int64(0, 1, 1), int64(1, 1, 0), [1, 0]),
-            id="ranks without room get nothing",
-        ),
-    ],
-)
-def test_samples_go_to_their_rows(owners, rows, samples, shares, expected) -> None:
-    assert assign_by_owner(owners, rows, samples, shares).tolist() == expected
-
-
 def test_samples_go_to_hosts_first() -> None:
     """Both samples read most from ranks 0 and 2, of one host, and more of rank 1 than of either."""
     owners, samples = int64(0, 0, 2, 2, 1, 1, 1, 0, 2, 1), int64(0, 0, 0, 0, 0, 0, 0, 1, 1, 1)

@@ -238,8 +238,6 @@ def test_split_by_fraction_is_random_but_always_the_same(tmp_path, log):
 
 def test_joins_derivations_and_shared_tables(tmp_path):
     files = {
-        "log": "click\tuser\tvideo\ttime_ms\n"
-        "1\tu1\tv1\t0\n0\tu2\tv2\t7200000\n1\tu9\tv9\t\n0\t\tv1\t317100000\n",
         "users_1": "age\tuser\tseen\n20\tu1\tv2 v1 v2\n",
         "users_2": "age\tuser\tseen\n40\tu2\t\n",
         "videos": "id\tauthor\nv1\ta1\nv2\ta1\n",
@@ -247,11 +245,16 @@ def test_joins_derivations_and_shared_tables(tmp_path):
     }
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    # The log has no empty user, but missing ones.
+    # A missing user, however it is stored, is not the empty one.
+    users = pa.DictionaryArray.from_arrays(pa.array([0, 1, 2, 3]), ["u1", "u2", "u9", None])
+    times, videos = [0, 7_200_000, None, 317_100_000], ["v1", "v2", "v9", "v1"]
+    log = pa.table({"click": [1, 0, 1, 0], "user": users, "video": videos, "time_ms": times})
+    with pa.ipc.new_file(tmp_path / "log", log.schema) as writer:
+        writer.write_table(log)
     pq.write_table(pa.table({"user": ["", "u2"], "city": ["Rome", "Oslo"]}), tmp_path / "cities")
     hour = {"source": "time_ms", "derive": Derive.hour_of_day, "utc_offset_h": 8}
     spec = SourceSpec(
-        SourceFormat.delimited,
+        SourceFormat.arrow,
         [str(tmp_path / "log")],
         columns={
             "label": ColumnSpec(ColumnKind.label, source="click"),
