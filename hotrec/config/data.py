@@ -13,7 +13,7 @@ from hotrec.config.fields import Rules, key, section
 from hotrec.config.histories import UserHistorySpec, fill_number
 from hotrec.config.names import MAX_NAME_BYTES, name_rules
 
-SourceFormat = StrEnum("SourceFormat", "criteo delimited json parquet arrow yambda")
+SourceFormat = StrEnum("SourceFormat", "criteo delimited json parquet arrow")
 # Of these formats a file is text, in which some values mean "missing".
 TEXT_FORMATS = (SourceFormat.criteo, SourceFormat.delimited, SourceFormat.json)
 ColumnKind = StrEnum("ColumnKind", "label weight dense categorical categorical_list sequence")
@@ -250,7 +250,7 @@ class JoinSpec:
     key: str = key("key column of the side table; empty: the same name as on", "")
 
     def rules(self) -> Rules:
-        is_table = self.format not in (SourceFormat.criteo, SourceFormat.yambda)
+        is_table = self.format is not SourceFormat.criteo
         expected = "delimited, json, parquet or arrow"
         yield is_table, f"format: expected {expected}, got {self.format.name!r}."
 
@@ -329,28 +329,13 @@ def _is_bound(bound: float | str) -> bool:
 
 
 @dataclass
-class HistorySpec:
-    """Which events of a log of events are samples, and which are their histories."""
-
-    per_pool: int = key(
-        "number of last events of each pool in a history: listens of at least half a track, "
-        "shorter ones, and likes",
-        1362,
-        ge=1,
-    )
-    max_events: int = key("how many events of the user to look back", 20_000, ge=1)
-    every: int = key("take every so many listens of a user as a sample", 1, ge=1)
-
-
-@dataclass
 class SourceSpec:
     """A log to read and how to prepare its columns."""
 
     format: SourceFormat = key(
         "how the files are stored: criteo (tab separated without a header: label, 13 integers, "
         "26 hexadecimal texts), delimited (text with a header line), json (JSON Lines: text with "
-        "one object per line), parquet, arrow (IPC file or stream), or yambda (multi_event.parquet "
-        "of Yambda, flat or sequential: a sample per listen, with the user's history)"
+        "one object per line), parquet or arrow (IPC file or stream)"
     )
     files: list[str] = key(
         "paths, directories or glob patterns, relative to the current directory; read in this "
@@ -373,7 +358,6 @@ class SourceSpec:
         "numbers are ms; typed times in Parquet and Arrow files need none",
         {},
     )
-    history: HistorySpec = section("for yambda, samples and histories", HistorySpec)
     histories: dict[str, UserHistorySpec] = key(
         "by name, the earlier rows of the same user as lists, which columns of kind "
         "categorical_list or sequence read",

@@ -24,7 +24,6 @@ from hotrec.config.data import (
     DenseTransform,
     Derive,
     Encoding,
-    SourceFormat,
     SourceSpec,
     TimeUnit,
     columns_of,
@@ -307,8 +306,6 @@ def encoding_document(spec: SourceSpec, scaling: Float64s) -> dict[str, Any]:
         "means": scaling[0].tolist(),
         "deviations": scaling[1].tolist(),
     }
-    if spec.format is SourceFormat.yambda:
-        document["history"] = {n: getattr(spec.history, n) for n in ("per_pool", "max_events")}
     if spec.histories:
         document["histories"] = {
             name: {**asdict(history), "unit": str(spec.times.get(history.time, TimeUnit.ms))}
@@ -361,7 +358,7 @@ def check_encoding(
             )
         scaling = np.array([recorded["means"], recorded["deviations"]], np.float64)
         wanted = encoding_document(spec, scaling)
-        for part in ("columns", "tables", "times", "history", "histories"):
+        for part in ("columns", "tables", "times", "histories"):
             asked, saved = wanted.get(part, {}), recorded.get(part, {})  # not all have histories
             for name in sorted(asked.keys() | saved.keys()):
                 mine, own = asked.get(name), saved.get(name)

@@ -55,7 +55,6 @@ from hotrec.data.readers import (
     read_blocks,
 )
 from hotrec.data.value_types import ValueType, ValueTypes
-from hotrec.data.yambda import HistoryRule
 from hotrec.runtime.ranks import rank
 from hotrec.types import Rows
 
@@ -124,10 +123,7 @@ def open_log(
         ValueError: if a file or a column is missing.
     """
     nulls, block_bytes = tuple(spec.null_values), spec.block_mib << 20
-    history = HistoryRule(**vars(spec.history))
-    log_format = LogFormat(
-        spec.format, spec.separator, nulls, spec.on_bad_line, block_bytes, history
-    )
+    log_format = LogFormat(spec.format, spec.separator, nulls, spec.on_bad_line, block_bytes)
     if spec.format is SourceFormat.criteo:
         log_format = replace(log_format, separator="\t", null_values=("",))
     files = {_LOG: find_files(spec.files, spec.format, key=files_key)}

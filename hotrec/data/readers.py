@@ -28,7 +28,7 @@ from hotrec.config.data import (
     SourceFormat,
     TimeUnit,
 )
-from hotrec.data import json_lines, text, yambda
+from hotrec.data import json_lines, text
 from hotrec.data.chunks import one_array
 from hotrec.data.columns import (
     MS_PER_UNIT,
@@ -64,7 +64,6 @@ from hotrec.data.value_types import (
 _SUFFIXES = {
     SourceFormat.parquet: (".parquet", ".pq"),
     SourceFormat.arrow: (".arrow", ".feather", ".ipc"),
-    SourceFormat.yambda: (".parquet",),
 }
 _NO_PARTITION = ("", "__HIVE_DEFAULT_PARTITION__")
 _NUMBER = ColumnSpec(ColumnKind.dense)
@@ -134,7 +133,6 @@ class LogFormat:
     null_values: tuple[str, ...] = ("",)
     on_bad_line: OnBadLine = OnBadLine.error
     block_bytes: int = 8 << 20
-    history: yambda.HistoryRule = yambda.HistoryRule()
 
 
 def find_files(patterns: list[str], log_format: SourceFormat, *, key: str = "files") -> list[Path]:
@@ -168,8 +166,6 @@ def column_names(path: Path, log_format: LogFormat) -> tuple[str, ...]:
             return text.read_header(path, log_format.separator)
         case SourceFormat.json:
             return json_lines.read_names(path)
-        case SourceFormat.yambda:
-            return yambda.SAMPLE_COLUMNS
         case SourceFormat.parquet | SourceFormat.arrow:
             is_parquet = log_format.format is SourceFormat.parquet
             with _naming(path, "names of columns"):
@@ -211,9 +207,6 @@ def count_samples(path: Path, log_format: LogFormat) -> int:
             return text.count_lines(path) - 1
         case SourceFormat.parquet:
             return int(open_parquet(path).metadata.num_rows)
-        case SourceFormat.yambda:
-            # The share of a split of the end is then of events, as its bound is.
-            return yambda.count_events(path, open_parquet(path))
         case SourceFormat.arrow:
             with _naming(path, "a whole file"):
                 return sum(batch.num_rows for batch in _arrow_batches(path))
@@ -330,11 +323,6 @@ def _batches(path: Path, log_format: LogFormat, names: list[str]) -> Iterator[pa
 def _tables(path: Path, log_format: LogFormat, names: list[str]) -> Iterator[text.Parsed]:
     number = 1
     with _naming(path, "a whole file"):
-        if log_format.format is SourceFormat.yambda:
-            samples = yambda.read_samples(path, open_parquet(path), names, log_format.history)
-            for table, rows in samples:
-                yield text.Parsed(table, rows)
-            return
         for batch in _batches(path, log_format, names):
             table = pa.Table.from_batches([batch])
             yield text.Parsed(table, np.arange(number, number + batch.num_rows))

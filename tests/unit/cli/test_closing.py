@@ -28,17 +28,6 @@ SAID: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["1,000 steps", "0.7002 on test", "0.5000", "hotrec evaluate run_dir=runs/a\n",
          "hotrec export run_dir=runs/a output="],
     ),
-    "export": (
-        {"run_dir": Path("runs/a"), "output": Path("model"), "checkpoint": "step-00000800",
-         "is_best": True, "rows": "fp16", "num_rows": 1234, "num_bytes": 5e6, "split": "test",
-         **QUALITY},
-        ["1,234 rows as fp16, 5.00 MB", "step-00000800", "0.7002"],
-    ),
-    "predict": (
-        {"run_dir": Path("runs/a"), "output": Path("scores"), "checkpoint": "step-00001000",
-         "num_files": 2, "num_skipped": 3, **QUALITY},
-        ["1,000 samples of 2 files, 3 skipped", "0.7002"],
-    ),
     "prepare": (
         {"dataset": Path("data/a"), "num_samples": {"train": 2000, "test": 300},
          "num_rows": {"user": 1200, "item": 34}, "num_skipped": 5},

@@ -92,23 +92,21 @@ def test_the_same_table_is_not_written_again(started: list[dict[str, Any]]) -> N
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "key", "got"),
     [
-        ({"label": "nope"}, r"label: expected .*, got 'nope'"),
-        ({"time": "price"}, r"time: expected a column of times"),
-        ({"name": "a b"}, r"name: expected .*, got 'a b'"),
-        ({"name": "kuairand"}, r"name: expected another name than "),
-        ({"columns": {"age": {"kind": "categoricl"}}}, r"columns\.age\.kind: expected .*label"),
-        ({"columns": {"age": {"kin": "dense"}}}, r"columns\.age\.kin: expected .*kind"),
-        ({"columns": {"usr": {"kind": "dense"}}}, r"columns\.usr.*, got 'usr'"),
-        ({"table": {name: [] for name in TABLE}}, r"table: expected rows, got none"),
-        ({"table": {**TABLE, "odd": [1, "x"] * (NUM // 2)}}, "table column odd: "),
+        ({"label": "nope"}, "label", "'nope'"),
+        ({"time": "price"}, "time", "'price'"),
+        ({"name": "kuairand"}, "name", ""),
+        ({"columns": {"age": {"kind": "categoricl"}}}, r"columns\.age\.kind", "'categoricl'"),
+        ({"columns": {"usr": {"kind": "dense"}}}, "columns.usr", "'usr'"),
+        ({"table": {name: [] for name in TABLE}}, "table", "none"),
+        ({"table": {**TABLE, "odd": [1, "x"] * (NUM // 2)}}, "table column odd", ""),
     ],
 )
 def test_wrong_arguments_are_refused(
-    arguments: dict[str, Any], said: str, started: list[dict[str, Any]]
+    arguments: dict[str, Any], key: str, got: str, started: list[dict[str, Any]]
 ) -> None:
-    with pytest.raises(ValueError, match=rf"^[\w.]*{said}") as caught:
+    with pytest.raises(ValueError, match=rf"^[\w.]*{key}.*: expected .*, got .*{got}") as caught:
         fit(**{"table": TABLE, "label": "clicked", **arguments})
     assert "\n" not in str(caught.value)
     assert started == []
@@ -152,12 +150,6 @@ def test_scores_stand_at_their_rows(
         np.testing.assert_array_equal(values, expected)
 
 
-def test_what_predict_cannot_score_with_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_predict_cannot_score_with_is_refused() -> None:
     with pytest.raises(ValueError, match="^run_dir: expected .*, got nope "):
         predict("nope", TABLE)
-    monkeypatch.setattr(module, "find_trained", Path)
-    for given, got in ((SourceSpec(SourceFormat.delimited, ["log.csv"]), "delimited"), (None, "")):
-        trained = SimpleNamespace(data=DataSpec(source=given))
-        monkeypatch.setattr(module, "read_config", lambda *_, trained=trained: trained)
-        with pytest.raises(ValueError, match=rf"^run .*, got .*{got}.*`hotrec predict`"):
-            predict("run", TABLE)

@@ -1,19 +1,14 @@
-"""Which rank ended first, by exit codes and whole seconds; how long ranks may take to end."""
+"""Which rank ended first, by exit codes and whole seconds."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.run import get_args_parser
 
-from hotrec.cli import ranks
 from hotrec.cli.ranks import ended_first
 from hotrec.runtime.watchdog import EXIT_CODE
 
@@ -53,43 +48,3 @@ def test_a_rank_that_failed_by_itself_goes_before_those_that_follow(
 ) -> None:
     failures = {rank: failure(tmp_path, rank, code, at_s) for rank, (code, at_s) in enumerate(ends)}
     assert ended_first(failures) == first
-
-
-REST = ["--nnodes", "1", "-m", "hotrec", "train", "experiment=quickstart"]
-
-
-class Ranks(PContext):
-    """Ranks to be ended, without any."""
-
-    def __init__(self) -> None:
-        self._tail_logs: list[Any] = []
-        self.filtered_stdout = self.filtered_stderr = None
-
-    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-        self.closed = (death_sig, timeout)
-
-    def _start(self) -> None: ...
-
-    def _poll(self) -> None: ...
-
-    def pids(self) -> dict[int, int]:
-        return {}
-
-
-@pytest.mark.parametrize(
-    ("option", "timeout"),
-    [([], 30), (["--shutdown-timeout", "150"], 150), (["--shutdown-timeout=150"], 150)],
-)
-def test_ranks_get_their_time_from_an_old_torchrun(
-    option: list[str], timeout: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PContext, "close", PContext.close)
-    given = [*option, *REST]
-    has_it = "--shutdown-timeout" in get_args_parser().format_help()
-    assert ranks.take_shutdown_timeout(given) == (given if has_it else REST)
-    monkeypatch.setattr(ranks, "get_args_parser", argparse.ArgumentParser)
-    assert ranks.take_shutdown_timeout(given) == REST
-    ended = Ranks()
-    # As LocalElasticAgent does.
-    ended.close(signal.SIGTERM)
-    assert ended.closed == (signal.SIGTERM, timeout)

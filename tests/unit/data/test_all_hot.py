@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hotrec.artifact import MANIFEST, ArtifactError
+from hotrec.artifact import ArtifactError
 from hotrec.data import all_hot
 from hotrec.data.all_hot import count_steps_of_kinds, read_all_hot, write_all_hot
 from hotrec.data.chunks import Dataset
@@ -19,7 +18,6 @@ from tests.unit.data.logs import (
     bag,
     loader,
     samples_of,
-    write_bad_id,
     write_dataset,
 )
 
@@ -97,51 +95,25 @@ def read(folder: Path, dataset: str = "d", split: str = "train", partition_hash:
 
 
 def test_what_was_kept_is_read_back(folder):
-    again = find(folder, partition_of(8, 900), "again")
-    kept = read(folder)
+    again, kept = find(folder, partition_of(8, 900), "again"), read(folder)
     assert kept.artifact.content_hash == again.artifact.content_hash
     assert kinds_found(kept) == kinds_found(again)
     assert 0 < sum(kept.num_all_hot) < 90
-    manifest = json.loads((folder / "all_hot" / MANIFEST).read_text())
-    dataset = Dataset.open(folder / "d")
-    assert manifest["made_from"] == {"dataset": dataset.artifact.content_hash, "partition": HASH}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"partition_hash": "q" * 64}, "all-hot samples of the partition qqqq.* got those of pppp"),
-        ({"split": "valid"}, "all-hot samples of split valid, got those of train"),
-        ({"dataset": "other"}, "all-hot samples of the dataset"),
+        ({"partition_hash": "q" * 64}, "partition qqqq.* got those of pppp"),
+        ({"split": "valid"}, "split valid, got those of train"),
+        ({"dataset": "other"}, "of the dataset"),
     ],
 )
 def test_stale_ones_are_refused(folder, change, message):
-    with pytest.raises(ArtifactError, match=message):
+    with pytest.raises(ArtifactError, match=f"expected .*{message}"):
         read(folder, **change)
-
-
-def test_altered_ones_are_refused(tmp_path):
-    write_dataset(tmp_path / "d", {"train": 90})
-    find(tmp_path, partition_of(8, 900))
-    bits = tmp_path / "all_hot" / all_hot.BITS
-    content = bytearray(bits.read_bytes())
-    content[-1] ^= 255
-    bits.write_bytes(content)
-    with pytest.raises(ArtifactError, match="changed after"):
-        read(tmp_path)
-
-
-def test_a_partition_of_other_tables_is_refused(folder):
-    with pytest.raises(ValueError, match="partition: expected the tables and rows"):
+    with pytest.raises(ValueError, match="partition: expected"):
         find(folder, Partition({"t_a": 10, "t_b": 999}), "absent")
-    assert not (folder / "absent").exists()
-
-
-@pytest.mark.parametrize(("feature", "row"), [("a", -1), ("b", 1000), ("bag", 1000)])
-def test_an_id_outside_its_table_is_refused(tmp_path, feature, row):
-    write_bad_id(tmp_path / "d", feature, row)
-    with pytest.raises(ValueError, match=rf"got row {row} in feature {feature} \(chunk .*arrow\)"):
-        find(tmp_path, partition_of(8, 900))
 
 
 # Batches of one kind.
@@ -173,27 +145,9 @@ def test_an_epoch_of_both_kinds_holds_every_sample_once(folder, world_size):
     assert sorted(seen) == list(range(90))
 
 
-def test_fewer_samples_than_a_global_batch_make_one_step(folder):
-    num_mixed = 90 - sum(read(folder).num_all_hot)
-    ranks = [list(of_kind(folder, False, batch_size=50, rank=r, world_size=4)) for r in range(4)]
-    assert [len(batches) for batches in ranks] == [1] * 4
-    assert sum(len(samples_of(batch)) for [batch] in ranks) == num_mixed
-    assert [batch.num_global_samples for [batch] in ranks] == [num_mixed] * 4
-
-
 def test_a_rank_without_samples_gets_a_padding_sample_of_the_kind(folder):
     world_size = sum(read(folder).num_all_hot) - 1  # so that the last step holds one sample
     *_, last = of_kind(folder, True, batch_size=1, rank=1, world_size=world_size)
     assert last.is_all_hot
     assert (last.num_global_samples, last.weights.tolist()) == (1, [0.0])
     assert last.sparse.values().numel() == 0
-
-
-@pytest.mark.parametrize(("kind", "num_hot"), [(True, (10, 1000)), (False, (0, 1000))])
-def test_where_all_samples_are_of_one_kind_the_order_is_the_ordinary_one(tmp_path, kind, num_hot):
-    write_dataset(tmp_path / "d", {"train": 50})
-    samples = find(tmp_path, partition_of(*num_hot))
-    assert samples.frac == float(kind)
-    assert samples.subset(is_all_hot=not kind).num_samples == 0
-    found = [samples_of(batch) for batch in of_kind(tmp_path, kind, epochs=2)]
-    assert found == [samples_of(batch) for batch in loader(tmp_path / "d", epochs=2)]

@@ -5,39 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotrec.artifact import ArtifactError, scratch_directory
-from hotrec.data.chunks import Block, ChunkWriter, Dataset, Jagged, arrow_schema, commit_dataset
+from hotrec.data.chunks import Block, ChunkWriter, Dataset, commit_dataset
 from hotrec.types import Feature, Schema, Table
-from tests.unit.data.logs import SCHEMA, random_block, recommit, write_dataset
+from tests.unit.data.logs import SCHEMA, bag, random_block, recommit, write_dataset
 
 
-def assert_same(found: Block, expected: Block) -> None:
-    np.testing.assert_array_equal(found.label, expected.label)
-    np.testing.assert_array_equal(found.dense, expected.dense)
-    for name, ids in expected.features.items():
-        if isinstance(ids, Jagged):
-            np.testing.assert_array_equal(found.features[name].values, ids.values)
-            np.testing.assert_array_equal(found.features[name].offsets, ids.offsets)
-        else:
-            np.testing.assert_array_equal(found.features[name], ids)
-
-
-def joined(blocks: list[Block]) -> Block:
-    features = {}
-    for name, first in blocks[0].features.items():
-        parts = [block.features[name] for block in blocks]
-        if isinstance(first, Jagged):
-            lengths = np.concatenate([np.diff(part.offsets) for part in parts])
-            values = np.concatenate(
-                [part.values[part.offsets[0] : part.offsets[-1]] for part in parts]
-            )
-            features[name] = Jagged(values, np.concatenate([[0], np.cumsum(lengths)]))
-        else:
-            features[name] = np.concatenate(parts)
-    return Block(
-        np.concatenate([block.label for block in blocks]),
-        np.concatenate([block.dense for block in blocks]),
-        features,
-    )
+def parts_of(block: Block) -> list[list[float]]:
+    """Its samples' values, in an order."""
+    ids = [[bag(of, sample) for of in block.features.values()] for sample in range(len(block))]
+    return [*map(list, zip(block.label.tolist(), block.dense.tolist(), ids, strict=True))]
 
 
 @settings(max_examples=25, deadline=None)
@@ -57,20 +33,8 @@ def test_round_trip_whatever_the_sizes_of_blocks_and_chunks(tmp_path_factory, si
     counts = [chunk.num_samples for chunk in dataset.chunks("train")]
     assert sum(counts) == sum(sizes) == dataset.num_samples("train")
     assert all(count == per_chunk for count in counts[:-1])
-    if counts:
-        found = joined([dataset.block("train", index) for index in range(len(counts))])
-        assert_same(found, joined(blocks))
-
-
-def test_a_chunk_is_one_uncompressed_record_batch_of_the_documented_types(tmp_path):
-    write_dataset(tmp_path / "d", {"train": 5})
-    table = Dataset.open(tmp_path / "d").chunk("train", 0)
-    assert table.schema == arrow_schema(SCHEMA)
-    assert table.schema.field("label").type == pa.float32()
-    assert table.schema.field("dense").type == pa.list_(pa.float32(), 2)
-    assert table.schema.field("a").type == pa.int32()
-    assert table.schema.field("bag").type == pa.list_(pa.int32())
-    assert table.column("label").num_chunks == 1
+    found = [parts_of(dataset.block("train", index)) for index in range(len(counts))]
+    assert sum(found, []) == sum(map(parts_of, blocks), [])
 
 
 def test_blocks_are_views_of_the_mapped_file(tmp_path):
@@ -94,30 +58,6 @@ def test_large_tables_have_wide_ids(tmp_path):
     assert found.dense.shape == (1, 0)
 
 
-def test_row_blocks_lay_bags_end_to_end(tmp_path):
-    block = write_dataset(tmp_path / "d", {"train": 20})["train"]
-    rows = list(Dataset.open(tmp_path / "d").row_blocks("train"))
-    assert len(rows) == 3
-    assert all(part["bag"].dtype == np.int64 for part in rows)
-    found = np.concatenate([part["bag"] for part in rows])
-    np.testing.assert_array_equal(found, block.features["bag"].values)
-
-
-def test_splits_may_be_missing(tmp_path):
-    write_dataset(tmp_path / "d", {"train": 5, "valid": 0})
-    dataset = Dataset.open(tmp_path / "d")
-    assert dataset.num_samples("valid") == 0
-    assert dataset.chunks("test") == ()
-
-
-def test_a_chunk_that_the_manifest_forgot_is_named(tmp_path):
-    write_dataset(tmp_path / "d", {"train": 20})
-    (tmp_path / "d" / "chunks" / "train-00001.arrow").unlink()
-    recommit(tmp_path / "d")
-    with pytest.raises(ArtifactError, match=r"train-00001.* among 2 files"):
-        Dataset.open(tmp_path / "d")
-
-
 def test_an_edited_chunk_is_found_by_its_hash(tmp_path):
     write_dataset(tmp_path / "d", {"train": 20})
     chunk = tmp_path / "d" / "chunks" / "train-00000.arrow"
@@ -129,14 +69,6 @@ def test_an_edited_chunk_is_found_by_its_hash(tmp_path):
         dataset.chunk("train", 0)
     with pytest.raises(ArtifactError, match="changed after it was written"):
         Dataset.open(tmp_path / "d", verify="full")
-
-
-def test_a_truncated_chunk_is_found_by_its_size(tmp_path):
-    write_dataset(tmp_path / "d", {"train": 20})
-    chunk = tmp_path / "d" / "chunks" / "train-00000.arrow"
-    chunk.write_bytes(chunk.read_bytes()[:-10])
-    with pytest.raises(ArtifactError, match=r"expected \d+ bytes, got \d+"):
-        Dataset.open(tmp_path / "d")
 
 
 def alter(path, change) -> Dataset:
@@ -151,41 +83,26 @@ def alter(path, change) -> Dataset:
     return Dataset.open(path)
 
 
+def break_offsets(table):
+    offsets = pa.array([0, 2, 1, 3, 3, 3, 3, 3], pa.int32())
+    bags = pa.ListArray.from_arrays(offsets, pa.array([1, 2, 3], pa.int32()))
+    return table.set_column(4, "bag", [bags])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda table: table.slice(2), "expected 7 samples, got 5"),
-        (lambda table: table.drop_columns(["b"]), "column b of type int32, got no such column"),
-        (
-            lambda table: table.set_column(2, "a", [pa.array([1.0] * 7)]),
-            "column a of type int32, got double",
-        ),
+        (lambda table: table.slice(2), "7 samples, got 5"),
+        (lambda table: table.drop_columns(["b"]), "column b .* got no such column"),
+        (lambda table: table.set_column(2, "a", [pa.array([1.0] * 7)]), "column a .* got double"),
         (
             lambda table: table.set_column(2, "a", [pa.array([None] * 7, pa.int32())]),
-            "column a without nulls, got 7",
+            "column a .* got 7",
         ),
+        (break_offsets, "feature bag: "),
     ],
 )
 def test_chunks_that_do_not_fit_the_manifest_are_refused(tmp_path, change, message):
     dataset = alter(tmp_path / "d", change)
-    with pytest.raises(ArtifactError, match=message):
+    with pytest.raises(ArtifactError, match=f"expected .*{message}|{message}expected"):
         dataset.block("train", 0)
-
-
-def test_lengths_that_do_not_add_up_are_refused(tmp_path):
-    def break_offsets(table):
-        offsets = pa.array([0, 2, 1, 3, 3, 3, 3, 3], pa.int32())
-        bags = pa.ListArray.from_arrays(offsets, pa.array([1, 2, 3], pa.int32()))
-        return table.set_column(4, "bag", [bags])
-
-    dataset = alter(tmp_path / "d", break_offsets)
-    with pytest.raises(ArtifactError, match="feature bag: expected lengths >= 0 with the sum"):
-        dataset.block("train", 0)
-
-
-def test_a_file_that_is_no_arrow_file_is_refused(tmp_path):
-    write_dataset(tmp_path / "d", {"train": 7})
-    (tmp_path / "d" / "chunks" / "train-00000.arrow").write_bytes(b"nothing of the kind")
-    recommit(tmp_path / "d")
-    with pytest.raises(ArtifactError, match="expected an Arrow file of 7 samples"):
-        Dataset.open(tmp_path / "d").block("train", 0)

@@ -1,10 +1,9 @@
 import numpy as np
 import pyarrow as pa
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotrec.data.hashing import find_sorted, hash_numbers, hash_text
+from hotrec.data.hashing import hash_text
 
 MASK = 2**64 - 1
 
@@ -58,20 +57,3 @@ def test_spreads_over_buckets():
     for counts in (np.bincount(hashes % 97), np.bincount((hashes >> np.uint64(58)).astype(int))):
         expected = counts.mean()
         assert np.abs(counts - expected).max() < 5 * np.sqrt(expected)
-
-
-@given(st.sets(st.integers(0, MASK), max_size=50), st.lists(st.integers(0, MASK), max_size=50))
-def test_index_finds_keys_and_nothing_else(keys, others):
-    ordered = sorted(keys)
-    keys_of = np.array(ordered, np.uint64)
-    queries = ordered[::2] + others
-    expected = [ordered.index(query) if query in keys else -1 for query in queries]
-    assert find_sorted(keys_of, np.array(queries, np.uint64)).tolist() == expected
-
-
-@pytest.mark.parametrize("change", [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
-def test_hash_of_numbers_depends_on_seed_and_all_columns(change):
-    numbers = np.arange(1000)
-    base = hash_numbers(0, 0, numbers)
-    seed, file, shift = change
-    assert (hash_numbers(seed, file, numbers + shift) != base).all()

@@ -1,16 +1,13 @@
-import errno
 import json
 import subprocess
 import sys
 from itertools import islice
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from hotrec.data.all_hot import write_all_hot
 from hotrec.data.chunks import Dataset
@@ -70,16 +67,6 @@ def assert_same_batch(one, other):
     assert torch.equal(one.sparse.lengths(), other.sparse.lengths())
 
 
-@pytest.mark.parametrize("schema", [SCHEMA, ONE_HOT_SCHEMA], ids=["multi_hot", "one_hot"])
-def test_a_batch_holds_what_the_chunks_hold(tmp_path, schema):
-    block = write_dataset(tmp_path / "d", {"train": 45}, schema=schema)["train"]
-    batches = list(loader(tmp_path / "d"))
-    for batch in batches:
-        assert_holds(batch, block, schema)
-        assert batch.sparse.values().dtype == torch.int64
-    assert sorted(sum(map(samples_of, batches), [])) == list(range(45))
-
-
 def test_a_rank_without_samples_gets_one_padding_sample(tmp_path):
     write_dataset(tmp_path / "d", {"train": 7})
     *_, last = loader(tmp_path / "d", batch_size=3, rank=1, world_size=2)
@@ -89,27 +76,6 @@ def test_a_rank_without_samples_gets_one_padding_sample(tmp_path):
     assert last.sparse.stride() == 1
     assert last.sparse.values().numel() == 0
     assert last.sparse.lengths().tolist() == [0, 0, 0]
-
-
-def test_epochs_differ_and_an_endless_loader_goes_on(path):
-    two = [samples_of(batch) for batch in loader(path, epochs=2)]
-    assert len(two) == 24
-    first, second = sum(two[:12], []), sum(two[12:], [])
-    assert sorted(first) == sorted(second) == list(range(45))
-    assert first != second
-    endless = [samples_of(batch) for batch in islice(loader(path, epochs=None), 30)]
-    assert endless[:24] == two
-
-
-def test_evaluation_goes_through_the_files_in_order_and_can_be_repeated(path):
-    evaluation = loader(path, "valid", shuffle=False, batch_size=100)
-    for _ in range(2):
-        assert [samples_of(batch) for batch in evaluation] == [list(range(9))]
-
-
-def test_drop_last_leaves_out_the_partial_step(path):
-    batches = list(loader(path, drop_last=True))
-    assert [len(samples_of(batch)) for batch in batches] == [4] * 11
 
 
 def start(path, world_size, num_workers, **settings):
@@ -172,6 +138,31 @@ def test_cut_anywhere_any_ranks_go_on(
                 assert_same_batch(batch, expected)
 
 
+@pytest.mark.parametrize("schema", [SCHEMA, ONE_HOT_SCHEMA], ids=["multi_hot", "one_hot"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_endless_loader_has_all_samples_of_each_epoch_in_another_order(
+    tmp_path, schema, num_workers
+):
+    block = write_dataset(tmp_path / "d", {"train": 45}, schema=schema)["train"]
+    settings = {"epochs": None, "num_workers": num_workers}
+    batches = [*islice(loader(tmp_path / "d", **settings), 24)]
+    for batch in batches:
+        assert_holds(batch, block, schema)
+    first, second = (sum(map(samples_of, part), []) for part in (batches[:12], batches[12:]))
+    assert sorted(first) == sorted(second) == list(range(45))
+    assert first != second
+    routed = loader(tmp_path / "d", transform=total_ids, drop_last=True, **settings)
+    totals = [total_ids(batch.sparse) for batch in batches[:11]]
+    assert [batch.sparse for batch in islice(routed, 11)] == totals
+    *_, last = loader(tmp_path / "d", drop_last=True)
+    assert len(samples_of(last)) == 4
+
+
+def total_ids(ids) -> int:
+    """Stands for a router."""
+    return int(ids.values().sum())
+
+
 @pytest.mark.parametrize(
     ("saved", "change", "key"),
     [
@@ -190,16 +181,6 @@ def test_a_position_in_another_order_is_refused(path, cuts, saved, change, key):
         resumed.load_state_dict(first.state_dict())
 
 
-def total_ids(ids) -> int:
-    return int(ids.values().sum())
-
-
-def test_the_transform_is_applied_in_the_worker(path):
-    plain = [total_ids(batch.sparse) for batch in loader(path)]
-    routed = loader(path, transform=total_ids, num_workers=1)
-    assert [batch.sparse for batch in routed] == plain
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -214,22 +195,6 @@ def test_what_cannot_be_loaded_is_refused(path, settings, message):
         loader(path, **settings)
 
 
-@pytest.mark.parametrize(
-    ("error", "advice"),
-    [
-        (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
-        (EOFError(), "ulimit -n"),
-        (OSError(errno.ENOSPC, "No space left on device"), "/dev/shm"),
-        (RuntimeError("can't start new thread"), "ulimit -u"),
-    ],
-)
-def test_what_the_system_refuses_to_workers_is_said(path, monkeypatch, error, advice):
-    monkeypatch.setattr(DataLoader, "_get_iterator", Mock(side_effect=error))
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
-    with pytest.raises(OSError, match=f"loader: expected .* 2 worker .* {advice}"):
-        iter(loader(path, num_workers=2))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schema", "feature", "row", "num_workers"),
@@ -237,12 +202,8 @@ def test_what_the_system_refuses_to_workers_is_said(path, monkeypatch, error, ad
 )
 def test_an_id_outside_its_table_is_named(tmp_path, schema, feature, row, num_workers):
     write_bad_id(tmp_path / "d", feature, row, schema)
-    table = next(f.table for f in schema.features if f.name == feature)
-    with pytest.raises(
-        ValueError,
-        match=rf"table {table}: expected rows in 0\.\.\d+, got row {row} in feature {feature} "
-        r"\(chunk chunks/train-00001\.arrow, sample 7\)",
-    ):
+    where = rf"row {row} in feature {feature} \(chunk chunks/train-00001\.arrow, sample 7\)"
+    with pytest.raises(ValueError, match=rf"table t_.: expected .*, got {where}"):
         list(loader(tmp_path / "d", num_workers=num_workers))
 
 
@@ -251,7 +212,7 @@ def test_a_bad_id_stops_all_ranks_at_once(tmp_path, rank):
     """All of them read it, not the one alone that gets the sample."""
     write_bad_id(tmp_path / "d", "a", 10)
     batches = loader(tmp_path / "d", batch_size=10, rank=rank, world_size=2, assign=BY_OWNER)
-    with pytest.raises(ValueError, match=r"table t_a: expected rows in 0\.\.9, got row 10"):
+    with pytest.raises(ValueError, match="table t_a: expected .* got row 10"):
         next(iter(batches))
 
 

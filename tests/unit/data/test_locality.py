@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from hotrec.data.all_hot import write_all_hot
 from hotrec.data.chunks import Dataset
-from hotrec.data.gather import select_bags
 from hotrec.data.locality import NOBODY, ByOwner, ShardOwner, assign_by_owner
-from hotrec.data.order import Piece, select_pieces
 from hotrec.types import Feature, Partition, RowOrder, Schema, Table
 from tests.unit.data.logs import (
     ONE_HOT_SCHEMA,
@@ -39,34 +37,6 @@ def owner_of_everything(
         ranks = range(-(-table.num_rows // block))
         shards[table.name] = [ShardOwner(rank * block, rank) for rank in ranks]
     return ByOwner(schema, shards, hot, hosts)
-
-
-@pytest.mark.parametrize(
-    ("owners", "rows", "samples", "shares", "expected"),
-    [
-        pytest.param(
-            *(int64(1, 1, 0, 1, 0, 1, 1, NOBODY), int64(10, 11, 1, 12, 1, 13, 14, 99)),
-            *(int64(0, 0, 0, 1, 1, 2, 2, 3), int64(2, 2), [1, 0, 1, 0]),
-            id="0, 1 and 2 want rank 1, which has room for 2; 1 has the least to lose",
-        ),
-        pytest.param(
-            *(int64(0, 0, 0, 0, 1, 1), int64(5, 5, 5, 5, 7, 8)),
-            *(int64(0, 1, 2, 3, 2, 3), int64(2, 2), [0, 0, 1, 1]),
-            id="row 5, which all read, pulls nobody",
-        ),
-        pytest.param(
-            *(np.full(6, NOBODY), np.arange(6), np.arange(6), int64(3, 2, 1)),
-            [0, 0, 0, 1, 1, 2],
-            id="without cold rows samples stay as read",
-        ),
-        pytest.param(
-            *(int64(1, 2, 2), int64(0, 1, 2), int64(0, 1, 1), int64(1, 1, 0), [1, 0]),
-            id="ranks without room get nothing",
-        ),
-    ],
-)
-def test_samples_go_to_their_rows(owners, rows, samples, shares, expected) -> None:
-    assert assign_by_owner(owners, rows, samples, shares).tolist() == expected
 
 
 def test_samples_go_to_hosts_first() -> None:
@@ -132,19 +102,6 @@ def test_shards_that_leave_rows_out_are_refused(first_rows) -> None:
         ByOwner(SCHEMA, shards, {})
 
 
-def test_pieces_and_bags_of_some_samples() -> None:
-    pieces = [Piece(3, int64(5, 1, 4)), Piece(0, int64(2)), Piece(1, int64(7, 6))]
-    selected = select_pieces(pieces, int64(0, 2, 5))
-    assert [(piece.chunk, piece.rows.tolist()) for piece in selected] == [(3, [5, 4]), (1, [6])]
-    assert select_pieces(pieces, int64()) == []
-    values, lengths = np.arange(7), np.array([2, 0, 1, 1, 3, 0], np.int32)
-    of_two = select_bags(values, lengths, int64(0, 1), 2)
-    assert [part.tolist() for part in of_two] == [[0, 1, 3, 4, 5, 6], [2, 0, 1, 3]]
-    of_last = select_bags(values, lengths, int64(2), 2)
-    assert [part.tolist() for part in of_last] == [[2], [1, 0]]
-    assert of_last[1].dtype == np.int32
-
-
 @pytest.mark.parametrize("subset", [None, True, False])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("schema", [SCHEMA, ONE_HOT_SCHEMA], ids=["multi_hot", "one_hot"])
@@ -181,45 +138,29 @@ def test_the_global_batches_stay_and_samples_stay_whole(
     assert has_moved == (world_size > 1 and not subset)
 
 
-def remote_rows(
-    values_FS: np.ndarray, ranks_S: np.ndarray, owner_of: ByOwner, ranks_per_host: int = 1
-) -> int:
-    """Distinct rows that a host reads and another one holds, over all hosts."""
-    num_rows = 5000
+def remote_rows(values_FS: np.ndarray, ranks_S: np.ndarray, owner_of: ByOwner, size: int) -> int:
+    """Distinct rows that a host of ``size`` ranks reads and another holds, over all hosts."""
     total = 0
-    hosts_S = ranks_S // ranks_per_host
-    for host in range(int(hosts_S.max()) + 1):
-        keys = values_FS[:, hosts_S == host] + np.arange(len(values_FS))[:, None] * num_rows
+    for host in range(4 // size):
+        keys = values_FS[:, ranks_S // size == host] + np.arange(len(values_FS))[:, None] * 5000
         owners = owner_of.owners(np.unique(keys))
-        is_remote = (owners // ranks_per_host != host) & (owners != NOBODY)
-        total += int(np.count_nonzero(is_remote))
+        total += int(np.count_nonzero((owners // size != host) & (owners != NOBODY)))
     return total
 
 
-@pytest.mark.parametrize(("num_ranks", "num_hot"), [(2, 50), (4, 0)])
-def test_skewed_samples_ask_for_fewer_rows_of_others(num_ranks: int, num_hot: int) -> None:
-    num_features, num_rows, size = 8, 5000, 512
-    names = [f"t{index}" for index in range(num_features)]
-    schema = Schema(
-        (), tuple(Feature(n, n) for n in names), tuple(Table(n, num_rows) for n in names)
-    )
+def test_skewed_samples_ask_for_fewer_rows_of_others() -> None:
+    """Of other ranks; and where samples go to hosts first, of other hosts."""
+    names = [f"t{index}" for index in range(8)]
+    schema = Schema((), tuple(Feature(n, n) for n in names), tuple(Table(n, 5000) for n in names))
     rng = np.random.default_rng(1)
-    by_rank = rng.permutation(num_rows)
-    prob = np.arange(1, num_rows + 1) ** -1.05
-    drawn = rng.choice(num_rows, (num_features, size * num_ranks), p=prob / prob.sum())
-    values_FS = by_rank[drawn]
-    by_owner = owner_of_everything(schema, num_ranks, dict.fromkeys(names, by_rank[:num_hot]))
-    shares = np.full(num_ranks, size)
-    assigned = by_owner(values_FS.ravel(), np.ones(values_FS.size, np.int32), shares)
-    as_read = np.repeat(np.arange(num_ranks), size)
-    before, after = (remote_rows(values_FS, ranks, by_owner) for ranks in (as_read, assigned))
-    assert after < 0.9 * before, (before, after)
-    if num_ranks == 4:
-        hot = dict.fromkeys(names, by_rank[:num_hot])
-        by_host = owner_of_everything(schema, num_ranks, hot, hosts=[0, 0, 1, 1])
-        to_hosts = by_host(values_FS.ravel(), np.ones(values_FS.size, np.int32), shares)
-        by_ranks, by_hosts = (
-            remote_rows(values_FS, ranks, by_owner, ranks_per_host=2)
-            for ranks in (assigned, to_hosts)
-        )
-        assert by_hosts < 0.97 * by_ranks, (by_ranks, by_hosts)
+    prob = np.arange(1, 5001) ** -1.05
+    values_FS = rng.permutation(5000)[rng.choice(5000, (8, 4 * 512), p=prob / prob.sum())]
+    hot = {name: np.empty(0, np.int64) for name in names}
+    by_rank, by_host = (owner_of_everything(schema, 4, hot, hosts) for hosts in ((), [0, 0, 1, 1]))
+    lengths, shares = np.ones(values_FS.size, np.int32), np.full(4, 512)
+    as_read = np.repeat(np.arange(4), 512)
+    to_ranks, to_hosts = (by(values_FS.ravel(), lengths, shares) for by in (by_rank, by_host))
+    remote = [remote_rows(values_FS, ranks, by_rank, 1) for ranks in (as_read, to_ranks)]
+    assert remote[1] < 0.9 * remote[0], remote
+    remote = [remote_rows(values_FS, ranks, by_rank, 2) for ranks in (to_ranks, to_hosts)]
+    assert remote[1] < 0.97 * remote[0], remote

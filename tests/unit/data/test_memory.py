@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +94,3 @@ def test_what_is_no_table_is_refused(table: Any, said: str) -> None:
     with pytest.raises(ValueError, match=r"^table( column \w+)?: expected .*, got ") as caught:
         to_arrow(table)
     assert said in str(caught.value)
-
-
-def test_what_is_not_read_needs_no_type() -> None:
-    odd: dict[str, Any] = {"mixed": [1, "x"], "dicts": [{1}, {"a": 2}], "objects": [object()] * 2}
-    tables: list[Any] = [{"a": [1, 2], **odd}]
-    with suppress(ImportError):
-        pandas: Any = import_module("pandas")
-        bins = pandas.cut(pandas.Series([1, 2]), 2)
-        tables.append(pandas.DataFrame({"a": [1, 2], **odd, "bins": bins}))
-        with pytest.raises(ValueError, match="^table column bins: .* pandas.interval"):
-            to_arrow(tables[-1][["a", "bins"]])
-    for table in tables:
-        assert to_arrow(table, lambda name: name == "a")["a"].to_pylist() == [1, 2]

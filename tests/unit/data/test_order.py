@@ -69,18 +69,6 @@ def test_rows_are_shuffled_within_chunks_and_chunks_among_each_other():
     assert len(set(map(tuple, of_first_chunk))) == 4
 
 
-def test_without_shuffling_samples_come_in_the_order_of_the_files():
-    [samples] = global_step([3, 4], 7, 1, 5, 0, shuffle=False)
-    assert samples == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)]
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "drop_last", "expected"), [(6, False, 1), (7, False, 2), (7, True, 1)]
-)
-def test_number_of_steps(num_samples, drop_last, expected):
-    assert num_steps_of(num_samples, 3, 2, drop_last=drop_last) == expected
-
-
 PARTS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 
@@ -113,9 +101,3 @@ def test_another_batch_goes_on_after_the_samples_taken(parts, one, other, stop, 
 def test_parts_end_after_their_steps(first_sample, expected):
     """Of 5, 6 and 2 samples, in steps of 4."""
     assert StepSequence((5, 6, 2), 4, first_sample).part_ends() == expected
-
-
-def test_permutations_are_uniform_enough():
-    # The first row of the first chunk should be anything, over many seeds.
-    firsts = [global_step([4], 4, 1, 0, 0, seed=seed)[0][0][1] for seed in range(400)]
-    assert np.bincount(firsts, minlength=4).min() > 60

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.data.batch import Batch
 from hotrec.data.packing import ALIGNED_BYTES, Packed, pack
-from hotrec.routing.features import Column
-from hotrec.routing.router import Router
-from hotrec.types import Partition
 
 
 def send(value):
@@ -66,37 +59,3 @@ def test_tensors_count_their_changes_apart():
     other += 1
     loss.backward()
     assert torch.equal(inputs, torch.ones(2, 3))
-
-
-@pytest.mark.parametrize("is_routed", [False, True])
-def test_a_batch_comes_back(is_routed):
-    ids = torch.tensor([3, 0, 3, 9, 1, 4])
-    sparse = KeyedJaggedTensor(
-        keys=["f", "g"], values=ids, lengths=torch.tensor([2, 1, 0, 3]), stride=2
-    )
-    if is_routed:
-        columns = [Column(name, name, "t", is_mean=True) for name in ("f", "g")]
-        sparse = Router({4: columns}, Partition({"t": 10}, {"t": np.array([3, 9])}))(sparse)
-    batch = Batch(torch.randn(2, 5), sparse, torch.ones(2), torch.ones(2), 4)
-    got = send(batch)
-    assert type(got.sparse) is type(batch.sparse)
-    assert got.num_global_samples == 4
-    assert torch.equal(got.dense, batch.dense)
-    expected, found = tensors_of(batch), tensors_of(got)
-    assert len(expected) == len(found) > 4
-    assert all(map(torch.equal, expected, found))
-
-
-def tensors_of(value):
-    """All tensors that a pickle of the value holds, in its order."""
-    found = []
-
-    class Collector(pickle._Pickler):
-        def persistent_id(self, obj):
-            if isinstance(obj, torch.Tensor):
-                found.append(obj)
-                return len(found)
-            return None
-
-    Collector(io.BytesIO()).dump(value)
-    return found

@@ -1,10 +1,4 @@
 import os
-import re
-import resource
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotrec.artifact import ArtifactError, read_artifact
+from hotrec.artifact import ArtifactError
 from hotrec.config.data import (
     ColumnKind,
     ColumnSpec,
@@ -31,15 +25,16 @@ from hotrec.config.data import (
     TableSpec,
     TimeUnit,
 )
-from hotrec.data import prepare as module
 from hotrec.data.chunks import Dataset
 from hotrec.data.days import check_time_order
 from hotrec.data.encode import tables_of_row_numbers
-from hotrec.data.loader import make_loader
-from hotrec.data.prepare import prepare, read_ahead
+from hotrec.data.prepare import prepare
 from hotrec.data.vocabulary import read_vocabulary
 from tests.helpers.ranks import run_ranks
-from tests.unit.data.logs import HEADER, bag, criteo_line, delimited_spec
+from tests.unit.data.logs import HEADER, bag, criteo_line, delimited_spec, loader
+
+ID = ColumnKind.categorical
+WHOLE = SplitSpec(valid_frac=0, test_frac=0)
 
 
 def run(spec: SourceSpec, path: Path, **settings: bool) -> Dataset:
@@ -124,27 +119,19 @@ def test_criteo_from_several_compressed_files(tmp_path):
         write_criteo(tmp_path / "day_1.zst", 450, start=300),
         write_criteo(tmp_path / "day_2", 250, start=750),
     ]
-    dataset = run(criteo_spec(files), tmp_path / "d")
-    assert {s: dataset.num_samples(s) for s in dataset.splits} == {
-        "train": 700, "valid": 200, "test": 100,
-    }  # fmt: skip
-    assert dataset.schema.dense == tuple(f"I{n}" for n in range(1, 14))
-    assert [table.num_rows for table in dataset.schema.tables] == [51] * 26
-    assert dataset.artifact.content["source"]["num_clicks"] == {
-        "train": 350, "valid": 100, "test": 50,
-    }  # fmt: skip
-    test = decoded(dataset, "test")
-    assert [sample["C1"] for sample in test] == [f"{n % 50:08x}" for n in range(900, 1000)]
-    assert test[7]["I3"] == pytest.approx(np.log1p(7 + 2))
-
-
-def test_hashing_and_vocabulary_per_table(tmp_path):
     tables = {"C2": TableSpec(Encoding.hashing, num_rows=7)}
-    spec = criteo_spec([write_criteo(tmp_path / "day_0", 200)], tables=tables)
-    dataset = run(spec, tmp_path / "d")
-    assert dataset.schema.table("C2").num_rows == 7
-    assert not (tmp_path / "d" / "vocab" / "C2.arrow").exists()
-    assert set(dataset.block("train", 0).features["C2"]) <= set(range(1, 7))
+    dataset = run(criteo_spec(files, tables=tables), tmp_path / "d")
+    source = dataset.artifact.content["source"]
+    assert source["num_samples"] == {"train": 700, "valid": 200, "test": 100}
+    assert source["num_clicks"] == {"train": 350, "valid": 100, "test": 50}
+    assert dataset.schema.dense == tuple(f"I{n}" for n in range(1, 14))
+    assert [table.num_rows for table in dataset.schema.tables] == [51, 7, *[51] * 24]
+    test = dataset.block("test", 0)
+    texts = read_vocabulary(tmp_path / "d", "C1")["value"].to_pylist()
+    ids = [texts[row - 1] for row in test.features["C1"]]
+    assert ids == [f"{n % 50:08x}" for n in range(900, 1000)]
+    assert set(test.features["C2"].tolist()) <= set(range(1, 7))
+    assert test.dense[7][2] == pytest.approx(np.log1p(7 + 2))
 
 
 @pytest.fixture
@@ -212,15 +199,14 @@ def test_split_and_derive_by_times_of_any_form(tmp_path, times, unit, suffix):
     table = pa.table({"click": [0, 1, 0, 1], "at": times})
     path = tmp_path / f"log.{suffix}"
     (pq.write_table if suffix == "parquet" else pacsv.write_csv)(table, path)
-    categorical = ColumnKind.categorical
     spec = SourceSpec(
         SourceFormat.parquet if suffix == "parquet" else SourceFormat.delimited,
         [str(path)],
         separator=",",
         columns={
             "label": ColumnSpec(ColumnKind.label, source="click"),
-            "hour": ColumnSpec(categorical, source="at", derive=Derive.hour_of_day),
-            "weekday": ColumnSpec(categorical, source="at", derive=Derive.day_of_week),
+            "hour": ColumnSpec(ID, source="at", derive=Derive.hour_of_day),
+            "weekday": ColumnSpec(ID, source="at", derive=Derive.day_of_week),
         },
         times={} if unit is None else {"at": unit},
         # A number is of milliseconds, whatever the unit of the column.
@@ -251,190 +237,104 @@ def test_split_by_fraction_is_random_but_always_the_same(tmp_path, log):
 
 
 def test_joins_derivations_and_shared_tables(tmp_path):
-    log = tmp_path / "log.tsv"
-    log.write_text("click\tuser\tvideo\ttime_ms\n1\tu1\tv1\t0\n0\tu2\tv2\t7200000\n1\tu3\tv9\t\n")
-    (tmp_path / "users.tsv").write_text("user\tage\tseen\nu1\t20\tv2 v1 v2\nu2\t40\t\n")
-    (tmp_path / "videos.tsv").write_text("id\tauthor\nv1\ta1\nv2\ta1\n")
-    (tmp_path / "authors.tsv").write_text("author\tcountry\na1\tit\n")
-    categorical = ColumnKind.categorical
+    files = {
+        "users_1": "age\tuser\tseen\n20\tu1\tv2 v1 v2\n",
+        "users_2": "age\tuser\tseen\n40\tu2\t\n",
+        "videos": "id\tauthor\nv1\ta1\nv2\ta1\n",
+        "authors": "author\tcountry\na1\tit\n",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    # A missing user, however it is stored, is not the empty one.
+    users = pa.DictionaryArray.from_arrays(pa.array([0, 1, 2, 3]), ["u1", "u2", "u9", None])
+    times, videos = [0, 7_200_000, None, 317_100_000], ["v1", "v2", "v9", "v1"]
+    log = pa.table({"click": [1, 0, 1, 0], "user": users, "video": videos, "time_ms": times})
+    with pa.ipc.new_file(tmp_path / "log", log.schema) as writer:
+        writer.write_table(log)
+    pq.write_table(pa.table({"user": ["", "u2"], "city": ["Rome", "Oslo"]}), tmp_path / "cities")
+    hour = {"source": "time_ms", "derive": Derive.hour_of_day, "utc_offset_h": 8}
     spec = SourceSpec(
-        SourceFormat.delimited,
-        [str(log)],
+        SourceFormat.arrow,
+        [str(tmp_path / "log")],
         columns={
             "label": ColumnSpec(ColumnKind.label, source="click"),
             "age": ColumnSpec(ColumnKind.dense, fill=-1),
-            "video": ColumnSpec(categorical, table="videos"),
-            "author": ColumnSpec(categorical),
-            "country": ColumnSpec(categorical),
-            "hour": ColumnSpec(categorical, source="time_ms", derive=Derive.hour_of_day),
+            "video": ColumnSpec(ID, table="videos"),
+            "author": ColumnSpec(ID),
+            "country": ColumnSpec(ID),
+            "city": ColumnSpec(ID),
+            "hour": ColumnSpec(ID, **hour),
+            "weekday": ColumnSpec(ID, **{**hour, "derive": Derive.day_of_week}),
+            "years": ColumnSpec(ID, source="age", derive=Derive.log_bucket),
             "seen": ColumnSpec(ColumnKind.categorical_list, table="videos", max_length=2),
             "at": ColumnSpec(ColumnKind.sequence, source="seen", table="videos", max_length=4),
         },
         joins={
-            "users": JoinSpec([str(tmp_path / "users.tsv")], on="user"),
-            "videos": JoinSpec([str(tmp_path / "videos.tsv")], on="video", key="id"),
-            "authors": JoinSpec([str(tmp_path / "authors.tsv")], on="author"),
+            "users": JoinSpec([str(tmp_path / "users_*")], on="user"),
+            "videos": JoinSpec([str(tmp_path / "videos")], on="video", key="id"),
+            "authors": JoinSpec([str(tmp_path / "authors")], on="author"),
+            "cities": JoinSpec([str(tmp_path / "cities")], on="user", format=SourceFormat.parquet),
         },
-        split=SplitSpec(valid_frac=0, test_frac=0),
+        split=WHOLE,
     )
-    found = decoded(run(spec, tmp_path / "d"), "train")
-    common = {"author": "a1", "country": "it"}
-    nowhere: dict[str, object] = {f"at_{place}": [] for place in range(1, 5)}
-    assert found == [
-        {
-            "label": 1, "age": 20, "video": "v1", "hour": "0", "seen": ["v1", "v2"],
-            "at_1": ["v2"], "at_2": ["v1"], "at_3": ["v2"], "at_4": [], **common,
-        },
-        {"label": 0, "age": 40, "video": "v2", "hour": "2", "seen": [], **nowhere, **common},
-        {
-            "label": 1, "age": -1, "video": "v9", "author": None, "country": None, "hour": None,
-            "seen": [], **nowhere,
-        },
-    ]  # fmt: skip
-    assert {f.table for f in run(spec, tmp_path / "d").schema.features if f.name in nowhere} == {
-        "videos"
-    }
-
-
-def test_parquet_directory_with_lists(tmp_path):
-    (tmp_path / "log").mkdir()
-    for part in range(2):
-        columns = {
-            "click": pa.array([True, False]),
-            "user": pa.array([part, 5], pa.int32()),
-            "tags": pa.array([[1, 2], None], pa.list_(pa.int64())),
-        }
-        pq.write_table(pa.table(columns), tmp_path / "log" / f"part-{part}.parquet")
-    columns = {
-        "label": ColumnSpec(ColumnKind.label, source="click"),
-        "user": ColumnSpec(ColumnKind.categorical),
-        "tags": ColumnSpec(ColumnKind.categorical_list),
-    }
-    whole = SplitSpec(valid_frac=0, test_frac=0)
-    spec = SourceSpec(SourceFormat.parquet, [str(tmp_path / "log")], columns, split=whole)
     dataset = run(spec, tmp_path / "d")
-    assert dataset.schema.dense == ()
-    assert decoded(dataset, "train") == [
-        {"label": label, "user": user, "tags": ["1", "2"] if label else []}
-        for label, user in ((1, "0"), (0, "5"), (1, "1"), (0, "5"))
+    found = decoded(dataset, "train")
+    places = [f"at_{place}" for place in range(1, 5)]
+    by_place = [[sample.pop(place) for place in places] for sample in found]
+    assert by_place == [[["v2"], ["v1"], ["v2"], []], *[[[]] * 4] * 3]
+    names = ("label", "age", "video", "author", "city", "hour", "weekday", "years", "seen")
+    assert [tuple(sample[name] for name in names) for sample in found] == [
+        (1, 20, "v1", "a1", None, "8", "3", "17", ["v1", "v2"]),
+        (0, 40, "v2", "a1", "Oslo", "10", "3", "21", []),
+        (1, -1, "v9", None, None, None, None, None, []),
+        (0, -1, "v1", "a1", None, "0", "0", None, []),  # a Monday in Beijing
     ]
-    spec.columns["tags"].kind = ColumnKind.categorical
-    with pytest.raises(
-        ValueError, match=r"part-0\.parquet column tags: expected one id per sample"
-    ):
-        run(spec, tmp_path / "e")
+    assert [sample["country"] for sample in found] == ["it", "it", None, "it"]
+    assert {f.table for f in dataset.schema.features if f.name in places} == {"videos"}
+    (tmp_path / "users_2").write_text(files["users_1"])
+    with pytest.raises(ValueError, match=r"joins\.users .*'u1'"):
+        run(spec, tmp_path / "d")
 
 
-LABEL = ColumnSpec(ColumnKind.label, source="click")
-USER, AGE = ColumnSpec(ColumnKind.categorical), ColumnSpec(ColumnKind.dense)
+USER, AGE = ColumnSpec(ID), ColumnSpec(ColumnKind.dense)
+
+
+def labelled(source: str, **columns: ColumnSpec) -> dict[str, ColumnSpec]:
+    return {"label": ColumnSpec(ColumnKind.label, source=source), "user": USER, **columns}
 
 
 def side(on: str = "user", key: str = "") -> JoinSpec:
     return JoinSpec(["side.csv"], on=on, key=key, separator=",")
 
 
+def by_price(**bounds: float) -> SplitSpec:
+    return SplitSpec(SplitKind.time, column="price", **bounds)
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "key", "got"),
     [
-        ({"files": ["nowhere.csv"]}, "files: expected files of format delimited at"),
+        ({"files": ["nowhere.csv"]}, "files", "nowhere"),
+        ({"columns": labelled("klick")}, "columns.label.source", "'klick'"),
+        ({"columns": labelled("age"), "joins": {"a": side()}}, "columns.label", "'age'"),
         (
-            {"columns": {"label": ColumnSpec(ColumnKind.label, source="klick"), "user": USER}},
-            r"columns.label.source: expected a column of log: \['click'.*'klick'",
+            {"columns": labelled("click", age=AGE), "joins": {"a": side(), "b": side()}},
+            "columns.age.source",
+            r"\['a', 'b'\]",
         ),
-        (
-            {"columns": {"label": ColumnSpec(ColumnKind.label, source="age"), "user": USER},
-             "joins": {"a": side()}},
-            "columns.label: expected a label in the log itself, got column 'age'",
-        ),
-        (
-            {"columns": {"label": LABEL, "user": USER, "age": AGE},
-             "joins": {"a": side(), "b": side()}},
-            r"columns.age.source: .* got 'age', which \['a', 'b'\] have",
-        ),
-        ({"split": SplitSpec(SplitKind.time, column="when")}, "split.column: .*got 'when'"),
-        (
-            {"split": SplitSpec(SplitKind.time, column="price", valid_from=-5, test_from=9)},
-            r"split: expected samples in the training split, got \{'train': 0, 'valid",
-        ),
-        ({"times": {"when": TimeUnit.s}}, "times.when: .*got 'when'"),
-        ({"joins": {"a": side(on="usr")}}, "joins.a.on: expected a column of .*got 'usr'"),
-        ({"joins": {"a": side(key="id")}}, "joins.a.key: expected one of the .*got 'id'"),
+        ({"split": SplitSpec(SplitKind.time, column="when")}, "split.column", "'when'"),
+        ({"split": by_price(valid_from=-5, test_from=9)}, "split", "{'train': 0"),
+        ({"times": {"when": TimeUnit.s}}, "times.when", "'when'"),
+        ({"joins": {"a": side(on="usr")}}, "joins.a.on", "'usr'"),
+        ({"joins": {"a": side(key="id")}}, "joins.a.key", "'id'"),
     ],
-)  # fmt: skip
-def test_mistakes_are_found_before_reading(tmp_path, log, monkeypatch, change, message):
+)
+def test_mistakes_are_found_before_reading(tmp_path, log, monkeypatch, change, key, got):
     monkeypatch.chdir(tmp_path)
     Path("side.csv").write_text("user,age\nu,1\n")
-    spec = replace(delimited_spec(log("1,0,u")), **change)
-    with pytest.raises(ValueError, match=f"^data.source.{message}"):
-        run(spec, tmp_path / "d")
+    with pytest.raises(ValueError, match=rf"^data\.source\.{key}: expected .*{got}"):
+        run(replace(delimited_spec(log("1,0,u")), **change), tmp_path / "d")
     assert sorted(os.listdir(tmp_path)) == ["log.csv", "side.csv"]
-
-
-def test_an_empty_file_among_others_is_named(tmp_path):
-    files = [write_criteo(tmp_path / "day_0", 10), tmp_path / "day_1"]
-    files[1].touch()
-    with pytest.raises(ValueError, match="day_1: expected lines, got none"):
-        run(criteo_spec(files), tmp_path / "d")
-    assert sorted(os.listdir(tmp_path)) == ["day_0", "day_1"]
-
-
-def prepare_with_a_small_disk(source: str, output: str) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    prepare(criteo_spec([Path(source)]), output)
-
-
-def child(code: str, *arguments: object) -> subprocess.Popen[str]:
-    header = "import sys; from tests.unit.data.test_prepare import *\n"
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", header + code, *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[3],
-    )
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path):
-    source = write_criteo(tmp_path / "day_0", 2000)
-    process = child("prepare_with_a_small_disk(*sys.argv[1:])", source, tmp_path / "d")
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert re.search(r"OSError: \[Errno \d+\] File too large: .*/train-00000-00000\.arrow'", errors)
-    assert os.listdir(tmp_path) == ["day_0"]
-
-
-def prepare_slowly(source: str, output: str) -> None:
-    """Stops for a minute once the chunks of the new dataset are written."""
-
-    def wait(*arguments: object) -> None:
-        print("written", flush=True)
-        time.sleep(60)
-
-    module._commit = wait
-    prepare(criteo_spec([Path(source)]), output)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("has_old", [False, True])
-def test_a_killed_prepare_leaves_the_old_dataset_or_none(tmp_path, has_old):
-    before = None
-    if has_old:
-        spec = criteo_spec([write_criteo(tmp_path / "day_0", 100)])
-        before = run(spec, tmp_path / "d").artifact.content_hash
-    source = write_criteo(tmp_path / "day_1", 500)
-    process = child("prepare_slowly(*sys.argv[1:])", source, tmp_path / "d")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "written\n"
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
-    assert (tmp_path / "d").exists() == has_old
-    if has_old:
-        found = read_artifact(tmp_path / "d", kind="dataset", verify="full")
-        assert found.content_hash == before
-    # And the next one is not disturbed by what the killed one left.
-    dataset = run(criteo_spec([source]), tmp_path / "d")
-    assert sum(dataset.num_samples(split) for split in dataset.splits) == 500
 
 
 def prepare_on_ranks(directory: str) -> dict[str, str]:
@@ -484,19 +384,6 @@ def test_ranks_make_the_same_dataset_and_reach_the_same_verdict(tmp_path):
     assert left == {"bad", "two_ranks", "one_file", "one_rank", "alone"}
 
 
-def test_reading_ahead_keeps_order_and_passes_errors_on():
-    def numbers():
-        yield 1
-        yield 2
-        raise ValueError("line 3")
-
-    found = []
-    with pytest.raises(ValueError, match="line 3"):
-        found.extend(read_ahead(numbers()))
-    assert found == [1, 2]
-    assert list(read_ahead(iter([]))) == []
-
-
 def rows_spec(files: list[Path], num_rows: int = 0, **settings: object) -> SourceSpec:
     tables = {name: TableSpec(Encoding.rows, num_rows=num_rows) for name in ("user", "videos")}
     return delimited_spec(files, tables=tables, **settings)
@@ -531,7 +418,6 @@ def test_row_numbers_are_taken_as_they_are(tmp_path, num_rows, expected):
     [
         ("10,0,0", "'10'", "user"),
         ("-1,0,0", "'-1'", "user"),
-        ("u7,0,0", "'u7'", "user"),
         ("0x3,0,0", "'0x3'", "user"),
         (",0,0", "nothing", "user"),
         ("0,99999999999999999999,0", "'9{20}'", "item"),
@@ -540,24 +426,18 @@ def test_row_numbers_are_taken_as_they_are(tmp_path, num_rows, expected):
 )
 def test_an_id_that_is_no_row_is_refused(tmp_path, line, got, column):
     path = write_rows(tmp_path / "log.csv", "9,1,2", "1,0,", line, line)
-    pattern = f"log.csv line 4: expected a row number below 10 of .* column {column}, got {got}"
-    with pytest.raises(ValueError, match=pattern):
+    with pytest.raises(ValueError, match=f"log.csv line 4: .* 10 .* {column}, got {got}"):
         run(rows_spec([path], 10), tmp_path / "d")
     assert not (tmp_path / "d").exists()
 
 
-def test_integers_of_parquet_are_row_numbers(tmp_path):
-    table = {"click": [1, 0, 1], "user": [4, 0, 2]}
-    pq.write_table(pa.table(table), tmp_path / "log.parquet")
-    columns = {
-        "label": ColumnSpec(ColumnKind.label, source="click"),
-        "user": ColumnSpec(ColumnKind.categorical),
-    }
+def test_tables_of_row_numbers_are_known(tmp_path):
+    pq.write_table(pa.table({"click": [1, 0, 1], "user": [4, 0, 2]}), tmp_path / "log.parquet")
     spec = SourceSpec(
         SourceFormat.parquet,
         [str(tmp_path / "log.parquet")],
-        columns,
-        split=SplitSpec(valid_frac=0.0, test_frac=0.0),
+        labelled("click"),
+        split=WHOLE,
         table_defaults=TableSpec(Encoding.rows),
     )
     dataset = run(spec, tmp_path / "d")
@@ -622,31 +502,23 @@ def weighted(tmp_path: Path, lines: list[str]) -> SourceSpec:
     )
 
 
+LINES = ["1,0,0.5,u1", "1,1,2,u2", "0,0,0,u1", "0,1,1,u2"]
+
+
 def test_several_labels_and_weights(tmp_path):
-    lines = ["1,0,0.5,u1", "1,1,2,u2", "0,0,0,u1", "0,1,1,u2"]
-    dataset = run(weighted(tmp_path, lines), tmp_path / "d")
+    dataset = run(weighted(tmp_path, LINES), tmp_path / "d")
     assert dataset.schema.labels == ("like", "bought")
-    assert dataset.schema.has_weights
     assert dataset.artifact.content["source"]["num_clicks"] == {
         "like": {"train": 2, "valid": 0, "test": 0},
         "bought": {"train": 1, "valid": 1, "test": 0},
     }
-    block = dataset.block("train", 0)
-    assert block.label.tolist() == [[1, 0], [1, 1], [0, 0]]
-    assert block.weight.tolist() == [0.5, 2, 0]
-    [batch] = make_loader(
-        tmp_path / "d", "train", batch_size=4, rank=0, world_size=1, epochs=1, shuffle=False
-    )
-    assert batch.labels.tolist() == block.label.tolist()
+    [batch] = loader(tmp_path / "d", shuffle=False)
+    assert batch.labels.tolist() == [[1, 0], [1, 1], [0, 0]]
     assert batch.weights.tolist() == [0.5, 2, 0]
-    # The document of a dataset with one label and no weights is what it always was.
-    one = replace(dataset.schema, labels=("label",), has_weights=False)
-    assert set(one.to_json()) == {"dense", "features", "tables"}
 
 
 def test_several_labels_and_weights_grow(tmp_path):
-    spec = weighted(tmp_path, ["1,0,0.5,u1", "1,1,2,u2", "0,0,0,u1", "0,1,1,u2"])
-    spec = replace(spec, tables={"user": TableSpec(num_rows=3)})
+    spec = replace(weighted(tmp_path, LINES), tables={"user": TableSpec(num_rows=3)})
     prepare(spec, tmp_path / "d")
     more = tmp_path / "more.csv"
     more.write_text("like,buy,importance,user\n1,1,1,u9\n0,1,3,u1\n")
@@ -663,13 +535,13 @@ def test_several_labels_and_weights_grow(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "column", "got"),
     [
-        ("1,2,1,u1", "a label of 0 or 1 in column buy"),
-        ("1,0,-1,u1", "a weight of at least 0 in column importance, got -1"),
-        ("1,0,,u1", "a weight of at least 0 in column importance, got nothing"),
+        ("1,2,1,u1", "buy", "'2'"),
+        ("1,0,-1,u1", "importance", "-1"),
+        ("1,0,,u1", "importance", "nothing"),
     ],
 )
-def test_labels_and_weights_that_cannot_be_used(tmp_path, line, message):
-    with pytest.raises(ValueError, match=f"line 2: expected {message}"):
+def test_labels_and_weights_that_cannot_be_used(tmp_path, line, column, got):
+    with pytest.raises(ValueError, match=f"line 2: expected .* {column}, got {got}"):
         prepare(weighted(tmp_path, [line]), tmp_path / "d")

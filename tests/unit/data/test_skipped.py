@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -167,51 +166,3 @@ def test_skipped_lines_leave_no_trace(
     num_bad = sum(map(len, files)) - sum(map(len, read))
     assert artifact.content["source"]["num_skipped"] == num_bad
     assert content(folder / "skipped") == content(folder / "without")
-
-
-class _NoPandas:
-    """As where pandas is not installed."""
-
-    def find_spec(self, name: str, *_: object) -> None:
-        if name.partition(".")[0] == "pandas":
-            raise ModuleNotFoundError(name)
-
-
-FAR = 253_402_300_800  # 10000-01-01 in seconds
-
-
-@pytest.mark.parametrize(
-    ("kind", "value", "seen"),
-    [
-        (pa.timestamp("ns"), 1_700_000_000_000_000_001, "2023-11-14 22:13:20.000000001"),
-        (pa.timestamp("s"), FAR, "10000-01-01"),
-        (pa.timestamp("us", "UTC"), FAR * 1_000_000, "10000-01-01"),
-        (pa.date32(), FAR // 86_400, "10000-01-01"),
-        (pa.time64("ns"), 1, "00:00:00.000000001"),
-        (pa.list_(pa.timestamp("ns")), 1, "1970-01-01 00:00:00.000000001"),
-    ],
-)
-def test_times_that_python_has_not_are_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: pa.DataType, value: int, seen: str
-) -> None:
-    """Of the first sample that is not skipped, and without pandas."""
-    monkeypatch.setattr(sys, "meta_path", [_NoPandas(), *sys.meta_path])
-    monkeypatch.delitem(sys.modules, "pandas", raising=False)
-    item = kind.value_type if pa.types.is_list(kind) else kind
-    integers = pa.array([7, value], pa.int32() if item == pa.date32() else pa.int64())
-    values = integers.view(item)
-    if pa.types.is_list(kind):
-        values = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), values)
-    pq.write_table(pa.table({"label": [5, 1], "at": values}), tmp_path / "b.parquet")
-    texts = pa.array(["a", "b"])
-    texts = pa.array([["a"], ["b"]]) if pa.types.is_list(kind) else texts
-    pq.write_table(pa.table({"label": [0, 1], "at": texts}), tmp_path / "a.parquet")
-    is_list = pa.types.is_list(kind)
-    spec = SourceSpec(
-        SourceFormat.parquet,
-        [str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")],
-        {"label": COLUMNS["label"], "at": ColumnSpec(LIST if is_list else ColumnKind.categorical)},
-        on_bad_line=OnBadLine.skip,
-    )
-    with pytest.raises(ValueError, match=rf"b\.parquet column at: expected .* got .*{seen}"):
-        prepare(spec, tmp_path / "dataset")

@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 
@@ -32,37 +30,19 @@ def test_the_same_specification_gives_the_same_dataset(tmp_path):
     assert first.content_hash == second.content_hash != third.content_hash
 
 
-def test_chunk_size_does_not_change_the_samples(tmp_path):
-    write_synthetic(small(), tmp_path / "a")
-    write_synthetic(small(rows_per_chunk=999), tmp_path / "b")
-    np.testing.assert_array_equal(rows_of(tmp_path / "a", "c0"), rows_of(tmp_path / "b", "c0"))
-
-
 def test_popularity_is_zipf_and_the_hot_rows_are_those_recorded(tmp_path):
     write_synthetic(small(zipf_exponent=1.2), tmp_path / "d")
     counts = np.bincount(rows_of(tmp_path / "d", "c0"), minlength=200)
-    recorded = np.load(tmp_path / "d" / "popularity" / "t0.npy")
-    assert recorded.shape == (1, 20)
+    [recorded] = np.load(tmp_path / "d" / "popularity" / "t0.npy")
     share = np.arange(1, 200.0) ** -1.2
-    expected = share / share.sum() * counts.sum()
+    expected = (share / share.sum() * counts.sum())[:20]
     # Four standard deviations of a count, for the 20 ranks that are recorded.
-    found = counts[recorded[0]]
-    assert (np.abs(found - expected[:20]) < 4 * np.sqrt(expected[:20])).all()
+    assert (np.abs(counts[recorded] - expected) < 4 * np.sqrt(expected)).all()
     assert counts[0] == 0
-    top = np.argsort(-counts)[:3]
-    assert top.tolist() == recorded[0][:3].tolist()
-    manifest = json.loads((tmp_path / "d" / "manifest.json").read_text())
-    assert manifest["content"]["source"]["hot_rows"]["t0"][:3] == top.tolist()
-
-
-def test_row_numbers_say_nothing_about_popularity_unless_asked(tmp_path):
-    write_synthetic(small(), tmp_path / "a")
+    # Both halves of the table serve lookups, so row-wise shards are balanced, unless asked.
+    assert 4 <= (recorded < 100).sum() <= 16
     write_synthetic(small(rows_by_popularity=True), tmp_path / "b")
-    hot = np.load(tmp_path / "b" / "popularity" / "t0.npy")[0]
-    assert hot.tolist() == list(range(1, 21))
-    scattered = np.load(tmp_path / "a" / "popularity" / "t0.npy")[0]
-    # Both halves of the table serve lookups, so row-wise shards are balanced.
-    assert 4 <= (scattered < 100).sum() <= 16
+    assert [*np.load(tmp_path / "b" / "popularity" / "t0.npy")[0]] == [*range(1, 21)]
 
 
 def test_periods_are_the_days_of_the_samples(tmp_path):
@@ -99,14 +79,6 @@ def test_lengths_of_bags_have_the_mean_that_was_asked_for(tmp_path):
     assert (lengths == 0).any()
 
 
-def test_splits_follow_one_another_in_time(tmp_path):
-    spec = small(num_train=1000, num_valid=300, num_test=200)
-    write_synthetic(spec, tmp_path / "d")
-    dataset = Dataset.open(tmp_path / "d")
-    sizes = {split: dataset.num_samples(split) for split in ("train", "valid", "test")}
-    assert sizes == {"train": 1000, "valid": 300, "test": 200}
-
-
 def test_labels_have_the_click_rate_and_can_be_learned():
     log = SyntheticLog(small(click_rate=0.3, signal=2.0))
     blocks = [block for _, block in log.blocks()]
@@ -122,10 +94,3 @@ def test_labels_have_the_click_rate_and_can_be_learned():
     rng = np.random.default_rng(0)
     pairs = rng.choice(clicked, 20_000) - rng.choice(ignored, 20_000)
     assert (pairs > 0).mean() + (pairs == 0).mean() / 2 > 0.65
-
-
-def test_without_signal_labels_are_coin_flips():
-    [(_, block), *_] = SyntheticLog(small(signal=0.0, num_train=20_000)).blocks()
-    correlation = np.corrcoef(block.label, block.dense[:, 0])[0, 1]
-    assert abs(correlation) < 0.03
-    assert block.label.mean() == pytest.approx(0.25, abs=0.02)

@@ -62,12 +62,6 @@ def test_work_is_counted_from_lengths() -> None:
     assert WORK.of(SCHEMA.feature_names, np.empty(0, np.int32)).tolist() == []
 
 
-@pytest.mark.parametrize("settings", [{"per_sample": 0}, {"per_id": {"a": -1}}])
-def test_work_that_would_leave_ranks_without_samples_is_refused(settings) -> None:
-    with pytest.raises(ValueError, match="per_sample"):
-        SampleWork(**settings)
-
-
 @pytest.mark.parametrize(
     ("world_size", "subset"), [(1, None), (2, True), (3, None), (3, False), (8, True)]
 )
@@ -106,8 +100,3 @@ def test_global_batches_stay_and_work_is_even(tmp_path, world_size, subset) -> N
         largest.append([max(work) for work in works])
     as_read, by_tokens = np.sum(largest, axis=0)
     assert by_tokens == as_read if world_size == 1 else by_tokens < as_read
-
-
-def test_work_is_not_counted_unless_asked(tmp_path) -> None:
-    write_dataset(tmp_path / "d", {"train": 9})
-    assert {batch.work for batch in loader(tmp_path / "d", assign=BY_TOKENS)} == {None}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
 import pytest
 
 from hotrec.config.data import (
@@ -18,42 +16,10 @@ from hotrec.config.data import (
     TableSpec,
 )
 from hotrec.data.chunks import Dataset
-from hotrec.data.columns import Lists, Texts, lists_from_arrow, lists_from_texts, texts_from_arrow
-from hotrec.data.encode import encode_feature
 from hotrec.data.prepare import prepare
-from hotrec.data.unknown import UnknownIds, count_unknown, unknown_ids_of
-from hotrec.data.vocabulary import RowEncoder
+from hotrec.data.unknown import unknown_ids_of
 from tests.helpers.ranks import run_ranks
 from tests.unit.data.logs import HEADER, delimited_spec
-
-KNOWN = RowEncoder(vocabulary=pa.table({"value": pa.array(["a", "b"], pa.large_string())}))
-# What is in the column, and the number of its ids and of those that are unknown.
-COLUMNS = [
-    (texts_from_arrow(pa.array(["a", "x", None, "x", "b", ""])), (5, 3)),
-    (Texts(pa.array(["a", None, "x"]), np.array([0, 1, 2, 2, -1])), (3, 2)),
-    (lists_from_texts(texts_from_arrow(pa.array(["a x", None, "", "x x b", "a x"])), " "), (7, 4)),
-    (lists_from_arrow(pa.array([["a", None, "x"], None, [], [None], ["b"]])), (3, 1)),
-    (texts_from_arrow(pa.array([None, None], pa.string())), (0, 0)),
-]
-
-
-@pytest.mark.parametrize(("column", "expected"), COLUMNS)
-def test_missing_values_are_not_unknown(column: Texts | Lists, expected: tuple[int, int]) -> None:
-    rows = encode_feature(column, KNOWN)
-    assert count_unknown(column, rows).tolist() == list(expected)
-    for is_counted in np.random.default_rng(0).random((20, len(column.codes))) < 0.5:
-        parts = [count_unknown(column, rows, mask) for mask in (is_counted, ~is_counted)]
-        assert sum(parts).tolist() == list(expected)
-
-
-def test_notable_columns_are_named_the_largest_share_first() -> None:
-    found = UnknownIds({"user": np.array([1000, 60]), "item": np.array([10, 9])})
-    found += UnknownIds({"hour": np.array([1000, 49]), "none": np.array([0, 0])})
-    text = found.text("valid")
-    assert text == "valid: unknown ids (unseen or rare in training): item 90.0%, user 6.0%"
-    assert found.text("valid", least=0.95) is None
-    assert UnknownIds().text("valid") is None
-    assert UnknownIds.from_json(found.to_json()).to_json() == found.to_json()
 
 
 def prepare_held_out(folder: str) -> dict[str, dict[str, tuple[int, int]]]:

@@ -1,31 +1,21 @@
 from collections import Counter
 
-import numpy as np
 import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotrec.data import vocabulary as module
-from hotrec.data.columns import lists_from_arrow, texts_from_arrow
+from hotrec.data.columns import texts_from_arrow
 from hotrec.data.hashing import hash_text
 from hotrec.data.vocabulary import (
     EMPTY,
-    Counted,
     RowEncoder,
     ValueCounter,
-    Vocabulary,
     build_vocabulary,
     count_ids,
-    read_vocabulary,
-    write_vocabulary,
 )
 
 VALUES = st.lists(st.one_of(st.none(), st.sampled_from("abcdefgh")), max_size=30)
-
-
-def counts_of(counter: ValueCounter) -> dict:
-    counted = counter.counts()
-    return dict(zip(counted.values.to_pylist(), counted.counts.tolist(), strict=True))
 
 
 @settings(deadline=None)
@@ -40,55 +30,8 @@ def test_counts_are_exact_however_they_come(blocks, merges_often):
     finally:
         module._MIN_PENDING = pending
     expected = Counter(value for block in blocks for value in block if value is not None)
-    assert counts_of(counter) == expected
-
-
-def test_items_of_lists_count_once_per_sample():
-    lists = lists_from_arrow(pa.array([["a", "b", "a"], None, [], ["b", None]]))
-    # The same list may stand for several samples.
-    lists = type(lists)(lists.items, lists.offsets, np.array([0, 0, 3, -1]))
-    counter = ValueCounter()
-    count_ids(lists, counter)
-    assert counts_of(counter) == {"a": 4, "b": 3}
-
-
-def vocabulary_of(counts: dict[str, int], min_count: int) -> pa.Table:
-    counter = ValueCounter()
-    counter.add(pa.array(list(counts)), np.array(list(counts.values()), np.int64))
-    return build_vocabulary(counter.counts(), min_count).table
-
-
-def test_rare_values_and_nulls_are_row_0():
-    counts = {f"v{number}": number for number in range(1, 10)}
-    vocabulary = vocabulary_of(counts, min_count=4)
-    assert sorted(vocabulary["value"].to_pylist()) == [f"v{number}" for number in range(4, 10)]
-    encoder = RowEncoder(vocabulary=vocabulary)
-    assert encoder.num_rows == 7
-    rows = encoder.rows(pa.array([*counts, None, "never seen"]))
-    assert rows[:3].tolist() == [0, 0, 0]
-    assert rows[-2:].tolist() == [0, 0]
-    assert sorted(rows[3:9].tolist()) == [1, 2, 3, 4, 5, 6]
-    values = vocabulary["value"].to_pylist()
-    assert [values[row - 1] for row in rows[3:9]] == [f"v{number}" for number in range(4, 10)]
-
-
-def test_rows_do_not_follow_frequency_or_order_of_counting():
-    counts = {f"v{number}": 1000 - number for number in range(1000)}
-    one = vocabulary_of(counts, 1)
-    other = vocabulary_of(dict(reversed(counts.items())), 1)
-    assert one.equals(other)
-    correlation = np.corrcoef(one["count"].to_numpy(), np.arange(1000))[0, 1]
-    assert abs(correlation) < 0.1
-
-
-def test_a_vocabulary_may_be_empty_and_survives_the_disk(tmp_path):
-    empty = vocabulary_of({"a": 1}, min_count=2)
-    assert RowEncoder(vocabulary=empty).num_rows == 1
-    assert RowEncoder(vocabulary=empty).rows(pa.array(["a"])).tolist() == [0]
-    written = vocabulary_of({"a": 1, "b": 2}, min_count=1)
-    write_vocabulary(tmp_path, "t", Vocabulary(written, EMPTY.rare))
-    assert read_vocabulary(tmp_path, "t").equals(written)
-    assert Counted.from_table(written).counts.sum() == 3
+    found = counter.counts()
+    assert dict(zip(found.values.to_pylist(), found.counts.tolist(), strict=True)) == expected
 
 
 @given(st.lists(st.text(max_size=10), max_size=30), st.integers(2, 1000))
@@ -154,16 +97,3 @@ def test_rows_are_given_and_taken_by_the_rule(days, min_count, max_rows, more_ro
         # Nothing is forgotten.
         assert dict(zip(found["value"], found["count"], strict=True)) | rare == simulator.counts
         assert not rare.keys() & set(found["value"])
-
-
-def test_a_value_that_lost_its_row_is_given_one_when_it_comes_again():
-    vocabulary = EMPTY
-    for generation, values in enumerate(["aabb", "xx", "yyyyy", "a"]):
-        counter = ValueCounter()
-        count_ids(texts_from_arrow(pa.array([*values])), counter)
-        vocabulary = build_vocabulary(
-            counter.counts(), 2, 3, earlier=vocabulary, generation=generation
-        )
-    found = vocabulary.table.to_pydict()
-    counts = dict(zip(found["value"], found["count"], strict=True))
-    assert counts == {"a": 3, "y": 5}, "which twice in all generations is enough for"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hotrec.report.compared import Comparison, Ratio
+from hotrec.report.compared import Comparison
 from hotrec.report.read import read_runs
 from hotrec.report.runs import make_report
 from hotrec.report.verdict import choose_baseline, verdicts
@@ -54,23 +54,23 @@ def said(folder: Path, paths: list[Path]) -> list[str]:
 @pytest.mark.parametrize(
     ("steps_ms", "against", "of_hot"),
     [
-        ({"hot": 30.0}, "20% less (16% to 24%)", "Hot rows pay here: .* 12% to 21% less"),
-        ({"hot": 40.0}, "20% less", "do not pay here: .* 6% to 17% longer"),
-        ({"hot": 36.0}, "20% less", "change little here: .*-5% to .5%"),
+        ({"hot": 30.0}, "20% less (16% to 24%)", "12% to 21% less"),
+        ({"hot": 40.0}, "20% less", "6% to 17% longer"),
+        ({"hot": 36.0}, "20% less", "-5% to .5%"),
         ({"planner": 30.0}, "20% more (14% to 26%)", ""),
-        ({"planner": 36.0}, "as fast within the noise (-5%", ""),
+        # The middle is less, the whole interval is not.
+        ({"planner": 37.0}, "within the noise (-7%", ""),
+        ({"planner": 35.0}, "within the noise (-2%", ""),
     ],
 )
 def test_it_says_whether_plans_pay(
     tmp_path: Path, steps_ms: dict[str, float], against: str, of_hot: str
 ) -> None:
     first, second = said(tmp_path, write_all(tmp_path, **steps_ms))
-    assert against in first
-    for figure in ("36.0 ms", "2.70 MB instead of 15.0 MB"):
-        assert figure in first
+    assert [f for f in (against, "36.0 ms", "2.70 MB instead of 15.0 MB") if f not in first] == []
     assert re.search(of_hot, second)
-    for figure in ("1,650 rows (3.9%)", "80.0% of the lookups", "500 kB", "400 kB"):
-        assert figure in second
+    figures = ("1,650 rows (3.9%)", "80.0% of the lookups", "500 kB", "400 kB")
+    assert [figure for figure in figures if figure not in second] == []
 
 
 @pytest.mark.parametrize(
@@ -85,17 +85,15 @@ def test_nothing_is_claimed_where_nothing_follows(
     tmp_path: Path, settings: dict[str, Any], stage: str
 ) -> None:
     paths = write_all(tmp_path, **settings)
-    (only,) = said(tmp_path, paths)
-    assert only.startswith("Inconclusive: ")
     # As `hotrec run` leaves it.
     (tmp_path / "made.json").write_text("{}")
     paths[2] = paths[2].rename(tmp_path / "counterpart")
     written = (tmp_path / "compare.json").read_text().replace('/hot"', '/counterpart"')
     (tmp_path / "compare.json").write_text(written)
     (only,) = said(tmp_path, paths)
+    assert only.startswith("Inconclusive: ")
     assert f"run.from={stage}" in only
-    page = make_report(paths, compared=tmp_path).text()
-    assert "less than without" not in page
+    assert "less than without" not in make_report(paths, compared=tmp_path).text()
 
 
 def test_two_plans_of_torchrec_are_not_told_apart(tmp_path: Path) -> None:
@@ -133,20 +131,3 @@ def test_what_compare_did_not_write_is_refused(tmp_path: Path, text: str | None)
         (tmp_path / "compare.json").write_text(text)
     with pytest.raises(ValueError, match=r"compare\.json.*: expected .*got"):
         Comparison.read(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "size", "is_less", "is_more"),
-    [
-        (Ratio(0.8, 0.75, 0.86), "14% to 25%", True, False),
-        (Ratio(0.95, 0.9, 1.01), None, False, False),
-        (Ratio(1.05, 0.99, 1.1), None, False, False),
-        (Ratio(1.2, 1.1, 1.3), "10% to 30%", False, True),
-        (Ratio(0.9, 0.899, 0.901), "10%", True, False),
-    ],
-)
-def test_an_interval_is_read_as_a_whole(
-    ratio: Ratio, size: str | None, is_less: bool, is_more: bool
-) -> None:
-    assert (ratio.is_less, ratio.is_more) == (is_less, is_more)
-    assert size is None or ratio.size == size

@@ -55,16 +55,12 @@ def test_text_and_page_show_the_figures(
 
 @pytest.mark.parametrize(
     ("change", "got"),
-    [
-        ({"world": None, "plans": None}, "none of world, plans"),
-        ({"chosen": "gone"}, "'gone'"),
-        ({"plans": {"hot_cold": {}}}, "none of step_s"),
-    ],
+    [({"plans": None}, "plans"), ({"chosen": "gone"}, "'gone'"), ({"plans": {"a": {}}}, "step_s")],
 )
 def test_a_broken_document_is_refused(change: Document, got: str, tmp_path: Path) -> None:
     for show in (plan_report_text, lambda d: write_plan_page(d, tmp_path / "page")):
-        with pytest.raises(ValueError, match=f"expected .* got {got}"):
-            show(prediction() | change)
+        with pytest.raises(ValueError, match=f"expected .* got .*{got}"):
+            show(prediction() | {"chosen": "a"} | change)
     assert list(tmp_path.iterdir()) == []
 
 

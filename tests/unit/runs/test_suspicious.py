@@ -17,6 +17,7 @@ from hotrec.config.data import (
     SplitSpec,
 )
 from hotrec.config.roots import Config, EvaluateConfig
+from hotrec.data.chunks import Dataset
 from hotrec.data.prepare import prepare
 from hotrec.runs.evaluate import evaluate_run
 from hotrec.runs.suspicious import suspicious_columns
@@ -73,8 +74,6 @@ def test_a_run_with_a_leak_names_it(folder: Path, one_rank: Ranks) -> None:
 
 
 def test_an_ordinary_auc_is_not_suspicious(folder: Path) -> None:
-    from hotrec.data.chunks import Dataset
-
     dataset = Dataset.open(folder / "dataset")
     assert suspicious_columns(dataset, 0.98, {}) == suspicious_columns(dataset, None, {}) == {}
     # Of one label of several, whatever their mean.
