@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from hotrec.assemble.job import (
-    check_placement,
     plan_job,
 )
 from hotrec.cost_model.profile import Profile, Sampling
@@ -16,7 +15,6 @@ from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
 from hotrec.types import (
-    HotExchange,
     Levels,
     Partition,
     PipelineKind,
@@ -89,15 +87,6 @@ def test_rows_are_spread_in_tables_of_row_numbers(
         assert sorted(name for name, table in placed.items() if table.is_spread) == expected
 
 
-def test_a_policy_decides_the_rows(dataset: Dataset) -> None:
-    words = "placement=all_hot", "placement.routing=device", "placement.hot_exchange=owners"
-    all_hot = request_of(dataset, *words)
-    assert isinstance(all_hot.tables, GivenTables)
-    assert all_hot.tables.placement.partition.total_hot == sum(NUM_ROWS.values())
-    assert all_hot.tables.slots is None
-    assert (all_hot.hot_exchange, all_hot.is_routed_by_loader) == (HotExchange.owners, False)
-
-
 def test_slots_are_chosen_unless_their_number_is_given(dataset: Dataset) -> None:
     words = ("placement=all_cold", "placement.cold_tier=cached", "trainer.eval_batch_size=64")
     words += ("pipeline.depth=2", "pipeline.window=0")
@@ -112,10 +101,3 @@ def test_slots_are_chosen_unless_their_number_is_given(dataset: Dataset) -> None
     # Without evaluation the batches are those of training.
     config = config_of(*words, "trainer.batch_size=8", "trainer.eval_splits=[]")
     assert plan_job(config, dataset.schema).samples_in_flight(2) == 2 * 8 * 3
-
-
-def test_pipelines_are_checked_before_there_is_data() -> None:
-    config = config_of("placement=torchrec", "pipeline=look_ahead")
-    with pytest.raises(ValueError, match=r"^pipeline\.kind: expected .* got look_ahead"):
-        check_placement(config, "cpu")
-    check_placement(config_of("placement=torchrec"), "cpu")

@@ -56,17 +56,6 @@ def test_look_ahead_that_knows_all_batches_moves_as_few_rows_as_possible(
     assert moved[-1] == moved_by_belady([set(of.tolist()) for of in rows], num_slots)
 
 
-def test_rows_of_batches_in_flight_stay_also_where_the_window_is_known() -> None:
-    """Four batches of two rows each: with two in flight each needs all slots but one."""
-    rows = [np.array(pair) for pair in ((0, 1), (2, 3), (0, 4), (2, 3))]
-    stream = Stream(rows, [np.ones(2, np.int64)] * 4, np.array([9, 1, 5, 5, 1]))
-    assert replay(stream, 3, 0, depth=1, window=2, popular=NOTHING) is None
-    found = replay(stream, 4, 0, depth=1, window=2, popular=NOTHING)
-    assert found is not None
-    # Only row 1, of the first batch, may leave for row 4.
-    assert (4 * found.num_in, 4 * found.num_out) == (5, 1)
-
-
 @pytest.mark.parametrize("exponent", [0.8, 1.2])
 def test_a_sample_of_the_rows_predicts_the_misses_of_all(exponent: float) -> None:
     num_rows, num_batches, batch = 20_000, 60, 512

@@ -34,18 +34,6 @@ def fit(measured: dict[str, Any], predicted: dict[str, Any] = PREDICTED) -> Cost
     return fit_corrections(COSTS, predicted, measured, {"fitted_from": "runs/a"})
 
 
-def times(**factors: float) -> dict[str, float]:
-    return {stage: seconds * factors.get(stage, 1.0) for stage, seconds in PREDICTED.items()}
-
-
-def test_a_correction_of_torchrecs_messages_is_scaled_with_their_stage() -> None:
-    before = replace(COSTS, corrections={"rows_exchange": 0.5, "torchrec_rows_exchange": 2.0})
-    fitted = fit_corrections(before, PREDICTED, times(rows_exchange=3.0), {})
-    assert fitted.correction("rows_exchange") == pytest.approx(1.5)
-    assert fitted.correction("rows_exchange", of_torchrec=True) == pytest.approx(6.0)
-    assert "torchrec_dense" not in fitted.corrections
-
-
 @pytest.mark.parametrize("overlap", [0.0, 0.9])
 @pytest.mark.parametrize("dense_flops", [1e4, 1e6])
 @pytest.mark.parametrize("pipeline", [SPARSE_DIST, PipelineSpec(PipelineKind.prefetch)])

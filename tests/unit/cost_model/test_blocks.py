@@ -15,13 +15,6 @@ def test_split_keeps_every_sample_in_order(num_first, seed):
     assert as_lists(first) + as_lists(other) == as_lists(block)
 
 
-@given(keep=st.lists(st.booleans(), min_size=12, max_size=12))
-def test_take_is_the_list_comprehension(keep):
-    block = make_samples(12)
-    expected = [sample for sample, kept in zip(as_lists(block), keep, strict=True) if kept]
-    assert as_lists(block.take(np.array(keep))) == expected
-
-
 def changed(tag_lengths=None, **columns):
     block = make_samples(10)
     lengths = block.lengths if tag_lengths is None else {"tags": np.array(tag_lengths)}

@@ -109,17 +109,3 @@ def test_sets_as_simulated(exponent, num_sets):
     table = CachedTable(make_demand(counts, batch_size=1, world_size=1), is_per_lookup=True)
     [shares] = shared_cache_shares([table], 32 * num_sets)
     assert shares.hit == pytest.approx(found, abs=LRU_TOLERANCE)
-
-
-def test_tables_share_a_cache():
-    """Where one is not looked up, the other has it all, whatever their sizes."""
-    counts, _ = zipf(2000, 1.05)
-    busy = make_demand(counts, batch_size=64)
-    idle = make_demand(np.zeros(5000, np.int64), batch_size=64)
-    [alone] = shared_cache_shares([CachedTable(busy)], 320)
-    both = shared_cache_shares([CachedTable(idle), CachedTable(busy)], 320)
-    assert both[1].hit == pytest.approx(alone.hit, abs=1e-3)
-    assert both[0].hit == 1.0
-    # Two that are alike have as much together as one has of half the cache.
-    twice = shared_cache_shares([CachedTable(busy), CachedTable(busy)], 640)
-    assert [share.hit for share in twice] == pytest.approx([alone.hit] * 2, abs=2e-3)

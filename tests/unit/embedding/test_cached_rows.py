@@ -13,7 +13,7 @@ import torch
 import hotrec.embedding.cached_rows as cached_rows_module
 import hotrec.embedding.slots as slots_module
 from hotrec.embedding.cached_rows import CachedRows, RowMover
-from hotrec.embedding.slots import SlotMap, TooFewSlotsError, fetches
+from hotrec.embedding.slots import SlotMap, TooFewSlotsError
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.types import POPULAR_ROW, OptimizerKind
 
@@ -47,17 +47,6 @@ def train(rows: CachedRows, number: int, *ids: int) -> None:
     rows.wait(number)
     rows.update(slots, torch.ones(len(ids), DIM), 1.0, 1)
     rows.release(number, is_changed=True)
-
-
-def test_the_device_reads_what_is_mapped_and_the_host_gathers_the_rest() -> None:
-    host, state = torch.zeros(NUM_ROWS, DIM), torch.arange(NUM_ROWS).float()
-    seen = torch.arange(NUM_ROWS).float()[:, None].repeat(1, DIM)
-    held = [torch.zeros(4, DIM), torch.zeros(4)]
-    mover = RowMover([host, state], held, torch.device("cpu"), [seen, None])
-    mover.submit(fetches(torch.tensor([3, 9, 11]), torch.tensor([2, 0, 1])), 0).wait()
-    assert held[0][:, 0].tolist() == [9, 11, 3, 0]
-    assert held[1].tolist() == [9, 11, 3, 0]
-    mover.close()
 
 
 def test_batches_in_flight_share_slots_and_keep_them() -> None:
@@ -152,22 +141,6 @@ def test_flush_writes_updates_and_keeps_rows_in_their_slots() -> None:
     assert rows.slots.num_misses == 3
 
 
-def test_flush_takes_no_more_memory_than_a_part_of_the_slots(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Slots may fill the device, and each of them was once read at a time."""
-    monkeypatch.setattr(cached_rows_module, "MAX_AT_ONCE", 2)
-    rows, host = make_rows()
-    train(rows, 0, 1, 2, 3, 5, 8)
-    sizes, read_slots = [], rows._mover.read_slots
-    monkeypatch.setattr(
-        rows._mover, "read_slots", lambda slots: sizes.append(slots.numel()) or read_slots(slots)
-    )
-    rows.flush()
-    assert sizes == [2, 2, 1]
-    assert host.weights[:9, 0].tolist() == [0, 0, 1, 2, 4, 4, 6, 7, 7]
-
-
 @pytest.mark.parametrize("last", [20, 30, 149])
 def test_slots_that_begin_anew_evict_as_those_of_a_resumed_run(last: int) -> None:
     """Whose batches are counted from 0, while those of the run that went on are not."""
@@ -191,22 +164,6 @@ def test_slots_that_begin_anew_evict_as_those_of_a_resumed_run(last: int) -> Non
 
     assert evictions(last) == evictions(-1)
     assert sum(map(len, evictions(-1))) > 1000
-
-
-def test_the_worth_of_known_reads_does_not_depend_on_the_numbers_of_their_batches() -> None:
-    """More batches are known than a float has digits."""
-
-    def worth(first: int) -> list[float]:
-        slots = SlotMap(1000, 500, np.empty(0, POPULAR_ROW), torch.device("cpu"))
-        slots.clear(first - 2)
-        slots.reserve(torch.arange(500), first - 1)
-        slots.release(first - 1, is_changed=False)
-        is_read = np.random.default_rng(3).random((31, 500)) < 0.5
-        for ahead, reads in enumerate(is_read):
-            slots.foresee(torch.from_numpy(np.flatnonzero(reads)), first + ahead)
-        return slots._minus_worth(0, 500, first).tolist()
-
-    assert [first for first in range(1, 60) if worth(first) != worth(0)] == []
 
 
 def test_rows_that_were_written_in_host_memory_are_read_after_a_restart() -> None:
@@ -255,20 +212,6 @@ def test_a_failure_of_the_mover_reaches_the_reader(monkeypatch: pytest.MonkeyPat
     rows.reserve(torch.tensor([3]), 0)
     with pytest.raises(RuntimeError, match="no such memory"):
         rows.wait(0)
-
-
-def test_old_lookups_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row 1 was read three times long ago, row 2 twice just now; weights start anew on the way."""
-    monkeypatch.setattr("hotrec.embedding.slots.HALF_LIFE", 1)
-    monkeypatch.setattr("hotrec.embedding.slots.MAX_WEIGHT", 10.0)
-    rows, _ = make_rows(num_slots=2)
-    for number, row in enumerate([1, 1, 1, 2, 2]):
-        rows.reserve(torch.tensor([row]), number)
-        rows.release(number, is_changed=False)
-    rows.reserve(torch.tensor([3]), 5)
-    rows.release(5, is_changed=False)
-    rows.reserve(torch.tensor([2]), 6)
-    assert rows.slots.num_misses == 3
 
 
 def test_another_pipeline_reads_rows_and_does_not_train_them() -> None:
@@ -350,11 +293,6 @@ def test_the_next_read_of_rows_that_leave_is_never_said_too_late(number: int) ->
             found = moves.next_read(float(moves.out_worth))
             # Where all of more than 24 batches read it, float32 may round up to one earlier.
             assert number + ahead - (len(others) > 22) <= found <= number + ahead
-
-
-def test_as_many_rows_and_slots_as_int32_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected fewer than 2147483648 rows and slots"):
-        SlotMap((1 << 31) - 1, 1, np.empty(0, POPULAR_ROW), torch.device("cpu"))
 
 
 def test_rows_in_half_precision_are_rounded_anew_at_every_write() -> None:

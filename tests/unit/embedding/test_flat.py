@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.embedding.flat import MANY_VALUES, MAX_BAG_IDS, cut_bags, put_rows
+from hotrec.embedding.flat import MAX_BAG_IDS, cut_bags
 
 
 @pytest.mark.parametrize(
@@ -36,23 +36,3 @@ def test_bags_are_short_and_keys_keep_their_ids(stride: int, lengths: list[int])
     assert cut.length_per_key() == ids.length_per_key()
     of_keys = cut.lengths().view(num_keys, cut.stride()).sum(1).tolist()
     assert of_keys == ids.length_per_key()
-
-
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("dim", [1, MANY_VALUES // 100, MANY_VALUES // 10])
-def test_rows_are_put_in_their_places_by_one_core_and_by_several(
-    num_threads: int, dim: int
-) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        target = torch.zeros(50, dim)
-        rows = torch.randperm(50)[:20]
-        values = torch.randn(20, dim)
-        put_rows(target, rows, values)
-        assert torch.equal(target[rows], values)
-        assert torch.count_nonzero(target.abs().sum(1)) == 20
-        put_rows(target, None, target + 1)
-        assert torch.equal(target[rows], values + 1)
-    finally:
-        torch.set_num_threads(before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,17 +12,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import use_hot_cold
-from hotrec.embedding.initialize import initial_rows, initialize_embeddings
-from hotrec.embedding.optimizers import make_optimizer
-from hotrec.embedding.tables import gather_tables
-from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.traffic import find_distinct_rows
-from hotrec.train.dense_sync import count_dense_values
 from hotrec.types import (
     Exchange,
-    HotExchange,
-    OptimizerKind,
     Partition,
     Placement,
     Sharding,
@@ -34,13 +25,10 @@ from tests.unit.embedding.setups import (
     NUM_ROWS,
     SUM,
     Model,
-    shard_here,
     some_features,
     some_tables,
-    split_model,
 )
 
-SPEC = OptimizerSpec(OptimizerKind.adagrad, learning_rate=0.2, eps=1e-3)
 POOLED = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
 TABLE_WISE = TablePlacement(sharding=Sharding.TABLE_WISE)
 HOT_U = Partition(NUM_ROWS, {"u": np.array([4, 0])})
@@ -50,10 +38,6 @@ PLACEMENTS = {
     "other": Placement(HOT_U, {"t": TABLE_WISE, "u": TABLE_WISE, "v": POOLED}),
     "all": Placement(Partition(NUM_ROWS), dict.fromkeys(NUM_ROWS, POOLED)),
 }
-
-
-def sharded(placement: Placement, **kwargs: Any) -> Any:
-    return shard_here(split_model(placement, **kwargs), placement, SPEC)
 
 
 @pytest.mark.parametrize("is_routed", [False, True])
@@ -75,56 +59,6 @@ def test_unsharded_equals_torchrecs(name: str, pooling: PoolingType, is_routed: 
     for table in collection.router.pooled.tables:
         grad = collection.pooled.embedding_bags[table].weight.grad
         torch.testing.assert_close(grad, plain.embedding_bags[table].weight.grad)
-
-
-@pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("is_empty", [False, True])
-@pytest.mark.parametrize("name", PLACEMENTS)
-def test_sharded_equals_unsharded(
-    one_rank: Ranks, name: str, is_empty: bool, is_weighted: bool
-) -> None:
-    placement = PLACEMENTS[name]
-    features = some_features(is_weighted=is_weighted, is_empty=is_empty)
-    model = sharded(placement, is_weighted=is_weighted)
-    initialize_embeddings(model, seed=3)
-    plain = HotColdEmbeddingBagCollection(
-        some_tables(), Partition(NUM_ROWS), is_weighted=is_weighted
-    )
-    tables = gather_tables(model)
-    assert set(tables) == set(NUM_ROWS)
-    with torch.no_grad():
-        for rows in plain.rows.values():
-            for table, embedding in rows.embeddings.items():
-                expected = initial_rows(
-                    3, table, torch.arange(NUM_ROWS[table]), embedding.embedding_dim,
-                    NUM_ROWS[table],
-                )  # fmt: skip
-                assert torch.equal(tables[table], expected)
-                embedding.weight.copy_(expected)
-    found = model.module.collection(features)
-    assert found.keys() == plain(features).keys()
-    torch.testing.assert_close(found.values(), plain(features).values(), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", PLACEMENTS)
-def test_rates_optimizers_and_dense_values(one_rank: Ranks, name: str) -> None:
-    model = sharded(PLACEMENTS[name])
-    initialize_embeddings(model, seed=3)
-    optimizer = make_optimizer(model, SPEC, SPEC)
-    assert {key.split(".", 1)[1] for key in optimizer.params} == set(model.state_dict())
-    assert count_dense_values(model) == 21
-    layer = model.module.out.weight
-    for rate, moves in ((0.0, False), (0.2, True)):
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        before = {**gather_tables(model), "layer": layer.detach().clone()}
-        optimizer.zero_grad()
-        # Rates reach fused kernels in zero_grad and step, before the pass that they are for.
-        optimizer.step()
-        model(some_features()).square().sum().backward()
-        optimizer.step()
-        after = {**gather_tables(model), "layer": layer.detach()}
-        assert {not torch.equal(after[t], before[t]) for t in before} == {moves}
 
 
 def test_routing_counts_and_travels() -> None:
@@ -166,30 +100,3 @@ def test_ids_of_pooled_tables_are_checked() -> None:
     features.values()[of_c] = -1
     with pytest.raises(ValueError, match=r"got -1\."):
         router(features)
-
-
-def test_weights_of_means_carry_the_length() -> None:
-    collection = HotColdEmbeddingBagCollection(some_tables(), PLACEMENTS["all"], is_weighted=True)
-    assert collection.pooled is not None
-    assert {c.pooling for c in collection.pooled.embedding_bag_configs()} == {SUM}
-    features = some_features(is_weighted=True)
-    pooled = collection.router(features).pooled
-    given, routed = features.to_dict(), pooled.to_dict()
-    for column in collection.router.pooled.columns:  # type: ignore[union-attr]
-        lengths = given[column.feature].lengths()
-        divisor = torch.repeat_interleave(lengths, lengths) if column.is_mean else 1
-        expected = given[column.feature].weights() / divisor
-        assert torch.equal(routed[column.name].weights(), expected)
-    with pytest.raises(ValueError, match=r"^features weights: expected per-sample weights since"):
-        collection.router(some_features())
-    features.weights().requires_grad_(True)
-    with pytest.raises(ValueError, match="without a gradient"):
-        collection.router(features)
-
-
-@pytest.mark.parametrize("is_dense", [False, True])
-def test_the_placement_says_how_hot_gradients_travel(one_rank: Ranks, is_dense: bool) -> None:
-    placement = Placement(HOT_U, PLACEMENTS["one"].tables, is_hot_dense=is_dense)
-    model = sharded(placement)
-    [(_, replicas)] = model.module.collection.hot_replicas()
-    assert replicas._exchange is (HotExchange.dense if is_dense else HotExchange.auto)

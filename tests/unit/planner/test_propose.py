@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, StepPrediction
-from hotrec.cost_model.quantities import TableSharding
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
 from hotrec.planner.predict import (
     Prediction,
-    predict_shardings,
 )
 from hotrec.planner.propose import (
     HOT_SHARES,
@@ -30,11 +28,9 @@ from hotrec.planner.propose import (
     propose,
 )
 from hotrec.planner.request import ByCost, PlanRequest
-from hotrec.planner.search import InfeasibleError
 from hotrec.planner.situation import Situation
 from hotrec.types import (
     Exchange,
-    Levels,
     PipelineKind,
     PipelineSpec,
     TableOutput,
@@ -45,7 +41,6 @@ from tests.unit.planner.situations import (
     SKEWED_BATCH,
     by_table,
     machine,
-    on_two_hosts_of_two,
     situation,
     skewed_situation,
     split_plan,
@@ -82,47 +77,6 @@ def test_tables_are_pooled_under_look_ahead_where_that_is_faster() -> None:
     # Micro-batches compute before pooled vectors are there.
     in_parts, _ = fastest(of, replace(LOOK_AHEAD, micro_batches=True), may_pool=True)
     assert in_parts.tables["bags"].exchange is Exchange.ROWS
-
-
-def sequences_of(of: Situation, output: TableOutput) -> Situation:
-    return replace(of, demands=tuple(replace(d, output=output) for d in of.demands))
-
-
-def needs_memory(of: Situation, pipeline: PipelineSpec) -> float:
-    """Bytes that a host needs; with fewer, no split of cold rows is found."""
-    _, host_bytes = fastest(of, pipeline, hot_budget_bytes=0)[1].max_bytes
-    share = of.memory_bytes[1] / of.machine.host_bytes
-    for more in (1e5, -1e5):
-        on = replace(of.machine, host_bytes=int((host_bytes + more) / share))
-        if more > 0:
-            fastest(replace(of, machine=on), pipeline, hot_budget_bytes=0)
-        else:
-            with pytest.raises(InfeasibleError):
-                fastest(replace(of, machine=on), pipeline, hot_budget_bytes=0)
-    return host_bytes
-
-
-@pytest.mark.slow
-def test_rows_in_flight_need_memory_beside_the_tables() -> None:
-    """Those of relays, and those of sequences, expanded to every id."""
-    whole = on_two_hosts_of_two(skewed_situation())
-    two = replace(LOOK_AHEAD, levels=Levels.two, depth=3)
-    relayed_bytes = fastest(whole, two, hot_budget_bytes=0)[1].quantities["relayed_bytes"]
-    flat_bytes = needs_memory(whole, replace(two, levels=Levels.one))
-    assert needs_memory(whole, two) - flat_bytes == pytest.approx(4 * relayed_bytes)
-    expanded, packed = (
-        sequences_of(skewed_situation(), output)
-        for output in (TableOutput.expanded, TableOutput.packed)
-    )
-    num_bytes = 2 * SKEWED_BATCH * sum(4.0 * 4 * d.dim for d in expanded.demands)
-    more = needs_memory(expanded, SPARSE_DIST) - needs_memory(packed, SPARSE_DIST)
-    assert more == pytest.approx(num_bytes)
-    shardings = {d.name: TableSharding("table_wise", (0,)) for d in expanded.demands}
-    theirs = [
-        predict_shardings(shardings, SPARSE_DIST, of).max_bytes[1]
-        for of in (skewed_situation(), expanded, packed)
-    ]
-    assert np.subtract(theirs, theirs[0]) == pytest.approx([0, num_bytes, num_bytes])
 
 
 @settings(deadline=None)

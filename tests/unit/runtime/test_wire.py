@@ -53,11 +53,6 @@ def test_powers_of_two_and_what_is_no_number_arrive_exactly(wire_type: WireType)
     assert torch.equal(roundtrip(values, wire_type).nan_to_num(5.0), values.nan_to_num(5.0))
 
 
-def test_integers_stay_integers_in_32_bits() -> None:
-    values = torch.tensor([2**31 - 1, -1, 16_777_217], dtype=torch.int32)
-    assert torch.equal(decode(encode(values, WireType.fp32), WireType.fp32), values)
-
-
 @pytest.mark.parametrize("op", [op.name for op in CommOp])
 def test_codecs_of_torchrec_send_bf16(op: str) -> None:
     registry = wire_codecs(WireType.bf16)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.config.groups import Decay
-from hotrec.train.schedule import Schedule, count_steps, next_segment, set_learning_rates
+from hotrec.train.schedule import Schedule, next_segment, set_learning_rates
 
 
 @given(
@@ -32,14 +32,6 @@ def test_segments_cover_every_step_once_and_end_where_due(
     expected = {step for step in steps if step in ends or any(step % n == 0 for n in every)}
     assert {part.last_step for part in cut} == expected | {num_steps} - {start}
     assert [part.is_last for part in cut] == [part is cut[-1] for part in cut]
-
-
-def test_count_steps() -> None:
-    assert count_steps(7, epochs=3) == 21
-    assert count_steps(7, epochs=3, max_steps=10) == 10
-    assert count_steps(7, epochs=1, max_steps=10) == 7
-    with pytest.raises(ValueError, match="expected at least 1 step, got 0 steps per epoch"):
-        count_steps(0, epochs=3)
 
 
 def test_warm_up_reaches_one_and_stays_when_constant() -> None:

@@ -67,14 +67,6 @@ def test_spread_rows_go_to_the_owners_of_their_stored_rows() -> None:
     assert nothing.positions_U.numel() == 0
 
 
-def test_one_rank_owns_all_rows_in_their_order() -> None:
-    shards = [[Shard("b", 0, 4, 0), Shard("a", 0, 10, 4)]]
-    rows = _rows([1], [0, 9], [3])
-    requested = RowOwners(["a", "b"], NUM_ROWS, shards, CPU).find(rows, num_hot_keys=1)
-    assert requested.num_to_W is requested.order_U is None
-    assert requested.positions_U.tolist() == [4, 13, 3]
-
-
 @pytest.mark.parametrize(
     "shards",
     [SHARDS[:1], SHARDS[1:], [*SHARDS, [Shard("b", 2, 2, 0)]]],
