@@ -10,12 +10,7 @@ import pytest
 from torchrec.distributed.types import ShardingPlan
 
 from hotrec.assemble.job import order_of
-from hotrec.assemble.order import (
-    TrainingOrder,
-    check_assign,
-    check_order,
-    choose_assign,
-)
+from hotrec.assemble.order import TrainingOrder, check_assign, check_order, choose_assign
 from hotrec.data.chunks import Dataset
 from hotrec.data.tokens import ByTokens, SampleWork
 from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement

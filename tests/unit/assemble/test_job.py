@@ -7,21 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotrec.assemble.job import (
-    plan_job,
-)
+from hotrec.assemble.job import plan_job
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
-from hotrec.types import (
-    Levels,
-    Partition,
-    PipelineKind,
-    PipelineSpec,
-    Placement,
-    WireType,
-)
+from hotrec.types import Partition, Placement
 from tests.unit.assemble.configs import config_of
 from tests.unit.data.logs import ONE_HOT_SCHEMA, write_dataset
 
@@ -41,28 +32,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def request_of(dataset: Dataset, *words: str, **given: Any) -> PlanRequest:
     config = config_of("trainer.batch_size=32", f"paths.dataset={dataset.artifact.path}", *words)
     return plan_job(config, dataset.schema).request(dataset, ON, PROFILE, **given)
-
-
-def test_a_choice_by_cost(dataset: Dataset) -> None:
-    table, num_rows = next(iter(NUM_ROWS.items()))
-    asked = request_of(
-        dataset,
-        "placement=cost",
-        "placement.hot_budget_mib=3",
-        "placement.may_pool=false",
-        f"++placement.overrides={{{table}:hot}}",
-        "pipeline.wire=bf16",
-        "trainer.num_workers=2",
-    )
-    limits = ByCost(3 << 20, may_pool=False, may_decline=True, fixed_hot={table: num_rows})
-    assert asked == PlanRequest(
-        limits,
-        PipelineSpec(PipelineKind.auto, WireType.bf16, levels=Levels.auto),
-        num_workers=2,
-        name="cost",
-        is_routed_by_loader=True,
-    )
-    assert request_of(dataset, "placement=cost").tables == ByCost()
 
 
 @pytest.mark.parametrize(

@@ -12,21 +12,14 @@ import pytest
 from hotrec.artifact import ArtifactError
 from hotrec.assemble.job import plan_job
 from hotrec.assemble.plan_job import PlanJob
-from hotrec.assemble.planning import (
-    Proposal,
-    SettledPlan,
-    make_proposal,
-    read_settled_plan,
-)
+from hotrec.assemble.planning import Proposal, SettledPlan, make_proposal, read_settled_plan
 from hotrec.cli.profile import blocks_of
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
-from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.profile import write_profile
 from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, TorchrecTables
-from hotrec.planner.situation import LoaderWorkers
 from hotrec.planner.trial import Trial, write_trial
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
 from hotrec.types import PipelineKind, PipelineSpec, TorchrecPlan
@@ -63,24 +56,6 @@ def job_of(folder: Path, *words: str) -> PlanJob:
 def propose_plan(folder: Path, *words: str, is_plan: bool = True, on: Machine = ON) -> Proposal:
     dataset = Dataset.open(folder / "dataset")
     return make_proposal(job_of(folder, *words), dataset, on, is_plan=is_plan)
-
-
-@pytest.mark.parametrize(
-    ("cores", "words", "expected"),
-    [(2, (), 0), (3, (), 1), (2, ("trainer.num_workers=4",), 4)],
-)
-def test_predictions_are_for_the_loader_workers_that_a_run_starts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, cores: int, words: tuple[str, ...], expected: int
-) -> None:
-    """None where the ranks fill the cores, unless their number is configured."""
-    costs = BUILTIN["cpu_1gbit"]
-    facts = {**costs.facts, "cores_per_host": float(cores)}
-    monkeypatch.setitem(BUILTIN, "cpu_1gbit", replace(costs, facts=facts))
-    proposal = propose_plan(folder, *words, is_plan=False)
-    assert proposal.situation is not None
-    assert proposal.situation.loader == LoaderWorkers(expected, cores)
-    assert proposal.situation.workload.is_routed_by_loader == (expected > 0)
-    assert {plan.plan.num_workers for plan in proposal.candidates.values()} == {expected}
 
 
 def make(folder: Path, *words: str, run: str = "run") -> SettledPlan:

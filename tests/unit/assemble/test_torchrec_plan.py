@@ -29,11 +29,7 @@ from hotrec.assemble.constraints import (
     torchrec_constraints,
 )
 from hotrec.assemble.topology import topology_of
-from hotrec.assemble.torchrec_plan import (
-    TrainedStorageEstimator,
-    make_plan,
-    plan_document,
-)
+from hotrec.assemble.torchrec_plan import TrainedStorageEstimator, make_plan, plan_document
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.fused import fused_params
 from hotrec.embedding.sharding import HotColdSharder

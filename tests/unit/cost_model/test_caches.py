@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from hotrec.cost_model.caches import (
     CachedTable,
-    conflict_frac,
     lfu_hit_frac,
     lru_miss_ratios,
     shared_cache_shares,
@@ -84,19 +83,6 @@ def test_curves_fall_and_lfu_beats_lru(counts, num_skipped, is_per_lookup):
 
 
 # --- FBGEMM's cache: sets of 32 ways, shared by tables
-
-
-@pytest.mark.parametrize(
-    ("load", "percent", "digits"), [(1.0, 7.0, 1), (0.9, 3.3, 1), (0.8, 1.1, 1), (0.7, 0.24, 2)]
-)
-def test_conflicts_by_load(load, percent, digits):
-    """The published figures, and the same by drawing sets for rows."""
-    assert round(100 * conflict_frac(load), digits) == percent
-    num_sets = 40_000
-    num_rows = round(32 * load * num_sets)
-    in_set = np.bincount(np.random.default_rng(0).integers(0, num_sets, num_rows))
-    left_out = np.maximum(in_set - 32, 0).sum() / num_rows
-    assert conflict_frac(load) == pytest.approx(left_out, rel=0.05)
 
 
 @pytest.mark.parametrize(("exponent", "num_sets"), [(1.05, 4), (1.05, 16), (0.8, 30), (0.0, 55)])

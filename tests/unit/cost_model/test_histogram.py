@@ -5,12 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import hotrec.cost_model.histogram as histogram_module
-from hotrec.cost_model.histogram import (
-    TALLIED_COUNTS,
-    build_histogram,
-    merge_histograms,
-    top_rows,
-)
+from hotrec.cost_model.histogram import TALLIED_COUNTS, build_histogram, merge_histograms, top_rows
 
 # Counts on both sides of the tallied range, with many ties.
 COUNTS = arrays(

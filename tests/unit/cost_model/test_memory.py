@@ -4,15 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.cost_model.costs import World
-from hotrec.cost_model.memory import (
-    memory_by_rank,
-)
+from hotrec.cost_model.memory import memory_by_rank
 from hotrec.cost_model.quantities import TableSharding
-from hotrec.types import (
-    Sharding,
-    TablePlacement,
-    Tier,
-)
+from hotrec.types import Sharding, TablePlacement, Tier
 from tests.unit.cost_model import samples
 
 TABLE_WISE = TablePlacement(sharding=Sharding.TABLE_WISE)

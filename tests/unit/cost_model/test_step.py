@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -42,29 +41,6 @@ def test_a_share_of_what_travels_is_hidden(overlap: float) -> None:
     cover_s = none.stage_s["dense"] * 0.2 / 3
     wire_s = COSTS.collective("all_to_all", WORLD).seconds(num_bytes=4e3 * 256 / 2)
     assert step.hidden_s["rows_exchange"] == pytest.approx(overlap * min(wire_s, cover_s))
-
-
-@pytest.mark.parametrize(
-    ("stage", "quantities", "factor"),
-    [
-        ("rows_exchange", work_of(pooled_sent_bytes=1e6, pooled_groups=1), 2.0),
-        ("rows_exchange", COLD, 3.0),
-        ("hot_exchange", {"replicated_bytes": 1e6, "replicated_groups": 1.0}, 2.0),
-        ("hot_exchange", {"hot_rows": 1e3, "hot_bytes": 256e3}, 3.0),
-        ("row_update", COLD, 3.0),
-    ],
-)
-def test_corrections_scale_a_stage(stage: str, quantities: Any, factor: float) -> None:
-    """Those of TorchRec's messages have one of their own, those of rows keep the stage's."""
-    plain = replace(COSTS, overlap=0.0)
-    corrected = replace(plain, corrections={stage: 3.0, f"torchrec_{stage}": 2.0})
-    if stage == "row_update":  # which has no messages
-        corrected = replace(plain, corrections={stage: 3.0})
-    before, after = (
-        predict_step(costs, WORLD, WORKLOAD, quantities).stage_s for costs in (plain, corrected)
-    )
-    assert after[stage] == pytest.approx(factor * before[stage])
-    assert {**after, stage: 0} == pytest.approx({**before, stage: 0})
 
 
 def test_bytes_are_those_of_the_exchanges() -> None:

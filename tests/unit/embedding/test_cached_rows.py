@@ -15,6 +15,7 @@ import hotrec.embedding.slots as slots_module
 from hotrec.embedding.cached_rows import CachedRows, RowMover
 from hotrec.embedding.slots import SlotMap, TooFewSlotsError
 from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.runtime.comm_thread import CommunicationFuture
 from hotrec.types import POPULAR_ROW, OptimizerKind
 
 NUM_ROWS, DIM = 20, 4
@@ -92,20 +93,6 @@ def test_slots_begin_with_the_most_popular_rows(most: int, monkeypatch: pytest.M
     assert (rows.slots.num_misses, rows.slots.num_evictions) == (1, 1)
 
 
-def test_popular_rows_stay_until_others_are_read_more() -> None:
-    """Until the decayed lookups of the profile are fewer than those since."""
-    rows, _ = make_rows(num_slots=2, popular=((4, 2 / 3), (7, 0.01)))
-    last = {4: -1, 7: -1}
-    for number in range(800):
-        rows.reserve(torch.tensor([9 + number % 2]), number)
-        rows.release(number, is_changed=False)
-        for row in (4, 7):
-            if rows.slots.slots_of(torch.tensor([row])) >= 0:
-                last[row] = number
-    # Rows 9 and 10 are read by every other batch: 2/3 2^-t = 1/2 (1 - 2^-t) after t half-lives.
-    assert last == {4: pytest.approx(512 * np.log2(7 / 3), abs=2), 7: -1}
-
-
 def test_only_changed_rows_are_written_back_with_their_state() -> None:
     rows, host = make_rows(num_slots=4)
     row_bytes = 4 * DIM + 4
@@ -125,20 +112,6 @@ def test_only_changed_rows_are_written_back_with_their_state() -> None:
     assert rows.written_bytes == 4 * row_bytes + 4 * row_bytes  # of a batch that holds slots, too
     assert host.weights[:5, 0].tolist() == [0, 0, 1, 3, 4]
     assert host.state[:5].tolist() == [0, 1, 1, 0, 0]
-
-
-def test_flush_writes_updates_and_keeps_rows_in_their_slots() -> None:
-    rows, host = make_rows()
-    train(rows, 0, 1, 2)
-    held = rows.reserve(torch.tensor([2, 3]), 1)  # its update comes after the flush
-    rows.flush()
-    assert host.weights[:4, 0].tolist() == [0, 0, 1, 3]
-    rows.update(held, torch.ones(2, DIM), 1.0, 1)
-    rows.release(1, is_changed=True)
-    rows.flush()
-    assert host.weights[3, 0] == 2
-    assert host.state[2] == 2
-    assert rows.slots.num_misses == 3
 
 
 @pytest.mark.parametrize("last", [20, 30, 149])
@@ -179,12 +152,19 @@ def test_a_row_is_fetched_after_its_write_back(monkeypatch: pytest.MonkeyPatch) 
     """However slow the mover is: row 1 leaves with its update, and comes back at once."""
     rows, _ = make_rows(num_slots=2)
     train(rows, 0, 1, 2)
-    may_move, put_back = threading.Event(), rows._mover.put_back
-    monkeypatch.setattr(rows._mover, "put_back", lambda *of: (may_move.wait(10), put_back(*of)))
+    is_waited_for, put_back = threading.Event(), rows._mover.put_back
+    monkeypatch.setattr(rows._mover, "put_back", lambda *of: (is_waited_for.wait(9), put_back(*of)))
+    result = CommunicationFuture.result
+
+    def note_and_wait(future: CommunicationFuture[Any], *given: Any) -> Any:
+        if any(future is written for _, written in rows._mover._leaving):
+            is_waited_for.set()
+        return result(future, *given)
+
+    monkeypatch.setattr(CommunicationFuture, "result", note_and_wait)
     rows.reserve(torch.tensor([3, 4]), 1)
     rows.release(1, is_changed=False)
     slots = rows.reserve(torch.tensor([1, 2]), 2)
-    threading.Timer(0.2, may_move.set).start()  # time for a fetch that does not wait
     assert values(rows, slots) == [0, 1]
 
 

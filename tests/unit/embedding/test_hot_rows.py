@@ -22,7 +22,6 @@ NUM_HOT = sum(NUM_ROWS)
 DIM = 8
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-every_kind = pytest.mark.parametrize("kind", list(OptimizerKind))
 
 
 def bucket(tensor: torch.Tensor) -> Any:
@@ -99,36 +98,6 @@ def test_a_rank_whose_replica_differs_ends_the_run(
         return
     with pytest.raises(RuntimeError, match=f"hot replicas of dimension {DIM}: expected equal"):
         replicas.check_equal()
-
-
-@every_kind
-def test_step_moves_touched_rows_and_leaves_a_zero_gradient(kind: OptimizerKind) -> None:
-    replicas = make_replicas()
-    optimizer = make_optimizer(kind, replicas)
-    before = replicas.rows.clone()
-    backward(replicas, [6, 0], [0], [4])
-    optimizer.step()
-    moved = (replicas.rows != before).any(1).nonzero().view(-1).tolist()
-    assert moved == [0, 6, 7, 12]
-    assert not replicas.weight.grad.any()  # type: ignore[union-attr]
-    after = replicas.rows.clone()
-    optimizer.step()  # nothing has arrived: momentum alone moves no row
-    assert torch.equal(replicas.rows, after)
-
-
-@every_kind
-def test_a_pass_without_backward_moves_nothing(kind: OptimizerKind) -> None:
-    """An evaluation outside ``no_grad``, say: rows it reads are not touched by the next step."""
-    plain, disturbed = make_replicas(), make_replicas()
-    for replicas in (plain, disturbed):
-        optimizer = make_optimizer(kind, replicas)
-        backward(replicas, [5, 6], [0], [4])
-        optimizer.step()
-        if replicas is disturbed:
-            replicas(ids_of([1, 5], [], [3]))
-        backward(replicas, [6], [], [])
-        optimizer.step()
-    assert torch.equal(plain.rows, disturbed.rows)
 
 
 def test_zero_grad_drops_a_step_that_was_skipped() -> None:

@@ -14,14 +14,7 @@ from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.table_memory import fused_modules, memory_by_tier
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.ranks import Ranks
-from hotrec.types import (
-    Exchange,
-    OptimizerKind,
-    Partition,
-    Placement,
-    Sharding,
-    TablePlacement,
-)
+from hotrec.types import Exchange, OptimizerKind, Partition, Placement, Sharding, TablePlacement
 from tests.unit.embedding.setups import bag, shard_here
 
 NUM_ROWS = {"t": 50, "u": 30, "pooled": 40}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
+from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
@@ -96,26 +96,6 @@ def test_unsharded_equals_embedding_collection(partition: str, need_indices: boo
         torch.testing.assert_close(gradient(collection, name), weight.grad, rtol=1e-6, atol=1e-6)
 
 
-def test_tables_of_several_dimensions_keep_the_order_of_the_keys() -> None:
-    tables = [table("t", 12, ["a"]), table("u", 5, ["c"], dim=8), table("v", 9, ["b", "a"])]
-    partition = Partition(NUM_ROWS, {"t": np.array([5, 1]), "u": np.arange(5)})
-    collection = HotColdEmbeddingCollection(tables, partition, need_indices=True)
-    features = some_features()
-    features = KeyedJaggedTensor(  # below the rows of every table
-        features.keys(), features.values() % 5, lengths=features.lengths()
-    )
-    found = collection(features)
-    assert list(found) == ["a@t", "c", "b", "a@v"]
-    assert [part.values().shape[1] for part in found.values()] == [4, 8, 4, 4]
-    assert collection.embedding_names_by_table() == [["a@t"], ["c"], ["b", "a@v"]]
-    embeddings: Any = collection.rows["dim8"].embeddings
-    expected = embeddings["u_hot"].weight[features["c"].values()]
-    assert torch.equal(found["c"].values(), expected)
-    assert torch.equal(found["c"].weights(), features["c"].values())
-    with pytest.raises(ValueError, match=r"^embedding_dim: expected tables of one .*\[4, 8\]"):
-        collection.embedding_dim()
-
-
 def test_initial_weights_come_from_the_tables_own_function() -> None:
     def fill(weight: torch.Tensor) -> torch.Tensor:
         return weight.detach().fill_(7.0)
@@ -133,19 +113,6 @@ def test_initial_weights_come_from_the_tables_own_function() -> None:
         embeddings["t"].weight.zero_()
     collection.reset_parameters()
     assert bool((embeddings["t"].weight == 7).all())
-
-
-@pytest.mark.parametrize(
-    ("tables", "message"),
-    [
-        ([table("t", 5, ["a"])], r"^partition table t: expected 5 rows, got 12\."),
-        ([table("t", 12, ["a"], data_type=DataType.FP16)], r"^table t data_type: .* FP16\."),
-        ([table("t", 12, ["a"]), table("t", 12, ["b"])], r"^table t: expected each name once"),
-    ],
-)
-def test_tables_that_cannot_be_split_are_refused(tables: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        HotColdEmbeddingCollection(tables, PARTITIONS["mixed"])
 
 
 def test_other_types_of_features_are_refused() -> None:

@@ -14,10 +14,7 @@ from hotrec.planner.propose import Decision, fastest_split
 from hotrec.planner.request import ByCost, PlanRequest
 from hotrec.planner.situation import Situation
 from hotrec.types import PipelineKind, PipelineSpec, WireType
-from tests.unit.planner.situations import (
-    COUNTS,
-    skewed_situation,
-)
+from tests.unit.planner.situations import COUNTS, skewed_situation
 
 BY_COST = ByCost(may_pool=False)
 

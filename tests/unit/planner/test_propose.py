@@ -6,46 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, StepPrediction
+from hotrec.cost_model.forms import SPARSE_DIST, StepPrediction
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
-from hotrec.planner.predict import (
-    Prediction,
-)
-from hotrec.planner.propose import (
-    HOT_SHARES,
-    MAX_TRIED,
-    Decision,
-    explain,
-    fastest_split,
-    hottest_share,
-    in_doubt,
-    propose,
-)
+from hotrec.planner.predict import Prediction
+from hotrec.planner.propose import MAX_TRIED, Decision, explain, fastest_split, in_doubt, propose
 from hotrec.planner.request import ByCost, PlanRequest
 from hotrec.planner.situation import Situation
-from hotrec.types import (
-    Exchange,
-    PipelineKind,
-    PipelineSpec,
-    TableOutput,
-    TorchrecPlan,
-)
-from tests.unit.cost_model.samples import make_demand
-from tests.unit.planner.situations import (
-    SKEWED_BATCH,
-    by_table,
-    machine,
-    situation,
-    skewed_situation,
-    split_plan,
-    torchrec_plan,
-)
+from hotrec.types import PipelineKind, PipelineSpec, TorchrecPlan
+from tests.unit.planner.situations import by_table, machine, situation, split_plan, torchrec_plan
 
 AUTO = PipelineSpec(PipelineKind.auto)
 BASE = PipelineKind.base
@@ -62,52 +33,6 @@ def fastest(
     assert isinstance(plan.tables, SplitTables)
     assert plan.pipeline == pipeline
     return plan.tables, prediction
-
-
-def test_tables_are_pooled_under_look_ahead_where_that_is_faster() -> None:
-    """Bags of many ids of a large table: vectors are fewer than rows."""
-    shape: Any = {"dim": 16, "lookups": 40.0, "batch_size": SKEWED_BATCH}
-    demand = make_demand(np.full(400_000, 3), "bags", **shape)
-    of = replace(skewed_situation(rate=2e7), demands=(demand,))
-    pooled, rows = (fastest(of, LOOK_AHEAD, may_pool=may_pool) for may_pool in (True, False))
-    assert pooled[0].tables["bags"].exchange is Exchange.POOLED
-    assert pooled[1].step_s < rows[1].step_s
-    sequences = replace(of, demands=(replace(demand, output=TableOutput.expanded),))
-    assert fastest(sequences, LOOK_AHEAD, may_pool=True)[0] == rows[0]
-    # Micro-batches compute before pooled vectors are there.
-    in_parts, _ = fastest(of, replace(LOOK_AHEAD, micro_batches=True), may_pool=True)
-    assert in_parts.tables["bags"].exchange is Exchange.ROWS
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=12), min_size=1, max_size=4),
-    st.sampled_from(HOT_SHARES),
-    st.data(),
-)
-def test_the_hottest_of_all_tables_are_kept(tables: Any, share: float, data: st.DataObject) -> None:
-    """By lookups per byte; those of a table that the user decided stay and do not count."""
-    dims = [data.draw(st.sampled_from([4, 16])) for _ in tables]
-    demands = [
-        make_demand(sorted(counts)[::-1], str(i), dim=dim, row_bytes=4 * dim, batch_size=4)
-        for i, (counts, dim) in enumerate(zip(tables, dims, strict=True))
-    ]
-    num_hot = {d.name: data.draw(st.integers(0, d.num_rows)) for d in demands}
-    fixed = data.draw(st.sets(st.sampled_from([*num_hot])))
-    kept = hottest_share(demands, num_hot, share, fixed)
-    assert all(0 <= kept[name] <= num for name, num in num_hot.items())
-    assert all(kept[name] == num_hot[name] for name in fixed)
-    free = [d for d in demands if d.name not in fixed]
-    densities = {
-        d.name: np.sort(np.array(tables[int(d.name)]) / max(1, sum(tables[int(d.name)])))[::-1]
-        * (d.lookups_per_sample / d.row_bytes)
-        for d in free
-    }
-    stay = [density for d in free for density in densities[d.name][: kept[d.name]]]
-    go = [density for d in free for density in densities[d.name][kept[d.name] : num_hot[d.name]]]
-    assert max(go, default=0) <= min(stay, default=np.inf) + 1e-12
-    num_read = sum(density > 0 for density in stay + go)
-    assert len(stay) == min(int(share * len(stay + go)), num_read)
 
 
 # --- TorchRec's own plans, and the choice

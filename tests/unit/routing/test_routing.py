@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.pooling import pool_rows
-from hotrec.routing.checks import select_features
 from hotrec.routing.features import Column, RoutedGroup, hot_name
 from hotrec.routing.router import Router
 from hotrec.routing.sorting import sort_keys
@@ -195,17 +194,6 @@ def test_rows_are_distinct_in_range_and_in_their_half(drawn: Drawn) -> None:
     ]
     assert routed.num_lookups == num_lookups
     assert routed.num_hot_lookups() == num_hot_lookups
-
-
-@few
-@given(drawn=drawn_batches(), seed=st.integers(0, 1 << 30))
-def test_order_of_keys_does_not_matter(drawn: Drawn, seed: int) -> None:
-    router, features = Router({DIM: drawn.columns}, drawn.partition), drawn.features()
-    keys = list(np.random.default_rng(seed).permutation(features.keys()))
-    first, second = router(features).groups[0], router(select_features(features, keys)).groups[0]
-    assert torch.equal(first.rows.values(), second.rows.values())
-    for name in ("positions_K", "bag_offsets", "bags_K", "row_offsets_U"):
-        assert torch.equal(getattr(first, name), getattr(second, name)), name
 
 
 def one_table_router(rows: np.ndarray | None = None) -> Router:

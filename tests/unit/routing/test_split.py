@@ -10,7 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.embedding.pooling import pool_rows
 from hotrec.routing.features import Column
 from hotrec.routing.router import Router
-from hotrec.routing.split import samples_reading, select_samples
+from hotrec.routing.split import select_samples
 from hotrec.types import Partition
 
 COLUMNS = {
@@ -53,19 +53,3 @@ def test_parts_pool_as_the_whole_does_both_ways(batch_size: int, weighted: bool)
             assert torch.equal(pooled, whole[samples])
             total += torch.autograd.grad(pooled, rows, upstream[samples])[0]
         torch.testing.assert_close(total, expected)
-
-
-def test_samples_that_read_a_row_are_found() -> None:
-    features = KeyedJaggedTensor(
-        keys=["f0", "f1", "g"],
-        values=torch.tensor([0, 4, 2, 1, 2]),
-        lengths=torch.tensor([1, 0, 2, 0, 1, 0, 0, 0, 1], dtype=torch.int32),
-    )
-    routed = Router(COLUMNS, PARTITION)(features)
-    rows = routed.groups[0].rows  # hot rows of a, of b, then the cold ones
-    is_cold = torch.arange(rows.values().numel()) >= int(rows.lengths()[:2].sum())
-    # Sample 0 reads row 0 of a, sample 1 row 1 (hot), sample 2 rows 4 (hot) and 2 of a, 2 of b.
-    assert samples_reading(routed, [is_cold]).tolist() == [True, False, True]
-    assert samples_reading(routed, [~is_cold]).tolist() == [False, True, True]
-    part = select_samples(routed, torch.tensor([1]), [int((~is_cold).sum())])
-    assert int(part.groups[0].num_hot_lookups) == 1

@@ -66,29 +66,6 @@ def test_a_fork_waits_for_threads_that_are_not_python_s(monkeypatch: pytest.Monk
         assert now_s[0] == waited_s
 
 
-def test_threads_that_wait_are_not_running() -> None:
-    stop = threading.Event()
-    waiting = threading.Thread(target=stop.wait)
-    waiting.start()
-    try:
-        assert threading.get_native_id() in process.running_threads()
-        assert threading.get_native_id() not in process.running_threads({threading.get_native_id()})
-    finally:
-        stop.set()
-        waiting.join()
-
-
-@pytest.mark.parametrize(("micro", "expected"), [(10, []), (9, [process.wait_for_native_threads])])
-def test_only_pythons_that_need_it_wait(
-    monkeypatch: pytest.MonkeyPatch, micro: int, expected: list[object]
-) -> None:
-    registered: list[object] = []
-    monkeypatch.setattr(os, "register_at_fork", lambda before: registered.append(before))
-    monkeypatch.setattr(process.sys, "version_info", (3, 11, micro, "final", 0))
-    process.make_forks_safe.__wrapped__()
-    assert registered == expected
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A device at 0001:dc:00.0; gives the threads their processors back."""

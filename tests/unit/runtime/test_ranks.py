@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import runpy
 from typing import Any
 from unittest.mock import Mock
 
@@ -44,42 +42,28 @@ def test_without_a_group() -> None:
         same_verdict(lambda: 1 / 0)
 
 
-Log = list[tuple[Any, ...]]
-
-
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Log:
-    """A CUDA device as far as making groups goes; what is bound to which device, in order."""
-    bound: Log = []
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA device as far as making groups goes."""
     plain = dist.init_process_group
-
-    def spy(backend: str, *, device_id: torch.device | None = None, **kwargs: Any) -> None:
-        bound.append((backend, device_id))
-        plain(backend, **kwargs)
-
-    monkeypatch.setattr(dist, "init_process_group", spy)
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, device_id=None, **of: plain(backend, **of)
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", Mock())
-    monkeypatch.setattr(
-        hotrec.runtime.ranks, "bind_to_gpu", lambda device: bound.append(("processors", device))
-    )
+    monkeypatch.setattr(hotrec.runtime.ranks, "bind_to_gpu", Mock())
     monkeypatch.setitem(hotrec.runtime.ranks.BACKENDS, "cuda", NAME)
-    return bound
 
 
 def test_a_group_that_adds_up_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_reduce", lambda values, group: values.fill_(0.5))
-    with (
-        pytest.raises(RuntimeError, match=r"gloo.*0\.5"),
-        process_group(device="cpu"),
-    ):
+    with pytest.raises(RuntimeError, match=r"gloo.*0\.5"), process_group(device="cpu"):
         raise AssertionError("the block must not begin")
     assert not dist.is_initialized()
 
 
-def test_after_an_error_nobody_waits_for_other_ranks(
-    monkeypatch: pytest.MonkeyPatch, cuda: Log
-) -> None:
+@pytest.mark.usefixtures("cuda")
+def test_after_an_error_nobody_waits_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[tuple[str, Any]] = []
     for name in ("shutdown", "abort"):
         note = lambda group, name=name: ends.append((name, group))  # noqa: E731
@@ -98,34 +82,6 @@ def test_after_an_error_nobody_waits_for_other_ranks(
     with process_group(device="cuda"):  # in good order they do
         group = dist.group.WORLD
     assert ends == [("shutdown", group)]
-
-
-@pytest.mark.parametrize(
-    ("environment", "backends", "loading"),
-    [
-        ({"WORLD_SIZE": "2"}, None, "EAGER"),
-        ({"WORLD_SIZE": "2", "CUDA_MODULE_LOADING": "LAZY"}, None, "LAZY"),  # the user's word
-        ({}, None, None),
-        # Ranks that have joined: only NCCL's wait for one another on the device.
-        ({"WORLD_SIZE": "2"}, "cpu:gloo,cuda:gloo", None),
-        ({"WORLD_SIZE": "2"}, "cpu:gloo,cuda:nccl", "EAGER"),
-    ],
-)
-def test_kernels_are_loaded_before_ranks_wait_for_one_another(
-    monkeypatch: pytest.MonkeyPatch,
-    environment: dict[str, str],
-    backends: str | None,
-    loading: str | None,
-) -> None:
-    if backends is not None:
-        monkeypatch.setattr(dist, "is_initialized", lambda: True)
-        monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
-    monkeypatch.setenv("CUDA_MODULE_LOADING", "")  # to be restored
-    monkeypatch.delenv("CUDA_MODULE_LOADING")
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    runpy.run_path(hotrec.runtime.ranks.__file__)
-    assert os.environ.get("CUDA_MODULE_LOADING") == loading
 
 
 @pytest.mark.parametrize(

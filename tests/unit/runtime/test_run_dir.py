@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hotrec.runtime.run_dir import (
-    CHECKPOINTS,
-    CONFIG_FILE,
-    RECORD,
-    SUMMARY,
-    find_run,
-    find_trained,
-)
+from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, RECORD, SUMMARY, find_run, find_trained
 
 
 @pytest.fixture(autouse=True)

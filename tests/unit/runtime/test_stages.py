@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import ProfilerActivity, profile
 
-from hotrec.runtime.stages import (
-    RANGE_PREFIX,
-    StageClock,
-    backward_point,
-    mark,
-    mark_backward,
-    named_range,
-)
+from hotrec.runtime.stages import StageClock, backward_point, mark, mark_backward
 from hotrec.types import STAGES
 from tests.conftest import Time
 
@@ -95,41 +83,3 @@ def test_backward_comes_to_marks_in_the_opposite_order(time: Time) -> None:
     assert rows.grad.tolist() == [8, 8, 8]  # marks change no gradient
     assert dense.grad is not None
     assert dense.grad.tolist() == [4, 4, 4]
-
-
-def profiled_ranges(work: Callable[[], None]) -> dict[str, set[int]]:
-    """Threads on which each named range was recorded while ``work`` ran."""
-    config = _ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler:
-        work()
-    found: dict[str, set[int]] = {}
-    for event in profiler.events() or ():
-        if event.name.startswith(RANGE_PREFIX):
-            found.setdefault(event.name.removeprefix(RANGE_PREFIX), set()).add(event.thread)
-    return found
-
-
-def test_a_named_range_is_recorded_on_every_thread() -> None:
-    before = threading.Event()
-
-    def communicate() -> None:
-        before.wait()  # this thread is older than the profiler
-        with named_range("rows_exchange"):
-            pass
-
-    def work() -> None:
-        before.set()
-        thread.join()
-        with named_range("outer"), named_range("inner"):
-            pass
-
-    thread = threading.Thread(target=communicate)
-    thread.start()
-    try:
-        found = profiled_ranges(work)
-    finally:
-        before.set()
-        thread.join()
-    assert set(found) == {"rows_exchange", "outer", "inner"}
-    assert found["outer"] == found["inner"]
-    assert found["rows_exchange"].isdisjoint(found["outer"])

@@ -39,7 +39,7 @@ from hotrec.runtime.watchdog.heartbeat import (
     started_at,
     stuck,
 )
-from hotrec.runtime.watchdog.progress import Place, place_of_error, place_of_thread, track
+from hotrec.runtime.watchdog.progress import Place, place_of_thread, track
 from hotrec.runtime.watchdog.watchdog import is_exchange_error
 
 
@@ -103,25 +103,6 @@ def test_place_of_a_thread() -> None:
     assert place_of_thread(thread.ident or 0) == Place()
 
 
-def test_place_of_an_error() -> None:
-    class Broken(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            raise ArithmeticError("enough")
-
-    loss = Broken.apply(torch.ones(1, requires_grad=True)).sum()
-    with pytest.raises(ArithmeticError) as caught:
-        loss.backward()
-    place = place_of_error(caught.value)
-    assert (place.phase, place.is_waiting) == ("backward", False)
-    assert place.line.startswith("test_watchdog.py:")
-    assert place.line.endswith(" backward")
-
-
 @pytest.mark.parametrize(
     ("fields", "behind"),
     [
@@ -153,29 +134,6 @@ def test_messages_name_rank_step_and_place() -> None:
     ):
         for text in expected:
             assert re.search(text, message), message
-
-
-@pytest.mark.parametrize(
-    ("waiting", "num_messages"),
-    [
-        (lambda _: [True, False], 1),
-        (lambda look: [True, look % 4 > 0], 0),  # both wait most of the time, for the network
-    ],
-)
-def test_a_straggler_is_reported_once(
-    waiting: Any, num_messages: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    watchdog = Watchdog(Ranks(0, 2, 0, 2, torch.device("cpu")))
-    looks = iter(range(200))
-    watchdog._store = SimpleNamespace(  # type: ignore[assignment]
-        read=lambda: {r: beat(r, is_waiting=w) for r, w in enumerate(waiting(next(looks)))}
-    )
-    for look in range(200):
-        if not watchdog._is_straggler_reported:
-            watchdog._look_for_straggler()
-        assert look >= 19 or not caplog.messages
-    found = [message for message in caplog.messages if "the others wait for rank 1" in message]
-    assert len(found) == len(caplog.messages) == num_messages
 
 
 def test_which_errors_are_of_an_exchange() -> None:

@@ -151,13 +151,6 @@ def make(num_hot: int = 2, num_mixed: int = 3, epochs: int = 2, **kwargs: Any):
 ALL = ["m0", "m1", "H0", "m2", "H1", "m3", "m4", "H2", "m5", "H3"]
 
 
-def test_batches_come_in_turn_and_end_with_the_last_epoch():
-    loader, _ = make()
-    batches = iter(loader)
-    assert list(batches) == ALL
-    assert list(batches) == []
-
-
 @pytest.mark.parametrize("stop", range(11))
 def test_a_loader_continues_exactly(stop):
     first, _ = make()
@@ -165,12 +158,3 @@ def test_a_loader_continues_exactly(stop):
     resumed, _ = make()
     resumed.load_state_dict(copy.deepcopy(first.state_dict()))
     assert taken + list(resumed) == ALL
-
-
-def test_a_batch_that_fails_is_not_counted():
-    loader, _ = make(fails_at=1)
-    batches = iter(loader)
-    taken = [next(batches)]
-    with pytest.raises(OSError, match="Input/output"):
-        next(batches)
-    assert taken + list(loader) == ALL

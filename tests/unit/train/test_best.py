@@ -115,13 +115,6 @@ def test_the_highest_auc_may_be_the_best() -> None:
     assert "by" not in BestQuality().state_dict()
 
 
-def test_another_figure_than_the_saved_one_is_refused() -> None:
-    for saved, asked in (("log_loss", "auc"), ("auc", "log_loss")):
-        state = BestQuality(by=saved).state_dict()
-        with pytest.raises(ValueError, match="trainer.best_by"):
-            BestQuality(by=asked).load_state_dict(state)
-
-
 def test_another_split_begins_anew() -> None:
     saved = BestQuality(1, is_kept=True, split="day 1")
     for step, auc in ((2, 0.5), (4, 0.5)):

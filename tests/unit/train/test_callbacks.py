@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,27 +105,6 @@ def test_what_a_callback_raises_names_it(kind: type, one_rank: Ranks, tmp_path: 
         run(one_rank, tmp_path, Listener, kind)
     assert ("log", 2) in TOLD
     assert ("end", True) not in TOLD
-
-
-def test_a_signal_ends_the_process_in_a_callback_too(one_rank: Ranks, tmp_path: Path) -> None:
-    def end(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    end.__globals__["__name__"], name = "hotrec.cli.app", __name__
-    try:
-        before = signal.signal(signal.SIGHUP, end)
-        callbacks = Callbacks([f"{name}.Raises"], None, {"name": "tiny"})
-        with pytest.raises(SystemExit) as caught:
-            callbacks.call("on_log", LINE)
-        assert caught.value.code == 128 + signal.SIGHUP
-    finally:
-        end.__globals__["__name__"] = name
-        signal.signal(signal.SIGHUP, before)
-
-
-class Raises(Callback):
-    def on_log(self, line: Any) -> None:
-        signal.raise_signal(signal.SIGHUP)
 
 
 def test_random_numbers_of_a_callback_change_none_of_the_run(one_rank: Ranks) -> None:

@@ -15,16 +15,7 @@ from torch import nn
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.dense_sync import DeferredLinears, DenseSync
 from hotrec.types import ModelKind, Precision
-from tests.helpers.dense import (
-    DIM,
-    NUM_DENSE,
-    Clicks,
-    Oddities,
-    loss_of,
-    make_inputs,
-    make_optimizer,
-    weights_of,
-)
+from tests.helpers.dense import Clicks, Oddities, loss_of, make_inputs, make_optimizer, weights_of
 
 
 @pytest.fixture
@@ -95,38 +86,6 @@ def test_deferred_gradients_are_autograds_bit_for_bit(
     for one, other, plain in zip(got, at_once, expected, strict=True):
         assert torch.equal(one, plain)
         assert torch.equal(other, plain)
-
-
-def test_parts_are_updated_right_before_their_use(clicks: tuple[Clicks, DenseSync]) -> None:
-    model, dense = clicks
-    before = weights_of(model)
-    make_step(model, dense)
-    assert changed(model, before) == set()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    model.model.dense_arch(torch.zeros(2, NUM_DENSE))
-    assert changed(model, before) == {"dense_arch"}
-    with torch.inference_mode():
-        model.model.over_arch(torch.zeros(2, DIM + 6))
-    assert changed(model, before) == {"dense_arch", "over_arch"}
-    after = weights_of(model)
-    dense.flush()
-    assert changed(model, after) == set()
-    # Also by a module inside of a part, called by itself.
-    make_step(model, dense, 1)
-    model.model.dense_arch.model._mlp[1]._linear(torch.zeros(2, 16))
-    assert changed(model, after) == {"dense_arch"}
-    # The optimizer's state was made in inference mode, and can be changed outside of it.
-    dense.flush()
-    assert changed(model, after) == {"dense_arch", "over_arch"}
-
-
-def test_evaluation_and_state_dict_see_every_update(clicks: tuple[Clicks, DenseSync]) -> None:
-    model, dense = clicks
-    before = weights_of(model)
-    make_step(model, dense)
-    state = model.model.state_dict()
-    assert changed(model, before) == {"dense_arch", "over_arch"}
-    assert torch.equal(state["over_arch.model.1.bias"], model.model.over_arch.model[1].bias)
 
 
 def test_the_update_has_the_settings_of_its_step(clicks: tuple[Clicks, DenseSync]) -> None:

@@ -20,16 +20,12 @@ from hotrec.train.evaluate import (
 )
 from hotrec.train.pipelines import Pipeline, make_pipeline
 from hotrec.types import PipelineKind, PipelineSpec
-from tests.helpers.tiny import TinyLoader, build_tiny, tiny_batch
+from tests.helpers.tiny import build_tiny, tiny_batch
 
 
 def start(kind: str, **kwargs: float) -> Pipeline:
     model, optimizer = build_tiny(**kwargs)
     return make_pipeline(PipelineSpec(PipelineKind[kind]), model, optimizer, torch.device("cpu"))
-
-
-def state_copy(pipeline: Pipeline) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in pipeline.model.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", ["base", "sparse_dist"])
@@ -45,28 +41,6 @@ def test_quality_is_that_of_all_samples_but_padding(kind: str, one_rank: Ranks) 
     quality = evaluate(start(kind), batches)
     assert quality == measure_quality(logits, labels)
     assert quality.num_samples == 26
-
-
-@pytest.mark.parametrize("kind", ["base", "sparse_dist"])
-def test_training_goes_on_as_if_nothing_was_evaluated(kind: str, one_rank: Ranks) -> None:
-    """Neither weights, nor training mode, nor random numbers, nor train batches are touched."""
-    losses: dict[bool, list[float]] = {}
-    for evaluates in (False, True):
-        pipeline = start(kind, dropout=0.3)
-        source = iter(TinyLoader(num_batches=6))
-        torch.manual_seed(5)
-        losses[evaluates] = []
-        for _ in range(3):
-            batches = iter([next(source), next(source)])
-            pipeline.start()
-            losses[evaluates] += [float(pipeline.progress(batches)[0]) for _ in range(2)]
-            if evaluates:
-                before = state_copy(pipeline)
-                evaluate(pipeline, TinyLoader(num_batches=3, seed=7))
-                assert pipeline.model.training
-                for name, value in pipeline.model.named_parameters():
-                    torch.testing.assert_close(value, before[name], rtol=0, atol=0)
-    assert losses[True] == losses[False]
 
 
 def auc_by_pairs(scores: np.ndarray, is_click: np.ndarray) -> float:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.data.groups import NO_GROUP
-from hotrec.train.evaluate import measure_all, measure_quality
+from hotrec.train.evaluate import measure_all
 from hotrec.train.group_auc import GroupAuc, measure_group_auc
 
 
@@ -87,15 +87,6 @@ def test_small_weights_beside_large_ones_keep_their_digits() -> None:
     labels[:100] = 1
     found = measure_group_auc(scores, labels == 1, groups, weights)
     assert found.gauc == pytest.approx(light.gauc, rel=1e-12)
-
-
-def test_one_group_has_the_auc_of_all_and_groups_of_one_class_none() -> None:
-    scores, is_click, groups, _ = random_samples(500)
-    labels = is_click.astype(np.float32)
-    quality = measure_quality(scores, labels, None, np.zeros(500, np.int64))
-    assert quality.further == {"gauc": pytest.approx(quality.auc), "gauc_samples_frac": 1.0}
-    none = measure_quality(scores, labels, None, np.arange(500))
-    assert none.further == {"gauc": None, "gauc_samples_frac": 0.0}
 
 
 def test_samples_without_weight_are_left_out_and_labels_are_averaged() -> None:

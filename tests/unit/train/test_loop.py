@@ -19,7 +19,6 @@ from hotrec.runtime.traffic import BatchFacts, find_distinct_rows
 from hotrec.train.checkpoint import Checkpoints, StatefulLoader, find_latest
 from hotrec.train.loop import TrainResult
 from hotrec.train.schedule import Schedule
-from hotrec.types import STAGES
 from tests.helpers.tiny import (
     DIM,
     NUM_ROWS,
@@ -91,75 +90,7 @@ def test_records_of_a_run(one_rank: Ranks, tmp_path: Path) -> None:
     assert (result.step, result.is_finished) == (20, True)
 
 
-class FakeCaches:
-    """Counters of device caches that count steps, and a split that is read through the caches."""
-
-    def __init__(self) -> None:
-        self.num_steps = self.num_calls = self.num_begun = 0
-
-    def factor(self, step: int) -> float:
-        self.num_steps += 1  # asked for before each step
-        return 1.0
-
-    def __iter__(self) -> Iterator[Batch]:
-        self.num_begun += 1
-        if self.num_begun == 1:
-            return iter([])  # begun once before the first step, without being read
-        self.num_steps += 1000
-        return iter([tiny_batch(1, 8)])
-
-    def count(self) -> dict[str, float]:
-        figures = {"num_rows": 10.0 * self.num_steps, "read_bytes": 3.0 * self.num_steps}
-        self.num_steps = 0
-        self.num_calls += 1
-        return figures
-
-
-def test_device_caches_are_counted_by_line_and_in_all(one_rank: Ranks, tmp_path: Path) -> None:
-    caches = FakeCaches()
-    result = run(
-        one_rank,
-        TinyLoader(num_batches=14),
-        Cadence(log_every=6, check_every=4, eval_every=8),
-        num_steps=14,
-        lr_factor=caches.factor,
-        eval_batches={"valid": caches},
-        count_caches=caches.count,
-        run_dir=tmp_path,
-    )
-    # Without what the evaluations after steps 8 and 14 read; steps 13 and 14 have no line.
-    of_6 = {"num_steps": 6, "num_rows": 60, "read_bytes": 18}
-    lines = read_lines(tmp_path / "metrics.jsonl")
-    assert [(line["step"], line["cache"]) for line in lines] == [(6, of_6), (12, of_6)]
-    assert result.summary["cache"] == {"num_steps": 14, "num_rows": 140, "read_bytes": 42}
-    # After steps 4, 6, 8, 12, 14 and two evaluations: each call waits for the device.
-    assert caches.num_calls == 7
-
-
 PREDICTION = {"step_s": 1e6, "stage_s": {"dense": 1e6, "other": 0.0}, "total_sent_bytes": 0.0}
-
-
-def test_stages_are_measured_and_set_against_the_prediction(
-    one_rank: Ranks, tmp_path: Path
-) -> None:
-    summary = run(
-        one_rank,
-        TinyLoader(num_batches=20),
-        Cadence(log_every=5, eval_every=10),
-        num_steps=20,
-        run_dir=tmp_path,
-        prediction=PREDICTION,
-        first_compared_step=12,
-    ).summary
-    assert "cache" not in summary  # no rank has one
-    assert summary["slowest_rank_stage_s"] == summary["measured_stage_s"]  # one rank
-    assert summary["compared_from_step"] == 12
-    measured_s = summary["measured_step_s"]
-    assert 0 < summary["measured_stage_s"]["optimizer"] < measured_s
-    assert summary["step_error_frac"] == pytest.approx((1e6 - measured_s) / measured_s)
-    for line in read_lines(tmp_path / "metrics.jsonl"):
-        assert set(line["stage_s"]) == set(STAGES)
-        assert sum(line["stage_s"].values()) > 0
 
 
 def test_a_short_run_says_that_it_was_not_compared(one_rank: Ranks, tmp_path: Path) -> None:

@@ -11,13 +11,7 @@ import torch
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.stages import mark
 from hotrec.train import meters
-from hotrec.train.meters import (
-    KeptSteps,
-    Meter,
-    StageTimes,
-    WorkMeter,
-    memory_figures,
-)
+from hotrec.train.meters import Meter, StageTimes, WorkMeter, memory_figures
 from hotrec.train.metrics import compare
 from hotrec.types import STAGES
 from tests.conftest import Time
@@ -61,19 +55,6 @@ def make_step(times: StageTimes, time: Time, step: int, **stage_s: float) -> Non
         time.now_s += 1.0
     time.now_s += 2.0
     times.end_step(step, sum(stage_s.values()) + 3.0)
-
-
-def test_an_even_choice_is_kept() -> None:
-    kept = KeptSteps(max_kept=8)
-    for number in range(1000):
-        kept.add(np.array([number]))
-        if number == 7:
-            assert kept.medians() == [3.5]
-    taken = np.concatenate(kept.rows)
-    assert 4 <= len(taken) <= 8
-    assert taken[0] == 0
-    assert len(set(np.diff(taken))) == 1
-    assert taken[-1] >= 1000 - 2 * taken[1]
 
 
 def test_lines_begin_anew_and_the_run_from_its_step_on(one_rank: Ranks, time: Time) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 import numpy as np
 import pytest
 import torch
@@ -97,23 +95,6 @@ def test_neither_blocks_nor_the_order_of_sums_change_a_place(
     exact = by_sorting(users, targets, items, ids)
     assert np.abs(expected - exact).max() <= 2
     assert (expected == exact).mean() > 0.97
-
-
-@pytest.mark.parametrize("dim", [1, 64, 1000])
-def test_scores_of_rounded_vectors_are_exact_and_near(dim: int) -> None:
-    rng = np.random.default_rng(dim)
-    vectors = torch.from_numpy(rng.normal(size=(20, dim)).astype(np.float32) * 1e-30)
-    vectors[3] = 0.0
-    rounded = ranking._rounded(vectors)
-    users, items = rounded[:5], rounded[15:]
-    exact = [
-        [sum(Fraction(x) * Fraction(y) for x, y in zip(u, v, strict=True)) for v in items.tolist()]
-        for u in users.tolist()
-    ]
-    for found in (users @ items.t(), torch.stack([(user * items).sum(1) for user in users])):
-        assert [[Fraction(score) for score in row] for row in found.tolist()] == exact
-    largest = vectors.abs().amax(1, keepdim=True).double()
-    assert ((rounded - vectors).abs() <= largest * 2.0**-20).all()
 
 
 def random_lists() -> tuple[np.ndarray, np.ndarray, np.ndarray]:

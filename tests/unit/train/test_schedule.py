@@ -60,15 +60,6 @@ def test_decay_starts_at_one_and_ends_at_the_end_factor(
     assert factors == sorted(factors, reverse=True)
 
 
-def test_polynomial_is_that_of_mlperf_dlrm() -> None:
-    """MLPerf: ((decay_end - step) / num_decay_steps) ** 2 between decay start and end."""
-    schedule = Schedule(
-        decay=Decay.polynomial, warmup_steps=2750, decay_start_step=49315, num_decay_steps=27772
-    )
-    assert schedule(60000) == pytest.approx(((49315 + 27772 - 60000) / 27772) ** 2)
-    assert schedule(1375) == pytest.approx(0.5)
-
-
 def test_every_group_keeps_its_own_base_rate() -> None:
     first, second = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     optimizer = torch.optim.SGD(

@@ -6,7 +6,6 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,29 +35,6 @@ def test_a_run_too_short_for_its_window(
         tracer = Tracer(window, one_rank, start_step=100, num_steps=103)
     assert not any(tracer.is_slowed(step) for step in range(90, 120))
     assert caplog.messages
-
-
-def test_cuda_warns_of_syncs_in_recorded_steps_alone(
-    tmp_path: Path, one_rank: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    window = TraceWindow(2, 1, tmp_path, warn_of_syncs=True)
-    with pytest.raises(ValueError, match=r"^profiler\.warn_of_syncs"):
-        Tracer(window, one_rank, start_step=0, num_steps=3)
-    modes: list[Any] = [0]
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    tracer = Tracer(TraceWindow(2, 1, tmp_path), one_rank, start_step=0, num_steps=3)
-    tracer._window = window
-
-    def fail() -> None:
-        with tracer.step(2):
-            assert modes == [0, "warn"]
-            raise KeyError("stop")
-
-    with pytest.raises(KeyError, match="stop"):
-        fail()
-    with tracer.step(3):
-        assert modes == [0, "warn", 0]
 
 
 def train_step(tracer: Tracer, step: int, thread: ThreadPoolExecutor) -> bool:
