@@ -7,23 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotrec.assemble.job import (
-    check_placement,
-    plan_job,
-)
+from hotrec.assemble.job import plan_job
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
-from hotrec.types import (
-    HotExchange,
-    Levels,
-    Partition,
-    PipelineKind,
-    PipelineSpec,
-    Placement,
-    WireType,
-)
+from hotrec.types import Partition, Placement
 from tests.unit.assemble.configs import config_of
 from tests.unit.data.logs import ONE_HOT_SCHEMA, write_dataset
 
@@ -43,28 +32,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def request_of(dataset: Dataset, *words: str, **given: Any) -> PlanRequest:
     config = config_of("trainer.batch_size=32", f"paths.dataset={dataset.artifact.path}", *words)
     return plan_job(config, dataset.schema).request(dataset, ON, PROFILE, **given)
-
-
-def test_a_choice_by_cost(dataset: Dataset) -> None:
-    table, num_rows = next(iter(NUM_ROWS.items()))
-    asked = request_of(
-        dataset,
-        "placement=cost",
-        "placement.hot_budget_mib=3",
-        "placement.may_pool=false",
-        f"++placement.overrides={{{table}:hot}}",
-        "pipeline.wire=bf16",
-        "trainer.num_workers=2",
-    )
-    limits = ByCost(3 << 20, may_pool=False, may_decline=True, fixed_hot={table: num_rows})
-    assert asked == PlanRequest(
-        limits,
-        PipelineSpec(PipelineKind.auto, WireType.bf16, levels=Levels.auto),
-        num_workers=2,
-        name="cost",
-        is_routed_by_loader=True,
-    )
-    assert request_of(dataset, "placement=cost").tables == ByCost()
 
 
 @pytest.mark.parametrize(
@@ -89,15 +56,6 @@ def test_rows_are_spread_in_tables_of_row_numbers(
         assert sorted(name for name, table in placed.items() if table.is_spread) == expected
 
 
-def test_a_policy_decides_the_rows(dataset: Dataset) -> None:
-    words = "placement=all_hot", "placement.routing=device", "placement.hot_exchange=owners"
-    all_hot = request_of(dataset, *words)
-    assert isinstance(all_hot.tables, GivenTables)
-    assert all_hot.tables.placement.partition.total_hot == sum(NUM_ROWS.values())
-    assert all_hot.tables.slots is None
-    assert (all_hot.hot_exchange, all_hot.is_routed_by_loader) == (HotExchange.owners, False)
-
-
 def test_slots_are_chosen_unless_their_number_is_given(dataset: Dataset) -> None:
     words = ("placement=all_cold", "placement.cold_tier=cached", "trainer.eval_batch_size=64")
     words += ("pipeline.depth=2", "pipeline.window=0")
@@ -112,10 +70,3 @@ def test_slots_are_chosen_unless_their_number_is_given(dataset: Dataset) -> None
     # Without evaluation the batches are those of training.
     config = config_of(*words, "trainer.batch_size=8", "trainer.eval_splits=[]")
     assert plan_job(config, dataset.schema).samples_in_flight(2) == 2 * 8 * 3
-
-
-def test_pipelines_are_checked_before_there_is_data() -> None:
-    config = config_of("placement=torchrec", "pipeline=look_ahead")
-    with pytest.raises(ValueError, match=r"^pipeline\.kind: expected .* got look_ahead"):
-        check_placement(config, "cpu")
-    check_placement(config_of("placement=torchrec"), "cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +9,7 @@ import pytest
 
 from hotrec.artifact import Artifact, ArtifactError
 from hotrec.assemble.job import order_of
-from hotrec.assemble.order import (
-    TrainingOrder,
-    count_epoch_steps,
-    find_all_hot,
-    make_alternation,
-)
+from hotrec.assemble.order import TrainingOrder, find_all_hot
 from hotrec.data.chunks import Dataset
 from hotrec.planner.partition import write_partition
 from hotrec.types import Partition, Placement
@@ -57,7 +51,7 @@ def test_a_resumed_run_refuses_stale_samples_and_a_new_one_replaces_them(
     before = planned(dataset, tmp_path, (8, 900))
     first = find_all_hot(asked, dataset, before, tmp_path, tmp_path, is_resumed=False)
     other = planned(dataset, tmp_path, (9, 900))
-    with pytest.raises(ArtifactError, match="all-hot samples of the partition"):
+    with pytest.raises(ArtifactError, match="all-hot samples"):
         find_all_hot(asked, dataset, other, tmp_path, tmp_path, is_resumed=True)
     second = find_all_hot(asked, dataset, other, tmp_path, tmp_path, is_resumed=False)
     again = find_all_hot(asked, dataset, other, tmp_path, tmp_path, is_resumed=True)
@@ -66,25 +60,3 @@ def test_a_resumed_run_refuses_stale_samples_and_a_new_one_replaces_them(
     assert again is not None
     assert first.artifact.content_hash != second.artifact.content_hash
     assert again.artifact.content_hash == second.artifact.content_hash
-
-
-@pytest.mark.parametrize("num_hot", [(10, 1000), (8, 900), (0, 1)])
-def test_an_epoch_has_the_batches_of_both_kinds(
-    dataset: Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture, num_hot: tuple[int, int]
-) -> None:
-    asked = order("order=all_hot", "trainer.eval_every_steps=5")
-    given = planned(dataset, tmp_path, num_hot)
-    samples = find_all_hot(asked, dataset, given, tmp_path, tmp_path, is_resumed=False)
-    assert samples is not None
-    num_all_hot = sum(samples.num_all_hot)
-    with caplog.at_level(logging.INFO, logger="hotrec"):
-        alternation = make_alternation(asked, samples, 2)
-    assert alternation is not None
-    assert caplog.text.count(f"{num_all_hot} of 90 ") == 1
-    kinds = []
-    for _ in range(count_epoch_steps(asked, dataset, samples, 2)):
-        kinds.append(alternation.next_is_all_hot())
-        alternation.advance()
-    assert [kinds.count(is_all_hot) for is_all_hot in (True, False)] == [
-        -(-num_samples // 8) for num_samples in (num_all_hot, 90 - num_all_hot)
-    ]

@@ -12,23 +12,14 @@ import pytest
 from hotrec.artifact import ArtifactError
 from hotrec.assemble.job import plan_job
 from hotrec.assemble.plan_job import PlanJob
-from hotrec.assemble.planning import (
-    Proposal,
-    SettledPlan,
-    make_proposal,
-    read_settled_plan,
-)
+from hotrec.assemble.planning import Proposal, SettledPlan, make_proposal, read_settled_plan
 from hotrec.cli.profile import blocks_of
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
-from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.demand import expected_urgent
-from hotrec.cost_model.profile import read_profile, write_profile
-from hotrec.cost_model.reuse import TableReuse
+from hotrec.cost_model.profile import write_profile
 from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, TorchrecTables
-from hotrec.planner.situation import LoaderWorkers
 from hotrec.planner.trial import Trial, write_trial
 from hotrec.runtime.run_dir import PARTITION, PREDICTION
 from hotrec.types import PipelineKind, PipelineSpec, TorchrecPlan
@@ -67,24 +58,6 @@ def propose_plan(folder: Path, *words: str, is_plan: bool = True, on: Machine = 
     return make_proposal(job_of(folder, *words), dataset, on, is_plan=is_plan)
 
 
-@pytest.mark.parametrize(
-    ("cores", "words", "expected"),
-    [(2, (), 0), (3, (), 1), (2, ("trainer.num_workers=4",), 4)],
-)
-def test_predictions_are_for_the_loader_workers_that_a_run_starts(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, cores: int, words: tuple[str, ...], expected: int
-) -> None:
-    """None where the ranks fill the cores, unless their number is configured."""
-    costs = BUILTIN["cpu_1gbit"]
-    facts = {**costs.facts, "cores_per_host": float(cores)}
-    monkeypatch.setitem(BUILTIN, "cpu_1gbit", replace(costs, facts=facts))
-    proposal = propose_plan(folder, *words, is_plan=False)
-    assert proposal.situation is not None
-    assert proposal.situation.loader == LoaderWorkers(expected, cores)
-    assert proposal.situation.workload.is_routed_by_loader == (expected > 0)
-    assert {plan.plan.num_workers for plan in proposal.candidates.values()} == {expected}
-
-
 def make(folder: Path, *words: str, run: str = "run") -> SettledPlan:
     return propose_plan(folder, *words).settle(folder / run / PARTITION)
 
@@ -100,7 +73,6 @@ def record(run: Path, prediction: Any) -> None:
         ("placement=cost", "placement.may_decline=false"),
         ("placement=cost",),
         ("placement=coverage",),
-        ("placement=scars",),
         ("placement=torchrec",),
     ],
 )
@@ -162,30 +134,11 @@ def test_a_run_by_cost_without_its_recorded_plan_is_refused(folder: Path, predic
     run = folder / "damaged"
     if prediction is not None:
         record(run, prediction)
-    with pytest.raises(ArtifactError, match=r"prediction\.json: expected|no such file"):
+    with pytest.raises(ArtifactError, match=r"prediction\.json"):
         read_settled_plan(job_of(folder, "placement=cost"), run, ON)
     words = ("placement=torchrec", "placement.plan=hand_tuned", "pipeline=base")
     read = read_settled_plan(job_of(folder, *words), folder / "nothing", ON)
     assert read.plan == Plan(TorchrecTables(HAND_TUNED), PipelineSpec(BASE))
-
-
-def test_predictions_have_the_reuse_of_the_order(folder: Path) -> None:
-    """Of the log for its order, of shuffled chunks for theirs, of neither for all-hot batches."""
-    profile, _ = read_profile(folder / "profile")
-    in_order = {"t_b": TableReuse(32, (0.9, 0.95), is_of_log=True)}
-    shuffled = {"t_b": TableReuse(32, (0.5, 0.6), is_of_log=True)}
-    profile = replace(profile, reuse=in_order, shuffled_reuse=shuffled)
-    urgent = {}
-    for words in (("order=time",), (), ("order=all_hot", "placement=fraction")):
-        job = job_of(folder, *words)
-        costs = BUILTIN["cpu_1gbit"], None
-        situation = job.situation(ON, profile, profile.build_histograms(), costs)
-        demand = next(demand for demand in situation.demands if demand.name == "t_b")
-        urgent[job.order.kind.name] = expected_urgent(demand)
-    assert urgent["time"] > 1.2 * urgent["shuffled"]
-    older = replace(profile, reuse={}, shuffled_reuse={})
-    [*_, of_older] = job_of(folder).situation(ON, older, older.build_histograms(), costs).demands
-    assert urgent["all_hot"] == expected_urgent(of_older) != urgent["shuffled"]
 
 
 def test_a_recorded_trial_is_of_these_candidates(
@@ -194,14 +147,13 @@ def test_a_recorded_trial_is_of_these_candidates(
     words = ("placement=cost", f"paths.trials={folder / 'trials'}", "pipeline.depth=3")
     proposal = propose_plan(folder, *words)
     assert proposal.recorded_trial is None
-    assert "record of a trial" not in caplog.text
     first, second, *_ = proposal.candidates
     trial = Trial({first: [1.0, 1.0], second: [2.0, 2.0]}, 5.0)
     write_trial(trial, proposal.trial_file)
     assert propose_plan(folder, *words).recorded_trial == replace(trial, is_recorded=True)
     write_trial(Trial({"gone": [1.0, 1.0]}, 5.0), proposal.trial_file)
     assert proposal.recorded_trial is None
-    assert "expected the record of a trial" in caplog.text
+    assert str(proposal.trial_file) in caplog.text
 
 
 @pytest.mark.slow

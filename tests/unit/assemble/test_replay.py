@@ -5,13 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hotrec.assemble.replay import (
-    Stream,
-    draw_stream,
-    number_popular,
-    replay,
-    sample_rows,
-)
+from hotrec.assemble.replay import Stream, draw_stream, number_popular, replay, sample_rows
 from hotrec.bench.samples import ZipfTables
 from hotrec.types import POPULAR_ROW, PopularRows
 
@@ -20,51 +14,6 @@ def make_popular(rows: np.ndarray, counts: np.ndarray) -> PopularRows:
     popular = np.empty(rows.size, POPULAR_ROW)
     popular["row"], popular["prob"] = rows, counts[rows] / counts.sum()
     return popular
-
-
-NOTHING = make_popular(np.empty(0, np.int64), np.ones(1))
-
-
-def moved_by_belady(batches: list[set[int]], num_slots: int) -> int:
-    """Rows that come in where those leave that are read last, or never again."""
-    held: set[int] = set()
-    num_in = 0
-    for step, read in enumerate(batches):
-        num_in += len(read - held)
-        rest = batches[step + 1 :]
-        next_use = {r: next((n for n, of in enumerate(rest) if r in of), len(rest)) for r in held}
-        stay = sorted(held - read, key=next_use.__getitem__)
-        held = read | set(stay[: num_slots - len(read)])
-    return num_in
-
-
-@pytest.mark.parametrize("num_slots", [22, 30, 45])
-def test_look_ahead_that_knows_all_batches_moves_as_few_rows_as_possible(
-    num_slots: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hotrec.embedding.slots.EXAMINED", 60)  # all slots
-    rng = np.random.default_rng(0)
-    ids = [(rng.random(rng.integers(3, 12)) ** 3 * 60).astype(np.int64) for _ in range(40)]
-    rows, lookups = zip(*(np.unique(of, return_counts=True) for of in ids), strict=True)
-    stream = Stream(rows, lookups, np.bincount(np.concatenate(ids), minlength=60))
-    moved = []
-    for window in (0, 1, 4, 40):
-        found = replay(stream, num_slots, 0, depth=0, window=window, popular=NOTHING)
-        assert found is not None
-        moved.append(round(40 * found.num_in))
-    assert moved == sorted(moved, reverse=True)
-    assert moved[-1] == moved_by_belady([set(of.tolist()) for of in rows], num_slots)
-
-
-def test_rows_of_batches_in_flight_stay_also_where_the_window_is_known() -> None:
-    """Four batches of two rows each: with two in flight each needs all slots but one."""
-    rows = [np.array(pair) for pair in ((0, 1), (2, 3), (0, 4), (2, 3))]
-    stream = Stream(rows, [np.ones(2, np.int64)] * 4, np.array([9, 1, 5, 5, 1]))
-    assert replay(stream, 3, 0, depth=1, window=2, popular=NOTHING) is None
-    found = replay(stream, 4, 0, depth=1, window=2, popular=NOTHING)
-    assert found is not None
-    # Only row 1, of the first batch, may leave for row 4.
-    assert (4 * found.num_in, 4 * found.num_out) == (5, 1)
 
 
 @pytest.mark.parametrize("exponent", [0.8, 1.2])

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,24 +20,16 @@ from torchrec.distributed.planner.shard_estimators import (
     EmbeddingPerfEstimator,
     EmbeddingStorageEstimator,
 )
-from torchrec.distributed.types import (
-    CacheAlgorithm,
-)
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from hotrec.assemble.constraints import (
     hot_cold_constraints,
-    offload_stats,
     placement_constraints,
     torchrec_constraints,
 )
 from hotrec.assemble.topology import topology_of
-from hotrec.assemble.torchrec_plan import (
-    TrainedStorageEstimator,
-    make_plan,
-    plan_document,
-)
+from hotrec.assemble.torchrec_plan import TrainedStorageEstimator, make_plan, plan_document
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.fused import fused_params
 from hotrec.embedding.sharding import HotColdSharder
@@ -59,7 +50,6 @@ from hotrec.types import (
 META = torch.device("meta")
 SGD = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1)
 SHARDERS: Any = [HotColdSharder(SGD)]
-CACHED = ColdTier.fused_uvm_caching
 NUM_ROWS = {"small": 10, "big": 1000, "owned": 700, "pooled": 60}
 PARTITION = Partition(NUM_ROWS, {"small": np.arange(10), "big": np.arange(50)})
 PLACEMENT = Placement(
@@ -116,9 +106,6 @@ def summary(tables: dict[str, Any]) -> dict[str, tuple[str, str]]:
     return {name: (t["sharding_type"], t["compute_kernel"]) for name, t in tables.items()}
 
 
-# --- constraints
-
-
 def test_a_placement_becomes_constraints_and_a_plan() -> None:
     expected = HALVES | {
         "big": ("row_wise", "fused_uvm_caching"),
@@ -131,47 +118,6 @@ def test_a_placement_becomes_constraints_and_a_plan() -> None:
     }
     plan = make_plan(Model(PLACEMENT), SHARDERS, machine(2, "cuda"), constraints)
     assert summary(plan_document(plan)["e"]) == expected
-
-
-@pytest.mark.parametrize("num_rows", [1, 7, 1000, 100_000])
-@pytest.mark.parametrize("skew", [0.8, 1.05, 1.2])
-def test_torchrec_reads_back_the_curve_that_went_in(num_rows: int, skew: float) -> None:
-    shares = np.arange(1, num_rows + 1) ** -skew
-    misses = 1 - shares.cumsum() / shares.sum()
-    sizes = np.unique(np.geomspace(1, num_rows, 400).astype(int))
-    ratios = np.clip(misses[sizes - 1], 0, 1)
-    stats = offload_stats(sizes.astype(float), ratios, num_rows / 3, num_rows)
-    assert stats.expected_miss_rate(0.0) == 1.0
-    assert stats.expected_miss_rate(1.0) == pytest.approx(0.0, abs=1e-9)
-
-    inner = sizes < num_rows
-    curve = partial(np.interp, xp=[0, *sizes[inner], num_rows], fp=[1, *ratios[inner], 0])
-    # Where a bin ends, exact; and over the whole curve close.
-    edges = np.linspace(0, num_rows, len(stats.hist) + 1)[1::97]
-    found = np.array([stats.expected_miss_rate(float(edge) / num_rows) for edge in edges])
-    assert np.abs(found - curve(edges)).max() < 0.02
-    at_all = curve(np.arange(num_rows + 1.0))
-    assert stats.cacheability == pytest.approx((at_all[1:] + at_all[:-1]).mean() / 2, abs=0.01)
-
-
-def test_all_ways_into_the_library_choose_lru() -> None:
-    """FBGEMM's prefetch asserts it, and LFU keeps 8 bytes for each row behind the cache."""
-    cold = TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=0.3)
-    given: Any = {"cache_load_factor": 0.3}
-    of_torchrec = torchrec_constraints(
-        tables(), TorchrecPlan.table_wise, batch_size=64, tier=CACHED, is_prefetched=True, **given
-    )
-    assert of_torchrec is not None
-    by_tier = hot_cold_constraints(tables(), PARTITION, cold_tier=CACHED, **given)
-    placed = placement_constraints(Placement(PARTITION, dict.fromkeys(NUM_ROWS, cold)))
-    for constraints in (placed, by_tier, of_torchrec):
-        caches = [c.cache_params for name, c in constraints.items() if not name.endswith("_hot")]
-        assert {(c.algorithm, c.load_factor) for c in caches if c} == {(CacheAlgorithm.LRU, 0.3)}
-        assert all(caches)
-    assert all(c.cache_params.prefetch_pipeline for c in of_torchrec.values() if c.cache_params)
-
-
-# --- plans
 
 
 def test_hot_cold_plan() -> None:
@@ -210,9 +156,6 @@ def test_ranks_with_other_hash_seeds_make_the_same_plan() -> None:
     assert first.count(b"table_wise") == 2
 
 
-# --- memory
-
-
 @pytest.mark.parametrize(
     ("on", "tier", "message"),
     [
@@ -223,11 +166,9 @@ def test_ranks_with_other_hash_seeds_make_the_same_plan() -> None:
     ],
 )
 def test_tables_that_do_not_fit(on: Machine, tier: ColdTier, message: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^plan for 2 ranks on .*: .* to fit {message}"
-    ) as caught:
+    with pytest.raises(ValueError, match=rf"^plan for 2 ranks .*{message}") as caught:
         plan_of(None, on, tier)
-    need = re.search(r"got (\d+) bytes on average over the ranks", str(caught.value))
+    need = re.search(r"got (\d+) bytes", str(caught.value))
     assert need is not None
     assert plan_of(
         None, replace(on, device_bytes=2 * int(need[1]), host_bytes=3 * int(need[1])), tier
@@ -275,6 +216,3 @@ def test_states_and_gradients_are_counted_where_they_are(
     # A shard of 350 rows: row-wise state is on the device for every row, no state is cached.
     of_element = (350 * element, 0) if tier is ColdTier.fused else (0, 350 * element)
     assert beside["owned"] == [(of_element[0] + 350 * row, of_element[1])] * 2
-
-
-# --- the machine

@@ -96,18 +96,6 @@ def test_factors_and_waiting_of_messages_are_recovered(
     assert fitted.stage_overhead_s["rows_exchange"] == pytest.approx(overhead_s, abs=1e-7)
 
 
-def test_torchrecs_messages_have_a_factor_of_their_own() -> None:
-    """It is as far from that of rows as steps say, less what a difference counts."""
-
-    def copied(family: str, predicted_s: float, size: float) -> float:
-        return predicted_s * (3.0 if family == TORCHREC else 1.5)
-
-    fitted = fit_steps(COSTS, all_anchors(rows_exchange=copied))
-    rows, pooled = (fitted.correction("rows_exchange", of_torchrec=of) for of in (False, True))
-    assert 1.25 * rows < pooled <= 3.0
-    assert fitted.correction("ids_exchange", of_torchrec=True) == fitted.correction("ids_exchange")
-
-
 def ahead(row_bytes: float, left_s: float) -> Anchor:
     """A step with look-ahead that took so much more than was predicted."""
     return Anchor(AHEAD, 0.0, PREDICTED, PREDICTED, sum(PREDICTED.values()) + left_s, row_bytes)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrec.calibrate.workload import (
-    cut_tables,
-)
+from hotrec.calibrate.workload import cut_tables
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=30), st.integers(1, 100_000))

@@ -12,7 +12,6 @@ from hotrec.cost_model.demand import (
     coverage,
     expected_distinct,
     expected_urgent,
-    prob_both,
     prob_drawn,
     prob_met,
 )
@@ -88,23 +87,6 @@ def test_prob_drawn_is_the_hypergeometric(total):
         assert found == pytest.approx(exact, abs=1e-14, rel=0.1 / total)
 
 
-def test_probabilities_that_are_tiny_or_one():
-    assert prob_met(np.array([1e-18]), 1e4)[0] == pytest.approx(1e-14, rel=1e-12)
-    assert prob_met(np.array([1.0, 0.5]), 0).tolist() == [0, 0]
-    assert prob_met(np.array([1.0]), 3).tolist() == [1]
-    assert prob_drawn(np.array([1.0]), 10**15, 1e3)[0] == pytest.approx(1e-12, rel=1e-9)
-    # A row that takes every lookup, and more draws than lookups.
-    assert prob_drawn(np.array([1.0, 99.0, 100.0]), 100, 250).tolist() == [1, 1, 1]
-    # A mean of less than one draw, and of one that may or may not exceed the other lookups.
-    assert prob_drawn(np.array([7.0]), 7, 0.25) == pytest.approx(0.25)
-    assert prob_drawn(np.array([9.0]), 10, 1.25) == pytest.approx(0.9 + 0.1 * 0.25, abs=0.01)
-    # Two draws of one lookup each out of ten: c/10 (c-1)/9. More draws than lookups: the product.
-    counts = np.array([1.0, 5.0, 10.0])
-    one, six = (prob_drawn(counts, 10, num_draws) for num_draws in (1, 6))
-    assert prob_both(counts, 10, 2, one, one) == pytest.approx([0, 5 / 10 * 4 / 9, 1], abs=0.01)
-    assert prob_both(counts, 10, 12, six, six) == pytest.approx(six**2)
-
-
 @given(counts=COUNTS, batch_size=st.integers(1, 200), world_size=st.integers(1, 5))
 def test_more_hot_rows_only_move_rows(counts, batch_size, world_size):
     demand = make_demand(counts, batch_size=batch_size, world_size=world_size)
@@ -132,17 +114,3 @@ def test_all_hot_share():
     share = all_hot_share([first], {"t": 2}) / 2
     assert all_hot_share([first, second], {"t": 2, "u": 1}) == pytest.approx(share)
     assert all_hot_share([first, second], {}) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("options", "key", "got"),
-    [
-        ({"dim": 0}, "dim", "0"),
-        ({"row_bytes": 15}, "row_bytes", "15"),
-        ({"lookups": math.inf}, "lookups_per_sample", "inf"),
-        ({"num_draws": (3.0, 2.0)}, "num_draws", "2.0"),
-    ],
-)
-def test_refuses(options, key, got):
-    with pytest.raises(ValueError, match=rf"table t {key}.*: expected .* got {got}"):
-        make_demand([1, 2], **options)

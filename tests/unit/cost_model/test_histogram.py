@@ -5,13 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import hotrec.cost_model.histogram as histogram_module
-from hotrec.cost_model.histogram import (
-    TALLIED_COUNTS,
-    build_histogram,
-    merge_histograms,
-    order_all_rows,
-    top_rows,
-)
+from hotrec.cost_model.histogram import TALLIED_COUNTS, build_histogram, merge_histograms, top_rows
 
 # Counts on both sides of the tallied range, with many ties.
 COUNTS = arrays(
@@ -66,15 +60,3 @@ def test_top_rows_are_the_sorted_prefix(counts, data):
     rows = top_rows(counts, num_hot, histogram)
     assert rows.dtype == np.int64
     assert rows.tolist() == by_oracle(counts)[:num_hot]
-
-
-@given(counts=COUNTS)
-def test_all_rows_in_order(counts):
-    assert order_all_rows(counts).tolist() == by_oracle(counts)
-
-
-def test_refuses_negative_counts_and_other_shapes():
-    with pytest.raises(ValueError, match="counts at row 9: expected at least 0, got -4"):
-        build_histogram(np.array([0] * 9 + [-4]))
-    with pytest.raises(ValueError, match=r"held-out counts: expected shape \(2,\), got \(3,\)"):
-        build_histogram(np.zeros(2, np.int64), np.zeros(3, np.int64))

@@ -52,11 +52,3 @@ def test_batches_are_made_in_the_main_thread_or_in_workers() -> None:
     assert costs.loader_s(1000, 20_000, 0) == pytest.approx((4e-3, 0.0))
     assert costs.loader_s(1000, 20_000, 2) == pytest.approx((1e-3, 7e-3))
     assert BUILTIN["cpu_1gbit"].loader_s(1000, 0, 2) is None
-
-
-def test_cores_that_were_shared_when_measured_are_not_shared_twice() -> None:
-    shared: Any = {"num_workers": 1, "ranks_per_host": 4, "cores_per_host": 2, "overlap": 1.0}
-    alone = with_loader(STEP, loader_s=(0.0, 0.0), **shared, slowdown=2.0)
-    assert alone.step_s == STEP.step_s
-    beside = with_loader(STEP, loader_s=(0.0, 4e-3), **shared, slowdown=2.0)
-    assert beside.step_s == pytest.approx(4 * (3e-3 + 4e-3) / 2)

@@ -6,21 +6,10 @@ import pytest
 from hotrec.cost_model.blocks import Block
 from hotrec.cost_model.demand import expected_distinct, prob_drawn
 from hotrec.cost_model.histogram import build_histogram
-from hotrec.cost_model.locality import (
-    LocalityMeter,
-    TableLocality,
-    effective_draws,
-    step_draws,
-)
-from hotrec.cost_model.profile import Sampling, count_rows
+from hotrec.cost_model.locality import TableLocality, effective_draws, step_draws
+from hotrec.cost_model.profile import count_rows
 from hotrec.types import Feature, Schema, Table
-from tests.unit.cost_model.samples import (
-    SCHEMA,
-    as_lists,
-    count_slowly,
-    make_demand,
-    make_samples,
-)
+from tests.unit.cost_model.samples import make_demand
 
 NUM_ROWS = 4096
 ONE = Schema((), (Feature("a", "t"),), (Table("t", NUM_ROWS),))
@@ -69,17 +58,6 @@ def test_blocks_with_rows_of_their_own():
         assert expected_distinct(demand)[1] == pytest.approx(read, rel=0.02)
 
 
-def test_a_draw_of_a_whole_block_reads_what_the_block_reads():
-    """Also of bags, some of them empty."""
-    block = make_samples(64)
-    meter = LocalityMeter(SCHEMA, seed=0)
-    meter.observe(block, num_counted=64)
-    counts = count_slowly(as_lists(block))
-    for table, found in meter.localities().items():
-        assert (found.batch_sizes, found.lookups) == ((64,), (sum(counts[table]),))
-        assert (found.mean, found.spread) == ((np.count_nonzero(counts[table]),), (0.0,))
-
-
 def with_ratios(histogram, ratios, *, num_batches=4, error=0.0):
     """Batches that read what so many draws per lookup read, off by ``error`` rows."""
     counts = histogram.values.astype(float)
@@ -122,15 +100,3 @@ def test_all_ranks_draw_no_less_than_one():
             ZIPF, falling, batch_size=batch_size, world_size=world_size, lookups_per_sample=1.0
         )
         assert draws == pytest.approx((expected,) * 2, rel=1e-4)
-
-
-def test_a_sampled_profile_draws_batches_from_all_samples():
-    """Every row is read twice: batches of sampled samples would hardly read one twice."""
-    rows = np.tile(np.arange(NUM_ROWS, dtype=np.int32), 2)
-    profile = profile_of([Block(rows.size, {"a": rows})], sampling=Sampling(frac=0.25))
-    found = profile.locality["t"]
-    assert found.batch_sizes[-1] == rows.size
-    assert found.mean[-1] == NUM_ROWS
-    at = found.batch_sizes.index(2048)
-    expected = NUM_ROWS * prob_drawn(np.array([2.0]), rows.size, 2048)[0]
-    assert found.mean[at] == pytest.approx(expected, rel=0.02)

@@ -9,15 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.costs import CostsError, Line, Link, World
-from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineSpec, Workload
+from hotrec.cost_model.costs import Line, Link, World
+from hotrec.cost_model.forms import LOOK_AHEAD, PipelineSpec, Workload
 from hotrec.types import STAGES, PipelineKind, WireType
 from tests.unit.cost_model.samples import predict_step, work_of
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overlap=1.0)
 WORLD = World(2, 1)
 WORKLOAD = Workload(2048, 1e6, 0.2, 100_000)
-EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 MIXED = work_of(
     lookups=5e4,
     rows_device=12e3,
@@ -63,33 +62,12 @@ def test_bytes_are_those_of_the_exchanges(wire, value):
     assert value == 4 or step_s < 0.6 * predict(costs=with_link(3e7)).step_s
 
 
-def test_hot_rows_go_the_way_that_sends_least():
-    # Of eight ranks, owners send (W-1)/W (H + union) rows, gathering (W-1) H.
-    world = World(8, 1)
-    assert predict(world=world).sent_bytes["hot_exchange"] == pytest.approx(7 / 8 * 7e3 * 260)
-    few = MIXED | work_of(union_rows=24e3, replica_rows=1e6)
-    assert predict(few, world=world).sent_bytes["hot_exchange"] == pytest.approx(7 * 3e3 * 260)
-    most = MIXED | work_of(replica_rows=3e3)
-    dense = 2 * 7 / 8 * 3e3 * 257
-    assert predict(most, world=world).sent_bytes["hot_exchange"] == pytest.approx(dense)
-    forced = predict(is_hot_dense=True).sent_bytes["hot_exchange"]
-    assert forced == pytest.approx(1e4 * 257)
-
-
 def test_urgent_rows_travel_both_ways_in_line():
     costs = with_link(1e9)
     workload = replace(WORKLOAD, dense_flops=0.0)
     steps = [predict(q, costs=costs, workload=workload) for q in (CALM, MIXED)]
     both_s = 2 * message_s(2e3 * 256 / 2, costs=costs)
     assert steps[1].step_s - steps[0].step_s == pytest.approx(both_s, rel=1e-6)
-
-
-def test_one_rank_sends_nothing():
-    step = predict(world=World(1, 1))
-    assert step.total_sent_bytes == 0
-    assert all(step.stage_s[s] == 0 for s in EXCHANGES)
-    in_line = predict(world=World(1, 1), pipeline=SPARSE_DIST)
-    assert step.step_s == pytest.approx(in_line.step_s)
 
 
 RATES = st.floats(1e6, 1e11)
@@ -139,22 +117,6 @@ def test_more_conflicts_never_make_a_shorter_step(less, more, rate):
     assert step(low) <= step(high) * (1 + 1e-9)
 
 
-def test_what_is_paid_beside_the_stages():
-    """Stragglers are waited for once, fixed overheads are paid once, others' corrections never."""
-    base = predict()
-
-    def more_s(**changes):
-        return predict(costs=replace(COSTS, **changes)).step_s - base.step_s
-
-    dense_s = base.stage_s["dense"]
-    waiting = {"rows_exchange": 0.1, "grads_exchange": 0.2}
-    assert more_s(waiting_frac=waiting) == pytest.approx(0.2 * dense_s)
-    assert more_s(overhead_s=COSTS.overhead_s + 1) == pytest.approx(1.0)
-    of_torchrec = {"rows_exchange": 9.0, "ids_exchange": 9.0}
-    assert more_s(corrections=of_torchrec) == pytest.approx(0)
-    assert more_s(corrections={"row_update": 2.0}) == pytest.approx(base.stage_s["row_update"])
-
-
 def test_costs_of_one_host_say_nothing_of_two():
     with pytest.raises(ValueError, match="expected the link between hosts"):
         predict(costs=replace(COSTS, inter=None))
@@ -180,11 +142,3 @@ def test_rows_move_into_slots_and_back_at_once_while_the_step_computes(world, ov
         hidden_s = step.hidden_s["rows_exchange"] - without.hidden_s["rows_exchange"]
         assert hidden_s == pytest.approx(moving_s - exposed_s)
         assert step.sent_bytes == without.sent_bytes
-
-
-def test_costs_without_the_movement_into_slots_predict_no_slots():
-    kernels = {n: line for n, line in COSTS.kernels.items() if not n.endswith("_slot")}
-    costs = replace(COSTS, kernels=kernels)
-    predict(costs=costs)
-    with pytest.raises(CostsError, match="kernel fetch_slot: expected a measured line"):
-        predict(MIXED | work_of(fetched_rows=1.0), costs=costs)

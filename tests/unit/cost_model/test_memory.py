@@ -4,16 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.cost_model.costs import World
-from hotrec.cost_model.memory import (
-    memory_by_rank,
-)
+from hotrec.cost_model.memory import memory_by_rank
 from hotrec.cost_model.quantities import TableSharding
-from hotrec.types import (
-    Exchange,
-    Sharding,
-    TablePlacement,
-    Tier,
-)
+from hotrec.types import Sharding, TablePlacement, Tier
 from tests.unit.cost_model import samples
 
 TABLE_WISE = TablePlacement(sharding=Sharding.TABLE_WISE)
@@ -47,29 +40,6 @@ def test_hot_and_cold_by_hand():
     # On CPU everything is host memory, and the router is there once.
     on_cpu = [(0, device - 20 + host) for device, host in expected]
     assert memory([demand], {"a": 2}, {"a": TablePlacement()}, device="cpu") == on_cpu
-
-
-def test_tiers_by_hand():
-    host = TablePlacement(tier=Tier.HOST)
-    # Row-wise state, one float, stays on the device; the router takes 16 on both.
-    assert memory([make_demand("a", 4)], {}, {"a": host}) == [(2 * 4 + 16, 2 * 16 + 16)] * 2
-    # State of a whole row goes where the row is.
-    full = make_demand("a", 4, state_bytes=16)
-    assert memory([full], {}, {"a": host}) == [(16, 2 * 32 + 16)] * 2
-    cached = TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=0.5)
-    # A slot of each rank, 16 and FBGEMM's 8 + 8; its map's 4 for each of its 2 rows; the state of
-    # a whole row is not cached.
-    assert memory([full], {}, {"a": cached}) == [(32 + 2 * 4 + 16, 2 * 32 + 16)] * 2
-    # The state of one float is on the device for every row, cached or not.
-    assert memory([make_demand("a", 4)], {}, {"a": cached}) == [(32 + 2 * 8 + 16, 2 * 16 + 16)] * 2
-
-
-def test_table_wise_tables_go_where_there_is_room():
-    demands = [make_demand(name, size) for name, size in (("a", 2), ("b", 7), ("c", 4))]
-    pooled = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
-    # 7 on one rank; 4 and 2 on the other; a pooled table needs no router.
-    found = memory(demands, {}, dict.fromkeys("abc", pooled))
-    assert sorted(found) == [(6 * 20, 0), (7 * 20, 0)]
 
 
 def test_torchrec_plans_by_hand():

@@ -73,20 +73,6 @@ def test_a_sample_counts_half_as_often_after_a_half_life():
     assert profile.num_total_samples == 80_000
 
 
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        ({"heldout_frac": 0.1}, "num_samples: expected the length"),
-        ({"heldout_frac": 1.0, "num_samples": 10}, "heldout_frac: .*got 1.0"),
-        ({"heldout_frac": 0.1, "num_samples": 10, "heldout_blocks": []}, "heldout_frac: .*got 0.1"),
-        ({"num_samples": 11}, "expected 11 samples .*, got 10"),
-    ],
-)
-def test_refuses_contradictions(options, key):
-    with pytest.raises(ValueError, match=key):
-        count_rows([make_samples(10)], SCHEMA, **options)
-
-
 @pytest.mark.parametrize("num_samples", [200, 1200])
 def test_what_is_counted_is_written_and_read_back(tmp_path, num_samples):
     """With the locality of drawn batches, where blocks are large enough for some."""

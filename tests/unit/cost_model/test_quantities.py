@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrec.cost_model.caches import CachedTable, lfu_hit_frac, num_slots, shared_cache_shares
+from hotrec.cost_model.caches import lfu_hit_frac
 from hotrec.cost_model.costs import REQUIRED, Costs, Line, Link, World
 from hotrec.cost_model.demand import expected_distinct, expected_urgent, prob_drawn
 from hotrec.cost_model.forms import QUANTITIES, Workload
@@ -15,11 +15,8 @@ from hotrec.cost_model.quantities import (
     TableSharding,
     between_hosts_bound_bytes,
     cached_rows,
-    hot_cold_caches,
     hot_cold_quantities,
-    predict_torchrec,
     served_by_shard,
-    torchrec_caches,
     torchrec_quantities,
 )
 from hotrec.cost_model.step import make_model, make_step_model
@@ -38,7 +35,6 @@ from hotrec.types import (
 from tests.unit.cost_model import samples
 
 POOLED = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
-CACHED = TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=0.4)
 WORKLOAD = Workload(batch_size=4, dense_flops=0.0, bottom_frac=0.0, num_dense_values=0)
 ONE_TIER = Costs(
     *("test", "built-in", "cuda", {name: Line(1e-6, 1e-9, 1e-10) for name in REQUIRED}),
@@ -46,14 +42,6 @@ ONE_TIER = Costs(
 )
 
 make_demand = partial(samples.make_demand, batch_size=4)
-
-
-def two_tables(world_size=2):
-    """A shared table of two columns, D=4; a multi-hot one of 3 ids a sample, D=8."""
-    return [
-        make_demand([8, 4, 2, 2], "a", dim=4, lookups=2.0, num_columns=2, world_size=world_size),
-        make_demand([3, 3, 3, 0], "b", dim=8, lookups=3.0, world_size=world_size),
-    ]
 
 
 def is_near(found, trials):
@@ -203,43 +191,6 @@ def test_kinds_of_sharding_by_hand(output):
         assert not any(v for name, v in of.items() if not name.startswith("replicated"))
 
 
-def test_a_plan_takes_its_slowest_rank_and_sends_the_mean():
-    demands, world = two_tables(), World(2, 2)
-    shardings = {"a": TableSharding("table_wise", (0,)), "b": TableSharding("table_wise", (1,))}
-    per_rank = torchrec_quantities(demands, shardings, world, 4)
-    model = make_step_model(ONE_TIER, world, WORKLOAD)
-    found, each = predict_torchrec(model, per_rank), [model.predict(q) for q in per_rank]
-    for stage, seconds in found.stage_s.items():
-        assert seconds == max(of.stage_s[stage] for of in each)
-        sent = [of.sent_bytes[stage] for of in each]
-        assert found.sent_bytes[stage] == pytest.approx(np.mean(sent))
-    assert found.step_s == pytest.approx(sum(found.stage_s.values()))
-    assert found.step_s > max(of.step_s for of in each)
-
-
-def test_tables_of_a_rank_share_its_cache():
-    counts = list(range(400, 0, -1))
-    a, b, c = (make_demand(counts, name, dim=dim) for name, dim in (("a", 4), ("b", 4), ("c", 8)))
-    cache = {"tier": Tier.HOST_CACHED, "cache_load_frac": 0.4}
-    shardings = {name: TableSharding("table_wise", (0,), **cache) for name in "ab"}
-    shardings["c"] = TableSharding("row_wise", (0, 1), **cache)
-    found = torchrec_caches([a, b, c], shardings, World(2, 2))
-    parts = [CachedTable(demand, is_per_lookup=True) for demand in (a, b, c)]
-    # 160 rows each of a and b; of c half of its 160 rows on each rank, in a cache of its own.
-    together = shared_cache_shares(parts[:2], 320)
-    [alone] = shared_cache_shares([dataclasses.replace(parts[2], share=0.5)], num_slots(80))
-    of_rank_0 = {(0, "a"): together[0], (0, "b"): together[1], (0, "c"): alone}
-    assert found == of_rank_0 | {(1, "c"): alone}
-    per_rank = torchrec_quantities([a, b, c], shardings, World(2, 2), 4)
-    assert per_rank[1]["pooled_ids_hit"] == pytest.approx(4 * alone.hit)
-
-    # Pooled tables of a placement have one cache, and those of rows one of each dimension.
-    pooled = dataclasses.replace(CACHED, exchange=Exchange.POOLED, sharding=Sharding.TABLE_WISE)
-    found = hot_cold_caches([a, b, c], {}, {"a": pooled, "b": CACHED, "c": CACHED}, World(1, 1))
-    for name, of_one in (("a", parts[0]), ("b", CachedTable(b)), ("c", CachedTable(c))):
-        assert [found[name]] == shared_cache_shares([of_one], 160)
-
-
 @pytest.mark.parametrize("order", [None, RowOrder(100)])
 def test_a_shard_serves_the_cold_rows_that_it_stores(order, monkeypatch):
     monkeypatch.setattr("hotrec.cost_model.histogram.SLICE_ROWS", 7)
@@ -250,31 +201,3 @@ def test_a_shard_serves_the_cold_rows_that_it_stores(order, monkeypatch):
     shard_of = (rows if order is None else order.stored(rows)) // 34
     assert served == pytest.approx(3 * np.bincount(shard_of, chances, minlength=3))
     assert (served.max() / served.mean() < 1.1) == (order is not None)
-
-
-@pytest.mark.parametrize(
-    ("num_hot", "table", "key"),
-    [
-        ({}, None, "got none of"),
-        ({"b": 1}, TablePlacement(), "hot rows of"),
-        ({"a": 4}, TablePlacement(), "got 4"),
-        ({"a": 1}, POOLED, "exchange is pooled"),
-        ({}, dataclasses.replace(CACHED, cache_load_frac=None), "cache_load_frac: .* got None"),
-        ({}, dataclasses.replace(CACHED, cache_load_frac=1.5), "cache_load_frac: .* got 1.5"),
-        ({}, ("rows", (0,)), "sharding kind: .* got 'rows'"),
-        ({}, ("table_wise", ()), "sharding table_wise: expected"),
-        ({}, ("table_wise", (2,)), "got 2"),
-    ],
-)
-def test_refuses(num_hot, table, key):
-    demands = [make_demand([1, 1, 0], "a")]
-
-    def predict():
-        if isinstance(table, tuple):
-            torchrec_quantities(demands, {"a": TableSharding(*table)}, World(2, 2), 4)
-        else:
-            tables = {} if table is None else {"a": table}
-            hot_cold_quantities(demands, num_hot, tables, World(2, 2), 4)
-
-    with pytest.raises(ValueError, match=key):
-        predict()

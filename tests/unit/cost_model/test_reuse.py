@@ -8,21 +8,9 @@ import numpy as np
 import pytest
 
 from hotrec.cost_model.blocks import Block
-from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.demand import expected_distinct, expected_urgent
-from hotrec.cost_model.forms import Workload
-from hotrec.cost_model.histogram import build_histogram
 from hotrec.cost_model.profile import count_rows
-from hotrec.cost_model.reuse import (
-    DEPTHS,
-    ENOUGH_BATCHES,
-    LogReuse,
-    ReuseMeter,
-    TableReuse,
-)
-from hotrec.planner.machine import Machine
-from hotrec.planner.situation import TableShape, build_situation, urgent_by_depth
-from hotrec.types import Feature, Schema, Table, TableOutput
+from hotrec.cost_model.reuse import DEPTHS, ENOUGH_BATCHES, LogReuse, ReuseMeter, TableReuse
+from hotrec.types import Feature, Schema, Table
 
 
 def reuse_of(batches: list[Block], schema: Schema) -> dict[str, TableReuse]:
@@ -85,40 +73,3 @@ def test_a_log_has_the_reuse_of_its_batches(chunk_size: int, batch_size: int) ->
         name: TableReuse(of.batch_size, of.read_frac, is_of_log=True)
         for name, of in of_loader.items()
     }
-
-
-@pytest.mark.parametrize("is_shuffled", [False, True])
-def test_urgent_rows_by_depth_as_counted(is_shuffled: bool) -> None:
-    """On two ranks, whose batches are small; predicted from a profile and one rank's batches."""
-    batch_size, num_batches = 8, 60
-    log = drifting_log(2 * batch_size * num_batches)
-    if is_shuffled:
-        log = log.at(np.random.default_rng(2).permutation(log.num_samples))
-    of_ranks = [log.at(np.arange(rank, log.num_samples, 2)) for rank in range(2)]
-    ranks, profile = [list(of.pieces(batch_size)) for of in of_ranks], count_rows([log], TWO)
-    meter = ReuseMeter(TWO)
-    for block in ranks[0]:
-        meter.observe(block)
-    measured: Any = meter.localities(), meter.reuse()
-    on_two = Machine(2, 2, "cpu", 0, 1 << 30, batch_size)
-    histograms = {name: build_histogram(counts) for name, counts in profile.counts.items()}
-    facts = histograms, profile.num_samples
-    by_depth = urgent_by_depth(*facts, on_two, *measured)
-    names = "items", "users"
-    rows = [
-        [{(name, row) for name in names for row in rows_of(block, name)} for block in of_rank]
-        for of_rank in ranks
-    ]
-    for depth in (1, 4, 16):
-        shares = []
-        for step in range(depth, num_batches):
-            before = set().union(*(of[at] for of in rows for at in range(step - depth, step)))
-            shares.append(len(rows[0][step] & before) / len(rows[0][step]))
-        assert by_depth[depth] == pytest.approx(np.mean(shares), abs=0.1), depth
-    shapes = [TableShape(name, 4, 16, 1, TableOutput.expanded) for name in names]
-    work, costs = Workload(batch_size, 0.0, 0.0, 0), (BUILTIN["cpu_1gbit"], None)
-    demands = build_situation(shapes, work, *facts, on_two, costs, *measured).demands
-    num_rows = sum(expected_distinct(demand)[1] for demand in demands)
-    assert num_rows == pytest.approx(np.mean([len(of) for of in rows[0]]), rel=0.05)
-    num_urgent = sum(expected_urgent(demand) for demand in demands)
-    assert num_urgent / num_rows == pytest.approx(by_depth[1], abs=1e-3)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import CollectiveCurve, World
-from hotrec.cost_model.forms import PipelineSpec, Workload
-from hotrec.types import STAGES, PipelineKind
+from hotrec.cost_model.forms import Workload
+from hotrec.types import STAGES
 from tests.unit.cost_model.samples import predict_step, work_of
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overlap=0.5)
@@ -44,29 +43,6 @@ def test_a_share_of_what_travels_is_hidden(overlap: float) -> None:
     assert step.hidden_s["rows_exchange"] == pytest.approx(overlap * min(wire_s, cover_s))
 
 
-@pytest.mark.parametrize(
-    ("stage", "quantities", "factor"),
-    [
-        ("rows_exchange", work_of(pooled_sent_bytes=1e6, pooled_groups=1), 2.0),
-        ("rows_exchange", COLD, 3.0),
-        ("hot_exchange", {"replicated_bytes": 1e6, "replicated_groups": 1.0}, 2.0),
-        ("hot_exchange", {"hot_rows": 1e3, "hot_bytes": 256e3}, 3.0),
-        ("row_update", COLD, 3.0),
-    ],
-)
-def test_corrections_scale_a_stage(stage: str, quantities: Any, factor: float) -> None:
-    """Those of TorchRec's messages have one of their own, those of rows keep the stage's."""
-    plain = replace(COSTS, overlap=0.0)
-    corrected = replace(plain, corrections={stage: 3.0, f"torchrec_{stage}": 2.0})
-    if stage == "row_update":  # which has no messages
-        corrected = replace(plain, corrections={stage: 3.0})
-    before, after = (
-        predict_step(costs, WORLD, WORKLOAD, quantities).stage_s for costs in (plain, corrected)
-    )
-    assert after[stage] == pytest.approx(factor * before[stage])
-    assert {**after, stage: 0} == pytest.approx({**before, stage: 0})
-
-
 def test_bytes_are_those_of_the_exchanges() -> None:
     sent = predict_step(COSTS, WORLD, WORKLOAD, MIXED).sent_bytes
     assert sent["ids_exchange"] == pytest.approx(4e3 * 4 / 2)
@@ -88,21 +64,3 @@ def test_curves_are_exact_at_the_message_sizes_of_the_step(rows: int) -> None:
     wanted = 2e-4 + max(0.0, sent - 256e3) / 125e6 + sent * costs.kernels["copy"].per_byte_s
     found = predict_step(costs, WORLD, WORKLOAD, COLD | quantities).stage_s["rows_exchange"]
     assert found == pytest.approx(wanted, rel=1e-6)
-
-
-def test_prefetch_hides_what_a_miss_takes_more_than_a_hit() -> None:
-    costs = BUILTIN["dgx_h100_infiniband"]
-    spec = PipelineSpec(PipelineKind.prefetch)
-    hits = work_of(pooled_ids_hit=5e4, pooled_groups=1)
-    misses = work_of(pooled_ids_miss=5e4, pooled_groups=1)
-    busy = replace(WORKLOAD, dense_flops=1e9)
-    for workload in (busy, replace(WORKLOAD, dense_flops=0.0)):
-        hit = predict_step(costs, WORLD, workload, hits, pipeline=spec)
-        miss = predict_step(costs, WORLD, workload, misses, pipeline=spec)
-        in_line = predict_step(costs, WORLD, workload, misses)
-        fetch_s = in_line.stage_s["row_lookup"] - hit.stage_s["row_lookup"]
-        hidden_s = min(fetch_s, costs.overlap * in_line.stage_s["dense"])
-        assert miss.hidden_s["row_lookup"] == pytest.approx(hidden_s)
-        assert in_line.step_s - miss.step_s == pytest.approx(hidden_s)
-    assert hidden_s < fetch_s  # idle layers hide less
-    assert hit.hidden_s["row_lookup"] == 0

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -56,46 +54,3 @@ def test_figures_by_hand() -> None:
     assert counters.end_line() == CacheFigures()
     # A rank without a cache has figures too, so that all ranks can add theirs up.
     assert CacheCounters([make_module(is_cached=False)]).end_line() == CacheFigures()
-
-
-def test_state_as_long_as_a_row_crosses_the_bus_for_hits_too() -> None:
-    module = make_module(state_floats=DIM)
-    counters = CacheCounters([module])
-    count(module, 50, 40, 0, 0, 0, num_filled=0)
-    figures = counters.end_line()
-    assert (figures.num_hits, figures.num_misses) == (40, 0)
-    assert figures.read_bytes == figures.written_bytes == pytest.approx(40 * 4 * DIM)
-
-
-def test_caches_and_ranks_add_up() -> None:
-    modules = [make_module(), make_module()]
-    counters = CacheCounters(modules)
-    for module in modules:
-        count(module, 9, 7, 5, 0, 0, num_filled=5)
-    found = counters.end_line()
-    assert (found.num_lookups, found.num_hits, found.num_misses) == (18, 4, 10)
-
-
-def test_a_cache_that_was_emptied_counts_no_negative_evictions() -> None:
-    module = make_module()
-    counters = CacheCounters([module])
-    count(module, 60, 60, 60, 0, 0, num_filled=60)
-    counters.end_line()
-    module.lxu_cache_state.fill_(-1)
-    count(module, 10, 10, 10, 0, 0, num_filled=10)
-    assert counters.end_line().num_evictions == 10
-
-
-def test_counts_of_a_prefetching_stream_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cuda", 0)
-    stats = torch.zeros(6, dtype=torch.int64)
-    module: Any = SimpleNamespace(
-        lxu_cache_weights=SimpleNamespace(numel=lambda: 1, device=device),
-        lxu_cache_state=torch.full((2, 32), -1),
-        get_uvm_cache_stats=lambda: stats,
-        max_D_cache=DIM,
-        total_cache_hash_size=NUM_ROWS,
-    )
-    late = {device: torch.tensor([1, 9, 7, 0, 0, 0])}
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda of: stats.copy_(late[of]))
-    assert CacheCounters([module]).end_line() == CacheFigures(9, 7, 7)

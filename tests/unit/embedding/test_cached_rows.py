@@ -13,8 +13,9 @@ import torch
 import hotrec.embedding.cached_rows as cached_rows_module
 import hotrec.embedding.slots as slots_module
 from hotrec.embedding.cached_rows import CachedRows, RowMover
-from hotrec.embedding.slots import SlotMap, TooFewSlotsError, fetches
+from hotrec.embedding.slots import SlotMap, TooFewSlotsError
 from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.runtime.comm_thread import CommunicationFuture
 from hotrec.types import POPULAR_ROW, OptimizerKind
 
 NUM_ROWS, DIM = 20, 4
@@ -47,17 +48,6 @@ def train(rows: CachedRows, number: int, *ids: int) -> None:
     rows.wait(number)
     rows.update(slots, torch.ones(len(ids), DIM), 1.0, 1)
     rows.release(number, is_changed=True)
-
-
-def test_the_device_reads_what_is_mapped_and_the_host_gathers_the_rest() -> None:
-    host, state = torch.zeros(NUM_ROWS, DIM), torch.arange(NUM_ROWS).float()
-    seen = torch.arange(NUM_ROWS).float()[:, None].repeat(1, DIM)
-    held = [torch.zeros(4, DIM), torch.zeros(4)]
-    mover = RowMover([host, state], held, torch.device("cpu"), [seen, None])
-    mover.submit(fetches(torch.tensor([3, 9, 11]), torch.tensor([2, 0, 1])), 0).wait()
-    assert held[0][:, 0].tolist() == [9, 11, 3, 0]
-    assert held[1].tolist() == [9, 11, 3, 0]
-    mover.close()
 
 
 def test_batches_in_flight_share_slots_and_keep_them() -> None:
@@ -103,20 +93,6 @@ def test_slots_begin_with_the_most_popular_rows(most: int, monkeypatch: pytest.M
     assert (rows.slots.num_misses, rows.slots.num_evictions) == (1, 1)
 
 
-def test_popular_rows_stay_until_others_are_read_more() -> None:
-    """Until the decayed lookups of the profile are fewer than those since."""
-    rows, _ = make_rows(num_slots=2, popular=((4, 2 / 3), (7, 0.01)))
-    last = {4: -1, 7: -1}
-    for number in range(800):
-        rows.reserve(torch.tensor([9 + number % 2]), number)
-        rows.release(number, is_changed=False)
-        for row in (4, 7):
-            if rows.slots.slots_of(torch.tensor([row])) >= 0:
-                last[row] = number
-    # Rows 9 and 10 are read by every other batch: 2/3 2^-t = 1/2 (1 - 2^-t) after t half-lives.
-    assert last == {4: pytest.approx(512 * np.log2(7 / 3), abs=2), 7: -1}
-
-
 def test_only_changed_rows_are_written_back_with_their_state() -> None:
     rows, host = make_rows(num_slots=4)
     row_bytes = 4 * DIM + 4
@@ -136,36 +112,6 @@ def test_only_changed_rows_are_written_back_with_their_state() -> None:
     assert rows.written_bytes == 4 * row_bytes + 4 * row_bytes  # of a batch that holds slots, too
     assert host.weights[:5, 0].tolist() == [0, 0, 1, 3, 4]
     assert host.state[:5].tolist() == [0, 1, 1, 0, 0]
-
-
-def test_flush_writes_updates_and_keeps_rows_in_their_slots() -> None:
-    rows, host = make_rows()
-    train(rows, 0, 1, 2)
-    held = rows.reserve(torch.tensor([2, 3]), 1)  # its update comes after the flush
-    rows.flush()
-    assert host.weights[:4, 0].tolist() == [0, 0, 1, 3]
-    rows.update(held, torch.ones(2, DIM), 1.0, 1)
-    rows.release(1, is_changed=True)
-    rows.flush()
-    assert host.weights[3, 0] == 2
-    assert host.state[2] == 2
-    assert rows.slots.num_misses == 3
-
-
-def test_flush_takes_no_more_memory_than_a_part_of_the_slots(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Slots may fill the device, and each of them was once read at a time."""
-    monkeypatch.setattr(cached_rows_module, "MAX_AT_ONCE", 2)
-    rows, host = make_rows()
-    train(rows, 0, 1, 2, 3, 5, 8)
-    sizes, read_slots = [], rows._mover.read_slots
-    monkeypatch.setattr(
-        rows._mover, "read_slots", lambda slots: sizes.append(slots.numel()) or read_slots(slots)
-    )
-    rows.flush()
-    assert sizes == [2, 2, 1]
-    assert host.weights[:9, 0].tolist() == [0, 0, 1, 2, 4, 4, 6, 7, 7]
 
 
 @pytest.mark.parametrize("last", [20, 30, 149])
@@ -193,22 +139,6 @@ def test_slots_that_begin_anew_evict_as_those_of_a_resumed_run(last: int) -> Non
     assert sum(map(len, evictions(-1))) > 1000
 
 
-def test_the_worth_of_known_reads_does_not_depend_on_the_numbers_of_their_batches() -> None:
-    """More batches are known than a float has digits."""
-
-    def worth(first: int) -> list[float]:
-        slots = SlotMap(1000, 500, np.empty(0, POPULAR_ROW), torch.device("cpu"))
-        slots.clear(first - 2)
-        slots.reserve(torch.arange(500), first - 1)
-        slots.release(first - 1, is_changed=False)
-        is_read = np.random.default_rng(3).random((31, 500)) < 0.5
-        for ahead, reads in enumerate(is_read):
-            slots.foresee(torch.from_numpy(np.flatnonzero(reads)), first + ahead)
-        return slots._minus_worth(0, 500, first).tolist()
-
-    assert [first for first in range(1, 60) if worth(first) != worth(0)] == []
-
-
 def test_rows_that_were_written_in_host_memory_are_read_after_a_restart() -> None:
     rows, host = make_rows(popular=((0, 0.5),))
     rows.reserve(torch.tensor([0, 5]), 7)
@@ -222,12 +152,19 @@ def test_a_row_is_fetched_after_its_write_back(monkeypatch: pytest.MonkeyPatch) 
     """However slow the mover is: row 1 leaves with its update, and comes back at once."""
     rows, _ = make_rows(num_slots=2)
     train(rows, 0, 1, 2)
-    may_move, put_back = threading.Event(), rows._mover.put_back
-    monkeypatch.setattr(rows._mover, "put_back", lambda *of: (may_move.wait(10), put_back(*of)))
+    is_waited_for, put_back = threading.Event(), rows._mover.put_back
+    monkeypatch.setattr(rows._mover, "put_back", lambda *of: (is_waited_for.wait(9), put_back(*of)))
+    result = CommunicationFuture.result
+
+    def note_and_wait(future: CommunicationFuture[Any], *given: Any) -> Any:
+        if any(future is written for _, written in rows._mover._leaving):
+            is_waited_for.set()
+        return result(future, *given)
+
+    monkeypatch.setattr(CommunicationFuture, "result", note_and_wait)
     rows.reserve(torch.tensor([3, 4]), 1)
     rows.release(1, is_changed=False)
     slots = rows.reserve(torch.tensor([1, 2]), 2)
-    threading.Timer(0.2, may_move.set).start()  # time for a fetch that does not wait
     assert values(rows, slots) == [0, 1]
 
 
@@ -255,20 +192,6 @@ def test_a_failure_of_the_mover_reaches_the_reader(monkeypatch: pytest.MonkeyPat
     rows.reserve(torch.tensor([3]), 0)
     with pytest.raises(RuntimeError, match="no such memory"):
         rows.wait(0)
-
-
-def test_old_lookups_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row 1 was read three times long ago, row 2 twice just now; weights start anew on the way."""
-    monkeypatch.setattr("hotrec.embedding.slots.HALF_LIFE", 1)
-    monkeypatch.setattr("hotrec.embedding.slots.MAX_WEIGHT", 10.0)
-    rows, _ = make_rows(num_slots=2)
-    for number, row in enumerate([1, 1, 1, 2, 2]):
-        rows.reserve(torch.tensor([row]), number)
-        rows.release(number, is_changed=False)
-    rows.reserve(torch.tensor([3]), 5)
-    rows.release(5, is_changed=False)
-    rows.reserve(torch.tensor([2]), 6)
-    assert rows.slots.num_misses == 3
 
 
 def test_another_pipeline_reads_rows_and_does_not_train_them() -> None:
@@ -350,11 +273,6 @@ def test_the_next_read_of_rows_that_leave_is_never_said_too_late(number: int) ->
             found = moves.next_read(float(moves.out_worth))
             # Where all of more than 24 batches read it, float32 may round up to one earlier.
             assert number + ahead - (len(others) > 22) <= found <= number + ahead
-
-
-def test_as_many_rows_and_slots_as_int32_numbers_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected fewer than 2147483648 rows and slots"):
-        SlotMap((1 << 31) - 1, 1, np.empty(0, POPULAR_ROW), torch.device("cpu"))
 
 
 def test_rows_in_half_precision_are_rounded_anew_at_every_write() -> None:

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from hotrec.assemble.constraints import torchrec_constraints
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
-from hotrec.embedding.fused import fused_params
 from hotrec.embedding.optimizers import make_optimizer
-from hotrec.embedding.table_memory import _tensors_of, fused_modules, memory_by_tier
+from hotrec.embedding.table_memory import fused_modules, memory_by_tier
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.ranks import Ranks
-from hotrec.types import (
-    ColdTier,
-    Exchange,
-    OptimizerKind,
-    Partition,
-    Placement,
-    Sharding,
-    TablePlacement,
-    TorchrecPlan,
-)
+from hotrec.types import Exchange, OptimizerKind, Partition, Placement, Sharding, TablePlacement
 from tests.unit.embedding.setups import bag, shard_here
 
 NUM_ROWS = {"t": 50, "u": 30, "pooled": 40}
@@ -74,30 +60,3 @@ def test_hot_cold_and_pooled_rows(one_rank: Ranks, kind: OptimizerKind) -> None:
     weight.grad = torch.zeros_like(weight)
     assert memory_by_tier(model, optimizer)["hot_rows"]["host"] == 2 * 4 * DIM * num_hot
     check_flags(model, 2)
-
-
-def test_tables_of_a_torchrec_plan(one_rank: Ranks) -> None:
-    spec = OptimizerSpec(OptimizerKind.rowwise_adagrad, learning_rate=0.1)
-    model: Any = nn.Sequential(EmbeddingBagCollection(TABLES, device=torch.device("meta")))
-    constraints = torchrec_constraints(
-        TABLES, TorchrecPlan.table_wise, batch_size=8, tier=ColdTier.fused
-    )
-    sharder = EmbeddingBagCollectionSharder(fused_params(spec))
-    model = shard_here(model, PLACEMENT, spec, constraints, sharder)
-    found = memory_by_tier(model, make_optimizer(model, spec, spec))
-    host = {name: places["host"] for name, places in found.items()}
-    assert host["cold_rows"] == 4 * DIM * 120
-    assert host["hot_rows"] == host["router"] == 0
-    assert host["optimizer_state"] == 4 * 120
-    check_flags(model, 1)
-
-
-def test_fbgemms_names_say_what_lies_where() -> None:
-    """A module's buffers on a GPU, by name alone."""
-    kernel = nn.Module()
-    for name in ("weights_dev", "weights_uvm", "momentum1_dev", "momentum2_uvm"):
-        kernel.register_buffer(name, torch.zeros(1))
-    for name in ("lxu_cache_weights", "lxu_state", "cache_hash_size_cumsum", "rows_per_table"):
-        kernel.register_buffer(name, torch.zeros(1))
-    places = set(product(("cold_rows", "optimizer_state"), ("device", "host")))
-    assert {(kind, place) for kind, _, place in _tensors_of(kernel)} == {*places, ("cache", None)}

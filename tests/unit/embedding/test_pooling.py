@@ -4,41 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding import pooling
-from hotrec.embedding.pooling import MAX_IDS, pool_rows, sum_in_pieces
-from hotrec.routing.features import Column
-from hotrec.routing.router import Router
-from hotrec.types import Partition
-
-COLUMNS = [
-    Column("a", "a", "t", is_mean=False),
-    Column("b", "b", "t", is_mean=True),
-    Column("c", "c", "u", is_mean=False),
-]
-PARTITION = Partition({"t": 9, "u": 4}, {"t": np.array([5, 0, 2]), "u": np.arange(4)})
-
-
-@pytest.mark.parametrize("batch_size", [0, 2])
-def test_a_batch_without_ids(batch_size: int) -> None:
-    features = KeyedJaggedTensor(
-        keys=["a", "b", "c"],
-        values=torch.empty(0, dtype=torch.int64),
-        lengths=torch.zeros(3 * batch_size, dtype=torch.int64),
-        stride=batch_size,
-    )
-    group = Router({4: COLUMNS}, PARTITION)(features).groups[0]
-    rows_UD = torch.empty(0, 4, requires_grad=True)
-    pooled = pool_rows(rows_UD, group, 3)
-    pooled.sum().backward()
-    assert torch.equal(pooled, torch.zeros(batch_size, 12))
-    assert rows_UD.grad is not None
-    assert rows_UD.grad.shape == (0, 4)
-    assert torch.equal(pool_rows(torch.empty(0, 4), group, 3), torch.zeros(batch_size, 12))
+from hotrec.embedding.pooling import MAX_IDS, sum_in_pieces
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,14 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import nn
-from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
+from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from hotrec.embedding.canonical import canonical_parts
 from hotrec.embedding.collection import HotColdEmbeddingCollection
 from hotrec.embedding.convert import use_hot_cold
-from hotrec.embedding.sharding import HotColdSequenceSharder
-from hotrec.embedding.tables import gather_tables
-from hotrec.runtime.ranks import Ranks
-from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
-from tests.unit.embedding.setups import NUM_ROWS, PARTITIONS, SGD, shard_here, some_features
+from hotrec.types import Partition
+from tests.unit.embedding.setups import NUM_ROWS, PARTITIONS, some_features
 
 Output = dict[str, JaggedTensor]
 
@@ -101,75 +96,6 @@ def test_unsharded_equals_embedding_collection(partition: str, need_indices: boo
         torch.testing.assert_close(gradient(collection, name), weight.grad, rtol=1e-6, atol=1e-6)
 
 
-def test_a_row_that_one_sample_reads_often_gets_the_sum_in_order() -> None:
-    features = KeyedJaggedTensor(
-        ["a", "b", "c"],
-        torch.tensor([3, 3, 3, 0, 3, 2, 3, 3, 1]),
-        lengths=torch.tensor([4, 0, 2, 2, 1, 0]),
-        weights=torch.rand(9),  # EmbeddingCollection ignores them too
-    )
-    plain = EmbeddingCollection(tables=some_tables())
-    collection = use_hot_cold(plain, PARTITIONS["mixed"])
-    assert_same(collection(features), plain(features))
-    found = []
-    for _ in range(2):
-        collection.zero_grad()
-        scores(collection(features), 2).backward()
-        found.append(gradient(collection, "t"))
-    scores(plain(features), 2).backward()
-    assert torch.equal(*found)
-    weight: Any = plain.embeddings["t"].weight
-    torch.testing.assert_close(found[0], weight.grad, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("partition", list(PARTITIONS))
-def test_a_batch_without_ids(partition: str) -> None:
-    plain = EmbeddingCollection(tables=some_tables())
-    collection = use_hot_cold(plain, PARTITIONS[partition])
-    features = some_features(is_empty=True, batch_size=3)
-    assert_same(collection(features), plain(features))
-    # TorchRec's fails without samples.
-    found = collection(some_features(is_empty=True, batch_size=0))
-    assert [(part.values().shape, part.lengths().shape) for part in found.values()] == [
-        ((0, 4), (0,))
-    ] * 4
-
-
-def test_tables_of_several_dimensions_keep_the_order_of_the_keys() -> None:
-    tables = [table("t", 12, ["a"]), table("u", 5, ["c"], dim=8), table("v", 9, ["b", "a"])]
-    partition = Partition(NUM_ROWS, {"t": np.array([5, 1]), "u": np.arange(5)})
-    collection = HotColdEmbeddingCollection(tables, partition, need_indices=True)
-    features = some_features()
-    features = KeyedJaggedTensor(  # below the rows of every table
-        features.keys(), features.values() % 5, lengths=features.lengths()
-    )
-    found = collection(features)
-    assert list(found) == ["a@t", "c", "b", "a@v"]
-    assert [part.values().shape[1] for part in found.values()] == [4, 8, 4, 4]
-    assert collection.embedding_names_by_table() == [["a@t"], ["c"], ["b", "a@v"]]
-    embeddings: Any = collection.rows["dim8"].embeddings
-    expected = embeddings["u_hot"].weight[features["c"].values()]
-    assert torch.equal(found["c"].values(), expected)
-    assert torch.equal(found["c"].weights(), features["c"].values())
-    with pytest.raises(ValueError, match=r"^embedding_dim: expected tables of one .*\[4, 8\]"):
-        collection.embedding_dim()
-
-
-def test_the_methods_of_embedding_collection() -> None:
-    tables = [table("t", 12, []), table("u", 5, ["c"])]
-    partition = Partition({"t": 12, "u": 5}, {"t": np.array([4])})
-    plain = EmbeddingCollection(tables=tables, need_indices=True)
-    collection = HotColdEmbeddingCollection(
-        tables, partition, None, True, use_gather_select=True, use_gather_select_per_sharding={}
-    )
-    assert collection.embedding_configs() == plain.embedding_configs()
-    assert collection.embedding_configs()[0].feature_names == ["t"]
-    assert collection.embedding_dim() == plain.embedding_dim() == 4
-    assert collection.embedding_names_by_table() == plain.embedding_names_by_table()
-    assert collection.need_indices() is plain.need_indices() is True
-    assert collection.device == plain.device
-
-
 def test_initial_weights_come_from_the_tables_own_function() -> None:
     def fill(weight: torch.Tensor) -> torch.Tensor:
         return weight.detach().fill_(7.0)
@@ -187,57 +113,6 @@ def test_initial_weights_come_from_the_tables_own_function() -> None:
         embeddings["t"].weight.zero_()
     collection.reset_parameters()
     assert bool((embeddings["t"].weight == 7).all())
-
-
-class Holder(nn.Module):
-    def __init__(self, sequences: nn.Module) -> None:
-        super().__init__()
-        self.sequences = sequences
-        self.out = nn.Linear(4, 1)
-
-    def forward(self, features: Any) -> Any:
-        return self.sequences(features)
-
-
-@pytest.mark.parametrize("partition", list(PARTITIONS))
-def test_sharding_keeps_weights_keys_and_indices(one_rank: Ranks, partition: str) -> None:
-    plain = EmbeddingCollection(tables=some_tables(), need_indices=True)
-    expected = plain(some_features())
-    start = {name: table.weight.detach().clone() for name, table in plain.embeddings.items()}
-    model = Holder(plain)
-    use_hot_cold(model, PARTITIONS[partition])
-    sharder = HotColdSequenceSharder(SGD)
-    sharded = shard_here(model, PARTITIONS[partition], sharder=sharder)
-    found = sharded(some_features())
-    assert_same(found.wait(), expected)
-    for name, weight in gather_tables(sharded).items():
-        assert torch.equal(weight, start[name])
-    names = {part.name for part in canonical_parts(sharded).parts if part.table}
-    assert names == {f"sequences.{name}" for name in plain.state_dict()}
-    with pytest.raises(TypeError, match=r"^features: expected a KeyedJaggedTensor, got TensorDict"):
-        sharded(TensorDict({}))
-
-
-@pytest.mark.parametrize(
-    ("tables", "message"),
-    [
-        ([table("t", 5, ["a"])], r"^partition table t: expected 5 rows, got 12\."),
-        ([table("t", 12, ["a"], data_type=DataType.FP16)], r"^table t data_type: .* FP16\."),
-        ([table("t", 12, ["a"]), table("t", 12, ["b"])], r"^table t: expected each name once"),
-    ],
-)
-def test_tables_that_cannot_be_split_are_refused(tables: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        HotColdEmbeddingCollection(tables, PARTITIONS["mixed"])
-
-
-def test_a_pooled_exchange_is_refused() -> None:
-    pooled = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
-    placement = Placement(
-        Partition(NUM_ROWS), dict.fromkeys(NUM_ROWS, TablePlacement()) | {"u": pooled}
-    )
-    with pytest.raises(ValueError, match=r"^table u exchange: expected rows, .* got pooled"):
-        HotColdEmbeddingCollection(some_tables(), placement)
 
 
 def test_other_types_of_features_are_refused() -> None:

@@ -39,30 +39,6 @@ def run(spec: OptimizerSpec) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return weights, states
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("kind", [OptimizerKind.sgd, OptimizerKind.adagrad, OptimizerKind.adam])
-def test_equals_torch(kind: OptimizerKind) -> None:
-    """SparseAdam adds eps before it divides by the bias correction, so eps is tiny there."""
-    is_adam = kind is OptimizerKind.adam
-    spec = OptimizerSpec(kind, BASE_RATE, eps=1e-12 if is_adam else 1e-3, beta1=0.8, beta2=0.95)
-    weights = torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(1))
-    parameter = torch.nn.Parameter(weights)
-    optimizer = {
-        OptimizerKind.sgd: lambda: torch.optim.SGD([parameter], lr=RATE),
-        OptimizerKind.adagrad: lambda: torch.optim.Adagrad([parameter], lr=RATE, eps=1e-3),
-        OptimizerKind.adam: lambda: torch.optim.SparseAdam(
-            [parameter], lr=RATE, betas=(0.8, 0.95), eps=1e-12
-        ),
-    }[kind]()
-    for rows, grad in steps():
-        parameter.grad = torch.sparse_coo_tensor(
-            rows[None], grad, parameter.shape, check_invariants=True
-        )
-        optimizer.step()
-    tolerance = 1e-5 if is_adam else 1e-6
-    torch.testing.assert_close(run(spec)[0], parameter.detach(), rtol=tolerance, atol=tolerance)
-
-
 def by_formula(kind: OptimizerKind) -> list[list[float]]:
     """The docstring of the module in Python floats."""
     weights = torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(1)).tolist()
@@ -153,17 +129,3 @@ def test_constants_out_of_range_are_refused(name: str, value: float) -> None:
     constants = {"learning_rate": 0.1, name: value}
     with pytest.raises(ValueError, match=rf"^optimizer\.{name}: expected .*, got "):
         OptimizerSpec(OptimizerKind.adam, **constants)
-
-
-def test_state_sizes() -> None:
-    sizes = {kind: spec_of(kind).state_bytes_per_row(64) for kind in ALL}
-    assert sizes == {
-        OptimizerKind.sgd: 0,
-        OptimizerKind.adagrad: 256,
-        OptimizerKind.rowwise_adagrad: 4,
-        OptimizerKind.adam: 512,
-    }
-    for kind in ALL:
-        spec = spec_of(kind)
-        num_values = math.prod(spec.state_shape(10, 64)) * len(spec.state_names)
-        assert 4 * num_values == 10 * spec.state_bytes_per_row(64)

@@ -6,7 +6,6 @@ from itertools import combinations
 
 import pytest
 import torch
-from torchrec.distributed.train_pipeline.tracing import Tracer
 from torchrec.models.dlrm import InteractionArch
 from torchrec.modules.crossnet import LowRankCrossNet
 
@@ -38,8 +37,8 @@ def outcome(
     return [out, dense.grad, torch.zeros_like(sparse) if sparse.grad is None else sparse.grad]
 
 
-@pytest.mark.parametrize("num_features", [0, 1, 2, 3, 7, 26])
-@pytest.mark.parametrize("num_samples", [0, 1, 5])
+@pytest.mark.parametrize("num_features", [0, 1, 7])
+@pytest.mark.parametrize("num_samples", [0, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_dots_same_as_torchrecs(num_features: int, num_samples: int, dtype: torch.dtype) -> None:
     sizes = (DIM, num_samples), (num_samples, DIM, num_features)
@@ -50,25 +49,6 @@ def test_dots_same_as_torchrecs(num_features: int, num_samples: int, dtype: torc
     rtol = 1e-6 if dtype == torch.float32 else 1e-13
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=rtol, atol=10 * rtol)
-
-
-def test_dots_of_one_input_with_an_infinite_gradient_and_traced() -> None:
-    arch = DotInteraction(2)
-    both = draw(3, 4, dtype=torch.float64), draw(3, 2, 4, dtype=torch.float64)
-    for number in range(2):
-        inputs = [of.clone().requires_grad_(at == number) for at, of in enumerate(both)]
-        assert torch.autograd.gradcheck(arch, inputs)
-    # No NaN in other samples.
-    dense, sparse = (of.clone().requires_grad_() for of in both)
-    weight = torch.ones(3, 7)
-    weight[1, 5] = float("inf")
-    for grad in torch.autograd.grad((arch(dense, sparse) * weight).sum(), (dense, sparse)):
-        assert grad[[0, 2]].isfinite().all()
-        assert not grad[1].isfinite().all()
-    # TorchRec's pipeline takes it for one of its own.
-    assert isinstance(arch, InteractionArch)
-    graph = Tracer(leaf_modules=[]).trace(arch)
-    assert sum(node.op == "call_function" for node in graph.nodes) == 1
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 5])

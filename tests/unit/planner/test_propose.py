@@ -6,51 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, StepPrediction
-from hotrec.cost_model.quantities import TableSharding
+from hotrec.cost_model.forms import SPARSE_DIST, StepPrediction
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
-from hotrec.planner.predict import (
-    Prediction,
-    predict_shardings,
-)
-from hotrec.planner.propose import (
-    HOT_SHARES,
-    MAX_TRIED,
-    Decision,
-    explain,
-    fastest_split,
-    hottest_share,
-    in_doubt,
-    propose,
-)
+from hotrec.planner.predict import Prediction
+from hotrec.planner.propose import MAX_TRIED, Decision, explain, fastest_split, in_doubt, propose
 from hotrec.planner.request import ByCost, PlanRequest
-from hotrec.planner.search import InfeasibleError
 from hotrec.planner.situation import Situation
-from hotrec.types import (
-    Exchange,
-    Levels,
-    PipelineKind,
-    PipelineSpec,
-    TableOutput,
-    TorchrecPlan,
-)
-from tests.unit.cost_model.samples import make_demand
-from tests.unit.planner.situations import (
-    SKEWED_BATCH,
-    by_table,
-    machine,
-    on_two_hosts_of_two,
-    situation,
-    skewed_situation,
-    split_plan,
-    torchrec_plan,
-)
+from hotrec.types import PipelineKind, PipelineSpec, TorchrecPlan
+from tests.unit.planner.situations import by_table, machine, situation, split_plan, torchrec_plan
 
 AUTO = PipelineSpec(PipelineKind.auto)
 BASE = PipelineKind.base
@@ -67,93 +33,6 @@ def fastest(
     assert isinstance(plan.tables, SplitTables)
     assert plan.pipeline == pipeline
     return plan.tables, prediction
-
-
-def test_tables_are_pooled_under_look_ahead_where_that_is_faster() -> None:
-    """Bags of many ids of a large table: vectors are fewer than rows."""
-    shape: Any = {"dim": 16, "lookups": 40.0, "batch_size": SKEWED_BATCH}
-    demand = make_demand(np.full(400_000, 3), "bags", **shape)
-    of = replace(skewed_situation(rate=2e7), demands=(demand,))
-    pooled, rows = (fastest(of, LOOK_AHEAD, may_pool=may_pool) for may_pool in (True, False))
-    assert pooled[0].tables["bags"].exchange is Exchange.POOLED
-    assert pooled[1].step_s < rows[1].step_s
-    sequences = replace(of, demands=(replace(demand, output=TableOutput.expanded),))
-    assert fastest(sequences, LOOK_AHEAD, may_pool=True)[0] == rows[0]
-    # Micro-batches compute before pooled vectors are there.
-    in_parts, _ = fastest(of, replace(LOOK_AHEAD, micro_batches=True), may_pool=True)
-    assert in_parts.tables["bags"].exchange is Exchange.ROWS
-
-
-def sequences_of(of: Situation, output: TableOutput) -> Situation:
-    return replace(of, demands=tuple(replace(d, output=output) for d in of.demands))
-
-
-def needs_memory(of: Situation, pipeline: PipelineSpec) -> float:
-    """Bytes that a host needs; with fewer, no split of cold rows is found."""
-    _, host_bytes = fastest(of, pipeline, hot_budget_bytes=0)[1].max_bytes
-    share = of.memory_bytes[1] / of.machine.host_bytes
-    for more in (1e5, -1e5):
-        on = replace(of.machine, host_bytes=int((host_bytes + more) / share))
-        if more > 0:
-            fastest(replace(of, machine=on), pipeline, hot_budget_bytes=0)
-        else:
-            with pytest.raises(InfeasibleError):
-                fastest(replace(of, machine=on), pipeline, hot_budget_bytes=0)
-    return host_bytes
-
-
-@pytest.mark.slow
-def test_rows_in_flight_need_memory_beside_the_tables() -> None:
-    """Those of relays, and those of sequences, expanded to every id."""
-    whole = on_two_hosts_of_two(skewed_situation())
-    two = replace(LOOK_AHEAD, levels=Levels.two, depth=3)
-    relayed_bytes = fastest(whole, two, hot_budget_bytes=0)[1].quantities["relayed_bytes"]
-    flat_bytes = needs_memory(whole, replace(two, levels=Levels.one))
-    assert needs_memory(whole, two) - flat_bytes == pytest.approx(4 * relayed_bytes)
-    expanded, packed = (
-        sequences_of(skewed_situation(), output)
-        for output in (TableOutput.expanded, TableOutput.packed)
-    )
-    num_bytes = 2 * SKEWED_BATCH * sum(4.0 * 4 * d.dim for d in expanded.demands)
-    more = needs_memory(expanded, SPARSE_DIST) - needs_memory(packed, SPARSE_DIST)
-    assert more == pytest.approx(num_bytes)
-    shardings = {d.name: TableSharding("table_wise", (0,)) for d in expanded.demands}
-    theirs = [
-        predict_shardings(shardings, SPARSE_DIST, of).max_bytes[1]
-        for of in (skewed_situation(), expanded, packed)
-    ]
-    assert np.subtract(theirs, theirs[0]) == pytest.approx([0, num_bytes, num_bytes])
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=12), min_size=1, max_size=4),
-    st.sampled_from(HOT_SHARES),
-    st.data(),
-)
-def test_the_hottest_of_all_tables_are_kept(tables: Any, share: float, data: st.DataObject) -> None:
-    """By lookups per byte; those of a table that the user decided stay and do not count."""
-    dims = [data.draw(st.sampled_from([4, 16])) for _ in tables]
-    demands = [
-        make_demand(sorted(counts)[::-1], str(i), dim=dim, row_bytes=4 * dim, batch_size=4)
-        for i, (counts, dim) in enumerate(zip(tables, dims, strict=True))
-    ]
-    num_hot = {d.name: data.draw(st.integers(0, d.num_rows)) for d in demands}
-    fixed = data.draw(st.sets(st.sampled_from([*num_hot])))
-    kept = hottest_share(demands, num_hot, share, fixed)
-    assert all(0 <= kept[name] <= num for name, num in num_hot.items())
-    assert all(kept[name] == num_hot[name] for name in fixed)
-    free = [d for d in demands if d.name not in fixed]
-    densities = {
-        d.name: np.sort(np.array(tables[int(d.name)]) / max(1, sum(tables[int(d.name)])))[::-1]
-        * (d.lookups_per_sample / d.row_bytes)
-        for d in free
-    }
-    stay = [density for d in free for density in densities[d.name][: kept[d.name]]]
-    go = [density for d in free for density in densities[d.name][kept[d.name] : num_hot[d.name]]]
-    assert max(go, default=0) <= min(stay, default=np.inf) + 1e-12
-    num_read = sum(density > 0 for density in stay + go)
-    assert len(stay) == min(int(share * len(stay + go)), num_read)
 
 
 # --- TorchRec's own plans, and the choice

@@ -15,7 +15,7 @@ from hotrec.planner.propose import Decision, propose
 from hotrec.planner.request import GivenTables, PlanRequest, Replayed, SlotRequest
 from hotrec.planner.slots import LOAD_FRACS, SlotsError, check_slots
 from hotrec.types import Partition, Placement, Tier
-from tests.unit.planner.situations import NUM_ROWS, RANKS, machine, situation
+from tests.unit.planner.situations import NUM_ROWS, machine, situation
 
 
 def place(load_frac: float) -> Placement:
@@ -41,20 +41,6 @@ def test_slots_hold_the_rows_of_all_batches_in_flight(depth: int, eval_factor: i
     [needed] = re.findall(r"expected at least (\d+) slots", str(error.value))
     assert int(needed) == math.ceil(read)
     check(1.01 * read / sum(num_rows.values()))
-
-
-def test_slots_that_the_device_cannot_hold_are_refused() -> None:
-    num_rows = {d.name: d.num_rows for d in situation(machine()).demands}
-    placed = Placement.alike(Partition(num_rows), Tier.CACHED, 0.9)
-    row_bytes = [d.row_bytes for d in situation(machine()).demands][0]
-    needed = 0.9 * sum(num_rows.values()) * row_bytes / RANKS
-    check_slots(situation(machine(device_bytes=int(1.5 * needed))), placed, 1)
-    on = situation(machine(device_bytes=int(0.9 * needed)))
-    with pytest.raises(
-        ValueError, match=rf"of at most .* got {math.ceil(needed)}\. Multiply it by 0\."
-    ):
-        check_slots(on, placed, 1)
-    check_slots(replace(on, machine=machine("cpu")), placed, 1)
 
 
 class Counted:

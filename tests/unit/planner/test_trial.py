@@ -11,13 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotrec.planner.trial import (
-    Trial,
-    ratio_interval,
-    read_trial,
-    trial_file,
-    write_trial,
-)
+from hotrec.planner.trial import Trial, ratio_interval, read_trial, trial_file, write_trial
 
 LABELS = {name: f"plan {name}" for name in "abc"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -13,16 +12,15 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.machine import Machine
-from hotrec.planner.plan import TorchrecTables
 from hotrec.planner.request import ByCost
-from hotrec.program.choice import Choice, Tables, choose_by_cost, constraints_of
-from hotrec.types import OptimizerKind, PipelineKind, TorchrecPlan
+from hotrec.program.choice import Choice, Tables, choose_by_cost
+from hotrec.types import OptimizerKind, PipelineKind
 
 CONFIG: dict[str, Any] = {"name": "item", "num_embeddings": 5000, "embedding_dim": 256}
 SEQUENCES = EmbeddingConfig(**CONFIG, feature_names=["history"])
@@ -58,23 +56,3 @@ def test_torchrecs_plans_are_compared_where_they_train_the_same_weights() -> Non
     choice = choose(columns, OptimizerKind.rowwise_adagrad)
     assert "TorchRec" not in choice.why
     assert choice.placement is not None
-
-
-def test_sequences_on_cpu_are_never_data_parallel() -> None:
-    planner, by_hand = (
-        TorchrecTables(plan) for plan in (TorchrecPlan.planner, TorchrecPlan.hand_tuned)
-    )
-    bags = EmbeddingBagConfig(**CONFIG, feature_names=["history"])
-    assert constraints_of(planner, [bags], ON_CPU) is None
-    found = constraints_of(planner, [SEQUENCES], ON_CPU)
-    assert found is not None
-    assert "data_parallel" not in (found["item"].sharding_types or ["data_parallel"])
-    small = dataclasses.replace(bags, name="tag", num_embeddings=ON_CPU.batch_size - 1)
-    few = dataclasses.replace(SEQUENCES, num_embeddings=ON_CPU.batch_size - 1)
-    found = constraints_of(by_hand, [small, few], ON_CPU)
-    assert found is not None
-    kinds = {name: of.sharding_types for name, of in found.items()}
-    assert kinds == {"tag": ["data_parallel"], "item": ["table_wise"]}
-    found = constraints_of(by_hand, [few], dataclasses.replace(ON_CPU, device="cuda"))
-    assert found is not None
-    assert found["item"].sharding_types == ["data_parallel"]

@@ -13,11 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
-from torchrec.modules.embedding_configs import (
-    DataType,
-    EmbeddingBagConfig,
-    PoolingType,
-)
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -27,6 +23,7 @@ from hotrec.runtime.ranks import Ranks
 from hotrec.types import Partition, PipelineKind, TorchrecPlan
 from tests.unit.planner.situations import torchrec_plan
 
+MEAN = PoolingType.MEAN
 ROWS = {"a": 20, "b": 12}
 NO_HOT = Partition(ROWS)
 DENSE = partial(torch.optim.Adagrad, lr=0.1)
@@ -74,37 +71,25 @@ def given(**others: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("make", "hot", "options", "message"),
+    ("make", "hot", "options", "said"),
     [
-        (Model, "on", {}, r"hot: expected .*, got 'on'\."),
-        (Model, NO_HOT, {"pipeline": "fast"}, r"pipeline: expected one of .*'fast'"),
-        (Model, "off", {"pipeline": "look_ahead"}, "pipeline.*: expected .*'off'"),
-        (Model, NO_HOT, {"plan": object()}, "plan: expected none with hot rows"),
-        (lambda: Model(nn.Linear(1, 1)), NO_HOT, {}, "expected an EmbeddingBagCollection"),
+        (Model, "on", {}, "hot: .*'on'"),
+        (Model, NO_HOT, {"pipeline": "fast"}, "pipeline: .*'fast'"),
+        (Model, "off", {"pipeline": "look_ahead"}, "pipeline.*'off'"),
+        (Model, NO_HOT, {"plan": object()}, "plan"),
+        (lambda: Model(nn.Linear(1, 1)), NO_HOT, {}, "EmbeddingBagCollection"),
         (Model, Partition({"a": 20}), {}, "expected"),
-        (Model, NO_HOT, {"embedding_optimizer": None}, "expected .*, got neither of"),
-        (lambda: in_backward(Model(), a=0.1), NO_HOT, {}, "one rule, got embedding_optimizer"),
-        (
-            lambda: in_backward(Model(), a=0.1, b=0.2),
-            NO_HOT,
-            {"embedding_optimizer": None},
-            "got 2",
-        ),
-        (Model, NO_HOT, {"embedding_optimizer": RowWiseAdagrad}, "expected functools.part"),
-        (Model, NO_HOT, {"embedding_optimizer": partial(RowWiseAdagrad, eps=1.0)}, "lr, got none"),
-        (
-            Model,
-            NO_HOT,
-            {"embedding_optimizer": partial(RULE, weight_decay=0.1)},
-            "expected only lr",
-        ),
-        (Model, NO_HOT, {"embedding_optimizer": partial(torch.optim.Adam, lr=0.1)}, "got adam"),
+        (Model, NO_HOT, {"embedding_optimizer": None}, "neither"),
+        (lambda: in_backward(Model(), a=0.1), NO_HOT, {}, "embedding_optimizer"),
+        (Model, NO_HOT, {"embedding_optimizer": RowWiseAdagrad}, "functools.partial"),
+        (Model, NO_HOT, {"embedding_optimizer": partial(RULE, weight_decay=0.1)}, "only lr"),
+        (Model, NO_HOT, {"embedding_optimizer": partial(torch.optim.Adam, lr=0.1)}, "adam"),
     ],
 )
 def test_what_cannot_be_is_an_error(
-    one_rank: Ranks, make: Any, hot: Any, options: dict[str, Any], message: str
+    one_rank: Ranks, make: Any, hot: Any, options: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=said):
         hotrec.parallelize(make(), hot, **given(**options))
 
 
@@ -136,39 +121,25 @@ CHOICES = [
 
 @pytest.mark.parametrize("hot", CHOICES, ids=["hot", "torchrec", "off"])
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "said"),
     [
-        (lambda: frozen("b"), "table b: expected a trained table, got a frozen"),
-        (lambda: in_backward(frozen("b"), a=0.1), "table b: expected a trained table"),
-        (lambda: Model(bags("a", embedding_dim=10)), "table a embedding_dim: .* of 4, .* got 10"),
-        (lambda: Model(bags("a", data_type=DataType.FP16)), "table a weight: .*, got .*float16"),
-        (lambda: Model(bags("a")).double(), "table a weight: .*, got .*64"),
-        (
-            lambda: Model(bags("a", is_weighted=True, pooling=PoolingType.MEAN)),
-            "table a pooling: expected SUM .*, got MEAN",
-        ),
-        (
-            lambda: tied("collections.0.embedding_bags.a", "proj"),
-            r"table a: expected separate weights, got those of proj\.weight,",
-        ),
-        (
-            lambda: Model(Derived([EmbeddingBagConfig(**table("a"))])),
-            r"module collections\.0: expected one of the classes .* Derived",
-        ),
-        (lambda: Model(bags("a"), bags("a")), r"tables \['a'\]: expected each name once"),
-        (
-            lambda: Model(bags("a", device="meta", init_fn=nn.init.ones_)),
-            "table a init_fn: expected",
-        ),
+        (lambda: in_backward(frozen("b"), a=0.1), "table b"),
+        (lambda: Model(bags("a", embedding_dim=10)), "table a embedding_dim: .*10"),
+        (lambda: Model(bags("a")).double(), "table a weight: .*64"),
+        (lambda: Model(bags("a", is_weighted=True, pooling=MEAN)), "table a pooling: .*MEAN"),
+        (lambda: tied("collections.0.embedding_bags.a", "proj"), r"table a: .*proj\.weight"),
+        (lambda: Model(Derived([EmbeddingBagConfig(**table("a"))])), r"collections\.0: .*Derived"),
+        (lambda: Model(bags("a"), bags("a")), r"tables \['a'\]"),
+        (lambda: Model(bags("a", device="meta", init_fn=nn.init.ones_)), "table a init_fn"),
     ],
 )
 def test_every_choice_refuses_what_it_would_train_otherwise(
-    one_rank: Ranks, make: Any, message: str, hot: Any
+    one_rank: Ranks, make: Any, said: str, hot: Any
 ) -> None:
     model = make()
     has_rule = any(hasattr(p, "_optimizer_classes") for p in model.parameters())
     options = given(embedding_optimizer=None) if has_rule else given()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=said):
         hotrec.parallelize(model, hot, **options)
 
 
@@ -222,17 +193,17 @@ def test_a_profile_of_arrays_is_that_of_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "said"),
     [
-        ([], "expected at least one sample"),
-        ({"a": np.array([1])}, "expected the feature 'b'"),
-        ({"a": np.array([1]), "b": np.array([1, 2])}, "expected the same number of samples"),
-        ([features("a")], "expected 'b' among"),
-        ({"a": np.array([20]), "b": np.array([0])}, r"table a in 0\.\.19, got 20"),
+        ([], "one sample"),
+        ({"a": np.array([1])}, "'b'"),
+        ({"a": np.array([1]), "b": np.array([1, 2])}, "number of samples"),
+        ([features("a")], "'b'"),
+        ({"a": np.array([20]), "b": np.array([0])}, "table a .*20"),
     ],
 )
-def test_what_cannot_be_counted_is_an_error(source: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_be_counted_is_an_error(source: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
         hotrec.profile(source, Model())
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -59,9 +57,3 @@ def test_counts_are_bounded_though_most_rows_are_as_rare() -> None:
     counter.restore(CountedRows(np.arange(1000), np.r_[5.0, 4.0, np.ones(998)]))
     counter.decay(0.5, most=10)
     assert lookups(counter) == {0: 2.5, 1: 2.0}
-
-
-def test_counts_of_unknown_rows_are_zero() -> None:
-    counted: Any = CountedRows(np.array([2, 5]), np.array([1.0, 3.0]))
-    assert counted.of(np.array([5, 0, 9])).tolist() == [3, 0, 0]
-    assert CountedRows.none().of(np.array([1])).tolist() == [0]

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.pooling import pool_rows
-from hotrec.routing.checks import select_features
-from hotrec.routing.features import Column, RoutedFeatures, RoutedGroup, hot_name
+from hotrec.routing.features import Column, RoutedGroup, hot_name
 from hotrec.routing.router import Router
-from hotrec.routing.sorting import find_runs, sort_keys
+from hotrec.routing.sorting import sort_keys
 from hotrec.types import Partition
 
 DIM = 4
@@ -197,17 +196,6 @@ def test_rows_are_distinct_in_range_and_in_their_half(drawn: Drawn) -> None:
     assert routed.num_hot_lookups() == num_hot_lookups
 
 
-@few
-@given(drawn=drawn_batches(), seed=st.integers(0, 1 << 30))
-def test_order_of_keys_does_not_matter(drawn: Drawn, seed: int) -> None:
-    router, features = Router({DIM: drawn.columns}, drawn.partition), drawn.features()
-    keys = list(np.random.default_rng(seed).permutation(features.keys()))
-    first, second = router(features).groups[0], router(select_features(features, keys)).groups[0]
-    assert torch.equal(first.rows.values(), second.rows.values())
-    for name in ("positions_K", "bag_offsets", "bags_K", "row_offsets_U"):
-        assert torch.equal(getattr(first, name), getattr(second, name)), name
-
-
 def one_table_router(rows: np.ndarray | None = None) -> Router:
     columns = [Column("a", "a", "t", False), Column("b", "b", "t", False)]
     hot = np.array([3, 1, 7]) if rows is None else rows
@@ -234,45 +222,16 @@ def test_id_outside_its_table_is_refused(
     a: list[int], b: list[int], feature: str, found: int
 ) -> None:
     for lengths in ([1, 1, 1, 1], [2, 0, 0, 2]):  # one-hot and jagged take different paths
-        message = rf"^table t feature {feature}: expected rows in 0\.\.19, got {found}\."
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=rf"^table t feature {feature}: .*got {found}\."):
             one_table_router()(two_features(a, b, lengths))
 
 
-def test_missing_feature_is_named_and_others_are_left_aside() -> None:
-    with pytest.raises(ValueError, match=r"^features: expected 'b' among .* got \['a', 'c'\]"):
-        one_table_router()(two_features([1, 1], [2, 2], [1, 1, 1, 1], keys=("a", "c")))
-    features = KeyedJaggedTensor(
-        keys=["c", "b", "a"], values=torch.tensor([999, 2, 7]), lengths=torch.tensor([1, 1, 1])
-    )
-    routed = one_table_router()(features)
-    assert (routed.num_lookups, routed.groups[0].rows.values().numel()) == (2, 2)
-
-
 @pytest.mark.parametrize("lengths", [[1, 1, 1, 0], [2, 1, 1, 1], [1, 1, 1], [-1, 3, 1, 1]])
-def test_lengths_that_do_not_add_up_are_refused(lengths: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"^features lengths: expected 2 x 2 lengths"):
+def test_features_that_do_not_fit_are_refused(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match="^features lengths"):
         one_table_router()(two_features([1, 1], [2, 2], lengths))
-
-
-def test_weights_with_a_gradient_are_refused() -> None:
-    features = KeyedJaggedTensor(
-        keys=["a", "b"],
-        values=torch.tensor([1, 2]),
-        lengths=torch.tensor([1, 1]),
-        weights=torch.ones(2, requires_grad=True),
-    )
-    with pytest.raises(ValueError, match=r"^features weights: .*without a gradient"):
-        one_table_router()(features)
-
-
-def test_ids_of_32_bits_route_as_those_of_64() -> None:
-    wide = two_features([7, 3], [3, 19], [2, 0, 1, 1])
-    narrow = KeyedJaggedTensor(["a", "b"], wide.values().int(), lengths=wide.lengths().int())
-    first, second = one_table_router()(wide).groups[0], one_table_router()(narrow).groups[0]
-    assert torch.equal(first.rows.values(), second.rows.values())
-    assert second.rows.values().dtype == torch.int64
-    assert torch.equal(first.positions_K, second.positions_K)
+    with pytest.raises(ValueError, match="^features: .*'b'"):
+        one_table_router()(two_features([1, 1], [2, 2], [1, 1, 1, 1], keys=("a", "c")))
 
 
 def test_routed_features_travel() -> None:
@@ -284,32 +243,14 @@ def test_routed_features_travel() -> None:
         lengths=torch.tensor([2, 0, 1, 1]),
         weights=torch.tensor([0.5, 2.0, 1.0, 3.0]),
     )
-    routed = router(features)
     again = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(router))(features)))
-    moved = routed.to(torch.device("cpu"), non_blocking=True)
-    for other in (again, moved):
-        assert isinstance(other, RoutedFeatures)
-        assert other.batch_size == routed.batch_size == 2
-        for one, two in zip(routed.groups, other.groups, strict=True):
-            assert one.rows.keys() == two.rows.keys()
-            assert torch.equal(one.rows.values(), two.rows.values())
-            assert torch.equal(one.rows.lengths(), two.rows.lengths())
-            for name in ("positions_K", "bag_offsets", "bags_K", "row_offsets_U", "scales_K",
-                         "row_scales_K", "num_hot_lookups"):  # fmt: skip
-                assert torch.equal(getattr(one, name), getattr(two, name)), name
-
-
-def test_groups_are_routed_each_by_its_own_tables() -> None:
-    columns = {
-        4: [Column("a", "a", "t", False)],
-        8: [Column("b", "b", "u", True)],
-    }
-    partition = Partition({"t": 10, "u": 5}, {"u": np.array([4])})
-    routed = Router(columns, partition)(two_features([9, 9], [4, 0], [2, 0, 2, 0]))
-    assert [list(group.rows.keys()) for group in routed.groups] == [["t"], ["u_hot", "u"]]
-    assert [group.rows.values().numel() for group in routed.groups] == [1, 2]
-    assert routed.groups[0].scales_K is None
-    assert routed.groups[1].scales_K.tolist() == [0.5, 0.5]
+    moved = again.to(torch.device("cpu"), non_blocking=True)
+    pools = [
+        pool_rows(torch.arange(12.0).view(3, 4), of.groups[0], 2)
+        for of in (router(features), again, moved)
+    ]
+    assert torch.equal(pools[0], pools[1])
+    assert torch.equal(pools[0], pools[2])
 
 
 READ_ONLY = np.array([7, 1, 3])
@@ -334,12 +275,3 @@ def test_sort_keys_is_a_stable_sort(keys: list[int], fits: bool) -> None:
     expected = sorted(range(len(keys)), key=lambda position: keys[position])
     assert order.tolist() == expected
     assert sorted_keys.tolist() == sorted(keys)
-
-
-@pytest.mark.parametrize("keys", [[], [7], [1, 1, 1], [0, 0, 3, 5, 5, 5, 9]])
-def test_runs_of_sorted_keys(keys: list[int]) -> None:
-    runs = find_runs(torch.tensor(keys, dtype=torch.int64))
-    num = int(runs.num)
-    assert runs.keys[:num].tolist() == sorted(set(keys))
-    assert runs.begins[:num].tolist() == [keys.index(key) for key in sorted(set(keys))]
-    assert runs.keys[:num].index_select(0, runs.run_K).tolist() == keys

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.embedding.pooling import output_rows, pool_rows
-from hotrec.routing.features import Column, RoutedSequences
+from hotrec.embedding.pooling import pool_rows
+from hotrec.routing.features import Column
 from hotrec.routing.router import Router
-from hotrec.routing.split import samples_reading, select_samples
+from hotrec.routing.split import select_samples
 from hotrec.types import Partition
 
 COLUMNS = {
@@ -33,7 +33,7 @@ def _features(rng: np.random.Generator, batch_size: int, *, weighted: bool) -> K
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 2, 9])
+@pytest.mark.parametrize("batch_size", [1, 9])
 def test_parts_pool_as_the_whole_does_both_ways(batch_size: int, weighted: bool) -> None:
     rng = np.random.default_rng(batch_size)
     for _ in range(20):
@@ -53,63 +53,3 @@ def test_parts_pool_as_the_whole_does_both_ways(batch_size: int, weighted: bool)
             assert torch.equal(pooled, whole[samples])
             total += torch.autograd.grad(pooled, rows, upstream[samples])[0]
         torch.testing.assert_close(total, expected)
-
-
-def test_samples_that_read_a_row_are_found() -> None:
-    features = KeyedJaggedTensor(
-        keys=["f0", "f1", "g"],
-        values=torch.tensor([0, 4, 2, 1, 2]),
-        lengths=torch.tensor([1, 0, 2, 0, 1, 0, 0, 0, 1], dtype=torch.int32),
-    )
-    routed = Router(COLUMNS, PARTITION)(features)
-    rows = routed.groups[0].rows  # hot rows of a, of b, then the cold ones
-    is_cold = torch.arange(rows.values().numel()) >= int(rows.lengths()[:2].sum())
-    # Sample 0 reads row 0 of a, sample 1 row 1 (hot), sample 2 rows 4 (hot) and 2 of a, 2 of b.
-    assert samples_reading(routed, [is_cold]).tolist() == [True, False, True]
-    assert samples_reading(routed, [~is_cold]).tolist() == [False, True, True]
-    part = select_samples(routed, torch.tensor([1]), [int((~is_cold).sum())])
-    assert int(part.groups[0].num_hot_lookups) == 1
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 9])
-def test_parts_of_sequences_are_the_samples_of_the_whole_both_ways(batch_size: int) -> None:
-    rng = np.random.default_rng(batch_size)
-    for _ in range(20):
-        features = _features(rng, batch_size, weighted=False)
-        routed = Router(COLUMNS, PARTITION, need_indices=True)(features)
-        whole = routed.groups[0]
-        assert isinstance(whole, RoutedSequences)
-        rows = torch.randn(whole.rows.values().numel(), 4, requires_grad=True)
-        copies = output_rows(rows, whole, 3)
-        upstream = torch.randn_like(copies)
-        (expected,) = torch.autograd.grad(copies, rows, upstream)
-        lengths_FB = features.lengths().view(3, batch_size)
-        sample_K = torch.repeat_interleave(torch.arange(batch_size).repeat(3), lengths_FB.view(-1))
-        is_first = torch.from_numpy(rng.integers(0, 2, batch_size).astype(bool))
-        total = torch.zeros_like(rows)
-        for chosen in (is_first, ~is_first):
-            part = select_samples(routed, chosen.nonzero()[:, 0], [3]).groups[0]
-            assert isinstance(part, RoutedSequences)
-            kept = chosen[sample_K]
-            found = output_rows(rows, part, 3)
-            assert torch.equal(found, copies[kept])
-            assert torch.equal(part.lengths_FB, lengths_FB[:, chosen])
-            assert part.num_ids_F == part.lengths_FB.sum(1).tolist()
-            assert part.ids_K is not None
-            assert torch.equal(part.ids_K, features.values()[kept])
-            assert int(part.num_hot_lookups) == int((part.positions_K < 3).sum())
-            total += torch.autograd.grad(found, rows, upstream[kept])[0]
-        torch.testing.assert_close(total, expected)
-
-
-def test_samples_whose_sequences_have_a_row_are_found() -> None:
-    features = KeyedJaggedTensor(
-        keys=["f0", "f1", "g"],
-        values=torch.tensor([0, 4, 2, 1, 2]),
-        lengths=torch.tensor([1, 0, 2, 0, 1, 0, 0, 0, 1], dtype=torch.int32),
-    )
-    routed = Router(COLUMNS, PARTITION, need_indices=False)(features)
-    rows = routed.groups[0].rows
-    is_cold = torch.arange(rows.values().numel()) >= int(rows.lengths()[:2].sum())
-    assert samples_reading(routed, [is_cold]).tolist() == [True, False, True]
-    assert samples_reading(routed, [~is_cold]).tolist() == [False, True, True]

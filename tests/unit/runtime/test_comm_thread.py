@@ -14,17 +14,11 @@ NAME = "a communication thread"
 LIMIT_S = 20.0
 
 
-def running() -> list[threading.Thread]:
-    return [one for one in threading.enumerate() if one.name == NAME]
-
-
 @pytest.fixture
 def thread() -> Iterator[CommunicationThread]:
     thread = CommunicationThread(torch.device("cpu"), NAME)
     yield thread
     thread.close()
-    for one in running():
-        one.join(LIMIT_S)
 
 
 def test_tasks_run_in_order_on_one_other_thread(thread: CommunicationThread) -> None:
@@ -40,18 +34,6 @@ def test_tasks_run_in_order_on_one_other_thread(thread: CommunicationThread) -> 
     assert seen == [(number, NAME, False) for number in range(5)]
 
 
-def test_the_main_thread_goes_on_until_it_drains(thread: CommunicationThread) -> None:
-    go_on, done = threading.Event(), []
-    held = thread.submit(lambda: go_on.wait(LIMIT_S))
-    for number in range(3):
-        thread.submit(lambda number=number: done.append(number))
-    assert done == []
-    go_on.set()  # would never be reached if submit waited
-    thread.drain()
-    assert done == [0, 1, 2]
-    assert held.wait() is True
-
-
 def test_an_error_reaches_who_waits_and_stops_what_follows(thread: CommunicationThread) -> None:
     ran, hold = [], threading.Event()
     thread.submit(lambda: hold.wait(LIMIT_S))
@@ -62,15 +44,3 @@ def test_an_error_reaches_who_waits_and_stops_what_follows(thread: Communication
         with pytest.raises(ZeroDivisionError):
             call()
     assert ran == []
-
-
-def test_the_thread_lives_from_the_first_task_to_the_last(thread: CommunicationThread) -> None:
-    done: list[int] = []
-    assert not running()
-    thread.submit(lambda: done.append(1))
-    [one] = running()
-    assert one.daemon
-    thread.close()
-    one.join(LIMIT_S)
-    assert not one.is_alive()
-    assert done == [1]

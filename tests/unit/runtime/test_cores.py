@@ -29,10 +29,9 @@ def test_hosts_of_one_kernel_share_its_cores(
 @pytest.mark.parametrize(
     ("device", "cores", "ranks", "expected"),
     [
-        *[("cpu", 2.0, 2, 0), ("cpu", 1.0, 1, 0), ("cpu", 3.0, 2, 1), ("cpu", 64.0, 2, 1)],
+        *[("cpu", 2.0, 2, 0), ("cpu", 3.0, 2, 1), ("cpu", 64.0, 2, 1)],
         # A GPU's step is shorter than the making of its batch: as many as there are cores for.
-        *[("cuda", 2.0, 2, 1), ("cuda", 1.0, 8, 1), ("cuda", 8.0, 2, 2), ("cuda", 48.0, 8, 4)],
-        *[("cuda", 16.0, 1, 8), ("cuda", 128.0, 8, 8), ("cuda", 10.5, 2, 3)],
+        *[("cuda", 1.0, 8, 1), ("cuda", 8.0, 2, 2), ("cuda", 128.0, 8, 8), ("cuda", 10.5, 2, 3)],
     ],
 )
 def test_no_worker_takes_a_core_from_a_rank(

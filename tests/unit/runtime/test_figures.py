@@ -8,18 +8,10 @@ from typing import Any
 
 import pytest
 
-from hotrec.runtime.figures import FIGURES, GROUPS, Reduce, check_declared, of_sum, over_ranks
+from hotrec.runtime.figures import FIGURES, Reduce, check_declared, of_sum, over_ranks
 from tests.policy.source import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
-
-
-def test_a_figure_is_declared_once_and_a_part_with_what_it_is_a_part_of() -> None:
-    declared = [figure.key for figures in GROUPS.values() for figure in figures]
-    assert len(declared) == len(FIGURES) > 80
-    wholes = {key.partition(".")[0] for key in declared if "." in key}
-    assert wholes == {"cache", "hot_set"}
-    assert all(FIGURES[whole].parts for whole in wholes)
 
 
 @pytest.mark.parametrize(
@@ -31,14 +23,8 @@ def test_a_figure_is_declared_once_and_a_part_with_what_it_is_a_part_of() -> Non
     ],
 )
 def test_others_cannot_be_recorded(record: dict[str, Any], name: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"^figure {name}: expected one that is declared in .*, got"
-    ):
+    with pytest.raises(ValueError, match=f"^figure {name}:"):
         check_declared(record)
-
-
-def test_parts_that_are_data_have_any_name() -> None:
-    check_declared({"stage_s": {"dense": 1.0}, "auc_by_label": {"bought": 0.5}, "auc": None})
 
 
 def test_ranks_are_reduced_as_declared() -> None:

@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from hotrec.runtime.mapped_memory import ask_for_huge_pages, host_view, keep_out_of_forks
+from hotrec.runtime.mapped_memory import host_view, keep_out_of_forks
 from tests.helpers.mappings import flags_at
 
 
@@ -23,9 +23,8 @@ class Elsewhere(torch.Tensor):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8])
-def test_the_host_sees_the_same_memory_and_keeps_it(dtype: torch.dtype) -> None:
-    seen = torch.arange(6).to(dtype).view(2, 3)
+def test_the_host_sees_the_same_memory_and_keeps_it() -> None:
+    seen = torch.arange(6).view(2, 3)
     here = host_view(seen)
     assert here.data_ptr() == seen.data_ptr()
     assert here.tolist() == seen.tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -33,7 +32,7 @@ def test_the_host_sees_the_same_memory_and_keeps_it(dtype: torch.dtype) -> None:
     assert int(seen[1, 2]) == 7
     del seen
     gc.collect()
-    others = [torch.full((2, 3), 9).to(dtype) for _ in range(100)]
+    others = [torch.full((2, 3), 9) for _ in range(100)]
     assert here.tolist() == [[0, 1, 2], [3, 4, 7]]
     assert len(others) == 100
     assert host_view(torch.empty(0, 4)).shape == (0, 4)
@@ -47,9 +46,7 @@ def test_an_address_of_other_memory_is_refused(
     # The first page is mapped in no process.
     monkeypatch.setattr(Elsewhere, "address", other.data_ptr() if is_mapped else 64)
     seen = torch.ones(4).as_subclass(Elsewhere)
-    with pytest.raises(
-        RuntimeError, match=r"^host memory mapped for cpu: expected the same address"
-    ):
+    with pytest.raises(RuntimeError, match=r"^host memory mapped for cpu"):
         host_view(seen)
     assert other.tolist() == [0.0] * 4
 
@@ -74,30 +71,3 @@ def test_forks_have_what_shares_pages_with_the_memory_and_not_the_memory() -> No
     del seen
     gc.collect()
     assert not any("dc" in (flags_at(at) or []) for at in pages)
-
-
-def test_less_than_a_page_stays_in_forks() -> None:
-    seen = torch.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), dtype=torch.uint8)[1:]
-    keep_out_of_forks(seen)
-    keep_out_of_forks(torch.empty(0))
-    assert "dc" not in (flags_at(seen.data_ptr()) or [])
-
-
-def test_memory_that_is_not_mapped_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Elsewhere, "address", mmap.PAGESIZE)
-    with pytest.raises(OSError, match=r"expected 4096 bytes at 0x1000 in this process, got"):
-        keep_out_of_forks(torch.ones(mmap.PAGESIZE // 4).as_subclass(Elsewhere))
-
-
-@pytest.mark.skipif(
-    not os.path.exists("/sys/kernel/mm/transparent_hugepage"), reason="a kernel without huge pages"
-)
-def test_huge_pages_are_asked_for() -> None:
-    # Of its own: the allocator may give pages for which another test asked.
-    memory = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    values = torch.frombuffer(memory, dtype=torch.uint8)
-    inside = values.data_ptr() + (4 << 20)
-    assert "hg" not in (flags_at(inside) or [])
-    assert ask_for_huge_pages(values) is values
-    assert "hg" in (flags_at(inside) or [])
-    assert ask_for_huge_pages(torch.empty(3)).shape == (3,)

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-
-import numpy as np
 import pytest
 import torch
-from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import ProfilerActivity, profile
 
-from hotrec.runtime.stages import (
-    EXPOSED_STAGES,
-    RANGE_PREFIX,
-    StageClock,
-    backward_point,
-    exposed_s,
-    mark,
-    mark_backward,
-    mark_backward_of,
-    named_range,
-)
+from hotrec.runtime.stages import StageClock, backward_point, mark, mark_backward
 from hotrec.types import STAGES
 from tests.conftest import Time
 
@@ -67,18 +51,6 @@ def test_marks_outside_a_step_do_nothing(time: Time) -> None:
     assert backward_point("dense", weight) is None
 
 
-def test_a_clock_inside_another_takes_the_marks(time: Time) -> None:
-    outer, inner = StageClock(CPU), StageClock(CPU)
-    with outer.step():
-        with inner.step():
-            time.now_s += 1
-            mark("pool")
-        time.now_s += 2
-        mark("route")
-    assert measured(inner) == {"pool": 1}
-    assert measured(outer) == {"route": 3}
-
-
 def test_backward_comes_to_marks_in_the_opposite_order(time: Time) -> None:
     def slow(tensor: torch.Tensor, seconds: float) -> torch.Tensor:
         """Multiplies by two; backward takes ``seconds``."""
@@ -111,91 +83,3 @@ def test_backward_comes_to_marks_in_the_opposite_order(time: Time) -> None:
     assert rows.grad.tolist() == [8, 8, 8]  # marks change no gradient
     assert dense.grad is not None
     assert dense.grad.tolist() == [4, 4, 4]
-
-
-def test_backward_comes_to_several_tensors_together(time: Time) -> None:
-    def take(_: torch.Tensor) -> None:
-        time.now_s += 4
-
-    rows = torch.ones(5, requires_grad=True)
-    clock = StageClock(CPU)
-    with clock.step():
-        rows_are_sent = backward_point("grads_exchange", rows)
-        parts = [part * 2 for part in rows.split([2, 1, 2])]
-        first, second, _ = mark_backward_of(parts, "dense", rows_are_sent)
-        doubled = first * 2
-        doubled.register_hook(take)
-        (doubled.sum() + second.sum()).backward()
-        time.now_s += 1
-    assert measured(clock) == {"dense": 4, "optimizer": 1}
-    assert rows.grad is not None
-    assert rows.grad.tolist() == [4, 4, 2, 0, 0]  # nothing reads the last part
-
-
-def test_evaluation_inside_a_step_has_no_backward(time: Time) -> None:
-    weight = torch.ones(3, requires_grad=True)
-    with StageClock(CPU).step(), torch.no_grad():
-        point = backward_point("dense", weight)
-        assert point is None
-        assert not mark_backward(weight * 2, "dense", point).requires_grad
-
-
-def test_exposed_communication_is_summed_up_step_by_step(time: Time) -> None:
-    assert set(EXPOSED_STAGES) < set(STAGES)
-    clock = StageClock(CPU)
-    for factor in (1, 10):
-        with clock.step():
-            for power, stage in enumerate(STAGES):
-                time.now_s += factor * 2.0**power
-                mark(stage)
-    one = sum(2.0 ** STAGES.index(stage) for stage in EXPOSED_STAGES)
-    assert exposed_s(clock.seconds()).tolist() == [one, 10 * one]
-    assert exposed_s(clock.medians()) == 5.5 * one
-    with pytest.raises(KeyError, match="hot_exchange"):
-        exposed_s({stage: np.zeros(1) for stage in STAGES if stage != "hot_exchange"})
-
-
-def profiled_ranges(work: Callable[[], None]) -> dict[str, set[int]]:
-    """Threads on which each named range was recorded while ``work`` ran."""
-    config = _ExperimentalConfig(profile_all_threads=True)
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler:
-        work()
-    found: dict[str, set[int]] = {}
-    for event in profiler.events() or ():
-        if event.name.startswith(RANGE_PREFIX):
-            found.setdefault(event.name.removeprefix(RANGE_PREFIX), set()).add(event.thread)
-    return found
-
-
-def test_a_named_range_is_recorded_on_every_thread() -> None:
-    before = threading.Event()
-
-    def communicate() -> None:
-        before.wait()  # this thread is older than the profiler
-        with named_range("rows_exchange"):
-            pass
-
-    def work() -> None:
-        before.set()
-        thread.join()
-        with named_range("outer"), named_range("inner"):
-            pass
-
-    thread = threading.Thread(target=communicate)
-    thread.start()
-    try:
-        found = profiled_ranges(work)
-    finally:
-        before.set()
-        thread.join()
-    assert set(found) == {"rows_exchange", "outer", "inner"}
-    assert found["outer"] == found["inner"]
-    assert found["rows_exchange"].isdisjoint(found["outer"])
-
-
-def test_without_a_profiler_a_named_range_records_nothing() -> None:
-    with named_range("early") as nothing:
-        assert nothing is None
-    assert set(profiled_ranges(lambda: None)) == set()
-    with pytest.raises(ZeroDivisionError), named_range("late"):
-        raise ZeroDivisionError

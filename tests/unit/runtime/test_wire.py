@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torchrec.distributed.types import CommOp
 
 from hotrec.runtime.codecs import wire_codecs
@@ -15,8 +13,6 @@ from hotrec.runtime.wire import decode, encode
 from hotrec.types import WireType
 
 DTYPES = {WireType.fp32: torch.float32, WireType.bf16: torch.bfloat16}
-# Of each value.
-BOUNDS = {WireType.fp32: 0.0, WireType.bf16: 2**-8}
 types = pytest.mark.parametrize("wire_type", list(WireType))
 
 
@@ -30,32 +26,12 @@ def roundtrip(values: torch.Tensor, wire_type: WireType) -> torch.Tensor:
 
 
 @types
-@given(
-    values=st.lists(
-        st.floats(-1.5 * 2**126, 1.5 * 2**126, width=32, allow_subnormal=False).filter(
-            lambda value: value == 0 or abs(value) >= 2**-100
-        ),
-        max_size=20,
-    )
-)
-def test_the_error_is_bounded(wire_type: WireType, values: list[float]) -> None:
-    exact = torch.tensor(values, dtype=torch.float32)
-    error = (roundtrip(exact, wire_type).double() - exact.double()).abs()
-    assert (error <= BOUNDS[wire_type] * exact.double().abs()).all()
-
-
-@types
 def test_powers_of_two_and_what_is_no_number_arrive_exactly(wire_type: WireType) -> None:
     for exponent in (-100, -30, -1, 0, 14, 15, 16, 100, 127):
         powers = [2.0**exponent, -(2.0 ** (exponent - 1)), 0.0, 2.0 ** (exponent - 20)]
         assert roundtrip(torch.tensor(powers), wire_type).tolist() == powers
     values = torch.tensor([math.inf, -math.inf, math.nan, 1.0, 0.0])
     assert torch.equal(roundtrip(values, wire_type).nan_to_num(5.0), values.nan_to_num(5.0))
-
-
-def test_integers_stay_integers_in_32_bits() -> None:
-    values = torch.tensor([2**31 - 1, -1, 16_777_217], dtype=torch.int32)
-    assert torch.equal(decode(encode(values, WireType.fp32), WireType.fp32), values)
 
 
 @pytest.mark.parametrize("op", [op.name for op in CommOp])

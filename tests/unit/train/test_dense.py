@@ -13,19 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from hotrec.runtime.ranks import Ranks
-from hotrec.runtime.stages import StageClock
-from hotrec.train.dense_sync import DeferredLinears, DenseSync, deferrable_layers, dense_parameters
+from hotrec.train.dense_sync import DeferredLinears, DenseSync
 from hotrec.types import ModelKind, Precision
-from tests.helpers.dense import (
-    DIM,
-    NUM_DENSE,
-    Clicks,
-    Oddities,
-    loss_of,
-    make_inputs,
-    make_optimizer,
-    weights_of,
-)
+from tests.helpers.dense import Clicks, Oddities, loss_of, make_inputs, make_optimizer, weights_of
 
 
 @pytest.fixture
@@ -54,21 +44,6 @@ def changed(model: nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
     """The parts whose weights are no longer those of ``before``."""
     now = dict(model.named_parameters())
     return {name.split(".")[1] for name in now if not torch.equal(now[name], before[name])}
-
-
-def test_dense_parameters_are_the_trained_ones_outside_of_tables() -> None:
-    model = Clicks(ModelKind.dlrm, 0)
-    names = list(dense_parameters(model))
-    expected = [name for name, p in model.named_parameters() if p.requires_grad]
-    assert names == expected
-    assert names[0] == "model.dense_arch.model._mlp.0._linear.weight"
-    assert list(dense_parameters(Oddities(0)))[:3] == ["scale", "first.weight", "first.bias"]
-
-
-def test_what_can_be_put_off() -> None:
-    model = Oddities(0)
-    layers = deferrable_layers(model.modules())
-    assert layers == [model.twice, model.top[0], model.top[2]]
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (2, 5, 3), (1, 3), (0, 3), (3,)])
@@ -104,70 +79,13 @@ def test_deferred_gradients_are_autograds_bit_for_bit(
         with deferred.deferring():
             got.append(run(inputs))
         assert all(parameter.grad is None for parameter in layer.parameters())
-        assert layer in deferred._noted
     deferred.compute(layer)
-    assert layer not in deferred._noted
     got += take_grads()
     at_once = [run(inputs) for inputs in passes]  # outside of deferring() nothing is put off
     at_once += take_grads()
     for one, other, plain in zip(got, at_once, expected, strict=True):
         assert torch.equal(one, plain)
         assert torch.equal(other, plain)
-    deferred.restore()
-    assert "forward" not in vars(layer)
-
-
-def test_a_failed_backward_leaves_nothing_noted() -> None:
-    layer = nn.Linear(2, 1)
-    deferred = DeferredLinears([layer])
-    inputs = torch.ones(1, 2, requires_grad=True)
-
-    def fail(grad: torch.Tensor) -> None:
-        raise KeyError("stop")
-
-    inputs.register_hook(fail)
-    with pytest.raises(KeyError, match="stop"), deferred.deferring():
-        layer(inputs).sum().backward()
-    assert layer not in deferred._noted
-    assert not deferred.is_deferring
-
-
-def test_parts_are_updated_right_before_their_use(clicks: tuple[Clicks, DenseSync]) -> None:
-    model, dense = clicks
-    before = weights_of(model)
-    make_step(model, dense)
-    assert changed(model, before) == set()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    model.model.dense_arch(torch.zeros(2, NUM_DENSE))
-    assert changed(model, before) == {"dense_arch"}
-    with torch.inference_mode():
-        model.model.over_arch(torch.zeros(2, DIM + 6))
-    assert changed(model, before) == {"dense_arch", "over_arch"}
-    after = weights_of(model)
-    dense.flush()
-    assert changed(model, after) == set()
-    # Also by a module inside of a part, called by itself.
-    make_step(model, dense, 1)
-    model.model.dense_arch.model._mlp[1]._linear(torch.zeros(2, 16))
-    assert changed(model, after) == {"dense_arch"}
-    # The optimizer's state was made in inference mode, and can be changed outside of it.
-    dense.flush()
-    assert changed(model, after) == {"dense_arch", "over_arch"}
-
-
-def test_evaluation_and_state_dict_see_every_update(clicks: tuple[Clicks, DenseSync]) -> None:
-    model, dense = clicks
-    before = weights_of(model)
-    make_step(model, dense)
-    state = model.model.state_dict()
-    assert changed(model, before) == {"dense_arch", "over_arch"}
-    assert torch.equal(state["over_arch.model.1.bias"], model.model.over_arch.model[1].bias)
-    make_step(model, dense, 1)
-    model.eval()
-    with torch.no_grad():
-        seen = model(make_inputs(0, 9))
-        dense.flush()
-        assert torch.equal(model(make_inputs(0, 9)), seen)
 
 
 def test_the_update_has_the_settings_of_its_step(clicks: tuple[Clicks, DenseSync]) -> None:
@@ -183,16 +101,6 @@ def test_the_update_has_the_settings_of_its_step(clicks: tuple[Clicks, DenseSync
     assert group["lr"] == 0.5
 
 
-def test_waiting_is_the_exchanges_time(clicks: tuple[Clicks, DenseSync]) -> None:
-    model, dense = clicks
-    clock = StageClock(torch.device("cpu"))
-    make_step(model, dense)
-    with clock.step():
-        dense.flush()
-    stages = [stage for stage, _ in clock._steps[0][1:]]
-    assert stages == ["dense", "grads_exchange", "optimizer"] * 2 + ["optimizer"]
-
-
 class _Bypass(nn.Module):
     """Reads a layer's weight without calling the layer."""
 
@@ -204,65 +112,33 @@ class _Bypass(nn.Module):
         return self.second(F.linear(inputs, self.first.weight, self.first.bias))
 
 
-def test_a_weight_that_is_read_without_a_call_is_refused(one_rank: Ranks) -> None:
+def test_what_would_not_be_exact_is_refused(one_rank: Ranks) -> None:
     model = _Bypass()
     dense = DenseSync(model, make_optimizer(model, "sgd"))
     make_step(model, dense)
-    with pytest.raises(RuntimeError, match=r"^dense parameter first\.weight: expected its module"):
+    with pytest.raises(RuntimeError, match=r"first\.weight"):
         make_step(model, dense, 1)
-
-
-def test_two_passes_in_one_are_refused(one_rank: Ranks) -> None:
-    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 1))
-    dense = DenseSync(model, make_optimizer(model, "sgd"))
-    first, second = (loss_of(model, make_inputs(0, step), 6) for step in range(2))
+    norm = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 1))
+    dense = DenseSync(norm, make_optimizer(norm, "sgd"))
+    first, second = (loss_of(norm, make_inputs(0, step), 6) for step in range(2))
     with dense.backward():
         first.backward()
-        with pytest.raises(RuntimeError, match=r"^dense parameter 0\.\w+: expected one gradient"):
+        with pytest.raises(RuntimeError, match=r"dense parameter 0\."):
             second.backward()
-
-
-@pytest.mark.parametrize(
-    ("added", "message"),
-    [
-        (nn.BatchNorm1d(2), r"^dense layer 1: expected no running stat.*BatchNorm1d"),
-        (nn.Embedding(2, 2, sparse=True), r"^dense layer 1: expected dense gradien"),
-    ],
-)
-def test_layers_that_would_not_be_exact_are_refused(
-    added: nn.Module, message: str, one_rank: Ranks
-) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), added)
-    with pytest.raises(ValueError, match=message):
-        DenseSync(model, make_optimizer(model, "sgd"))
-
-
-def test_optimizer_of_other_parameters_is_refused(one_rank: Ranks) -> None:
-    model = nn.Linear(2, 2)
-    for parameters, message in (
-        (
-            [model.weight],
-            r"^optimizer of the dense layers: .* 2 .* got \['bias'\] missing and .* \[\]",
-        ),
-        ([*model.parameters(), nn.Parameter(torch.ones(5))], r" got \[\] missing and .*\[\(5,\)\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            DenseSync(model, torch.optim.SGD(parameters, lr=0.1))
+    for added in (nn.BatchNorm1d(2), nn.Embedding(2, 2, sparse=True)):
+        layers = nn.Sequential(nn.Linear(2, 2), added)
+        with pytest.raises(ValueError, match="dense layer 1"):
+            DenseSync(layers, make_optimizer(layers, "sgd"))
 
 
 def test_closing_gives_the_model_back(one_rank: Ranks) -> None:
     model, other = Oddities(0), Oddities(0)
     dense = DenseSync(model, make_optimizer(model, "sgd"))
     make_step(model, dense)
-    before = weights_of(model)
     dense.close()
-    for module in model.modules():
-        assert "forward" not in vars(module)
-        assert not module._forward_pre_hooks or module is model.parametrized
-        assert not module._state_dict_pre_hooks
-    loss_of(model, make_inputs(0, 0), 6).backward()
-    loss_of(other, make_inputs(0, 0), 6).backward()
-    assert changed(nn.ModuleList([model]), {f"0.{k}": v for k, v in before.items()}) == set()
-    for one, same in zip(model.parameters(), other.parameters(), strict=True):
-        assert (one.grad is None) == (same.grad is None)
-        assert one.grad is None or torch.equal(one.grad, same.grad)
+    other.load_state_dict(model.state_dict())
+    for one in (model, other):
+        loss_of(one, make_inputs(0, 0), 6).backward()
+    for found, same in zip(model.parameters(), other.parameters(), strict=True):
+        assert (found.grad is None) == (same.grad is None)
+        assert found.grad is None or torch.equal(found.grad, same.grad)

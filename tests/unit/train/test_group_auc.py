@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchmetrics.classification import BinaryAUROC
 
 from hotrec.data.groups import NO_GROUP
-from hotrec.runtime.ranks import Ranks
-from hotrec.train.evaluate import evaluate, measure_all, measure_quality
+from hotrec.train.evaluate import measure_all
 from hotrec.train.group_auc import GroupAuc, measure_group_auc
-from hotrec.train.pipelines import make_pipeline
-from hotrec.types import PipelineKind, PipelineSpec
-from tests.helpers.tiny import build_tiny, tiny_batch
 
 
 def by_groups(
@@ -76,22 +68,6 @@ def random_samples(num_samples: int = 3000) -> tuple[np.ndarray, ...]:
     return scores, is_click, groups, rng.random(num_samples).astype(np.float32) + 0.1
 
 
-def test_each_group_counts_as_torchmetrics_has_it() -> None:
-    scores, is_click, groups, _ = random_samples()
-    total = weighted = 0.0
-    auroc = BinaryAUROC(thresholds=None)
-    for group in np.unique(groups):
-        mine = groups == group
-        if is_click[mine].any() and not is_click[mine].all():
-            logits = torch.from_numpy(scores[mine]).double()
-            auc = float(auroc(logits.sigmoid(), torch.from_numpy(is_click[mine]).long()))
-            total, weighted = total + mine.sum(), weighted + mine.sum() * auc
-    found = measure_group_auc(scores, is_click, groups)
-    assert found.gauc == pytest.approx(weighted / total, abs=1e-6)
-    assert found.samples_frac == total / len(scores)
-    assert 0.9 < found.samples_frac < 1
-
-
 def test_the_order_of_the_samples_changes_no_bit() -> None:
     scores, is_click, groups, weights = random_samples()
     order = np.random.default_rng(1).permutation(len(scores))
@@ -113,19 +89,6 @@ def test_small_weights_beside_large_ones_keep_their_digits() -> None:
     assert found.gauc == pytest.approx(light.gauc, rel=1e-12)
 
 
-def test_one_group_has_the_auc_of_all_and_groups_of_one_class_none() -> None:
-    scores, is_click, groups, _ = random_samples(500)
-    labels = is_click.astype(np.float32)
-    quality = measure_quality(scores, labels, None, np.zeros(500, np.int64))
-    assert quality.further == {"gauc": pytest.approx(quality.auc), "gauc_samples_frac": 1.0}
-    assert quality.to_json()["gauc"] == quality.further["gauc"]
-    none = measure_quality(scores, labels, None, np.arange(500))
-    assert none.further == {"gauc": None, "gauc_samples_frac": 0.0}
-    assert "gauc" not in measure_quality(scores, labels).to_json()
-    with pytest.raises(ValueError, match="expected finite logits, got 1 of 500 not finite"):
-        measure_quality(np.r_[scores[1:], np.float32("nan")], labels, None, groups)
-
-
 def test_samples_without_weight_are_left_out_and_labels_are_averaged() -> None:
     scores, is_click, groups, _ = random_samples(600)
     logits = np.stack([scores, -scores], axis=1)
@@ -139,24 +102,3 @@ def test_samples_without_weight_are_left_out_and_labels_are_averaged() -> None:
     assert buy.gauc is not None
     assert found.by_label["like"].further["gauc"] == like.gauc
     assert found.further["gauc"] == pytest.approx((like.gauc + 3 * buy.gauc) / 4)
-    assert found.to_json()["by_label"]["buy"]["gauc"] == buy.gauc
-
-
-@pytest.mark.parametrize("kind", ["base", "sparse_dist"])
-def test_evaluation_takes_the_groups_of_its_batches(kind: str, one_rank: Ranks) -> None:
-    plain = [tiny_batch(seed, 9, num_padding=seed % 3) for seed in range(6)]
-    rng = torch.Generator().manual_seed(3)
-    batches = [replace(batch, groups=torch.randint(-1, 5, (9,), generator=rng)) for batch in plain]
-    model, optimizer = build_tiny()
-    pipeline = make_pipeline(
-        PipelineSpec(PipelineKind[kind]), model, optimizer, torch.device("cpu")
-    )
-    with torch.no_grad():
-        outputs = [model.eval()(batch)[1] for batch in plain]
-    kept = np.concatenate([batch.weights.numpy() > 0 for batch in plain])
-    logits, labels = (np.concatenate([o[i].numpy() for o in outputs])[kept] for i in (1, 2))
-    groups = np.concatenate([batch.groups.numpy() for batch in batches])[kept]
-    quality = evaluate(pipeline, batches)
-    expected = measure_group_auc(logits, labels == 1, groups)
-    assert quality.further == {"gauc": expected.gauc, "gauc_samples_frac": expected.samples_frac}
-    assert replace(quality, further={}) == evaluate(pipeline, plain)

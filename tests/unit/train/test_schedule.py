@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.config.groups import Decay
-from hotrec.train.schedule import Schedule, count_steps, next_segment, set_learning_rates
+from hotrec.train.schedule import Schedule, next_segment, set_learning_rates
 
 
 @given(
@@ -32,14 +32,6 @@ def test_segments_cover_every_step_once_and_end_where_due(
     expected = {step for step in steps if step in ends or any(step % n == 0 for n in every)}
     assert {part.last_step for part in cut} == expected | {num_steps} - {start}
     assert [part.is_last for part in cut] == [part is cut[-1] for part in cut]
-
-
-def test_count_steps() -> None:
-    assert count_steps(7, epochs=3) == 21
-    assert count_steps(7, epochs=3, max_steps=10) == 10
-    assert count_steps(7, epochs=1, max_steps=10) == 7
-    with pytest.raises(ValueError, match="expected at least 1 step, got 0 steps per epoch"):
-        count_steps(0, epochs=3)
 
 
 def test_warm_up_reaches_one_and_stays_when_constant() -> None:
@@ -66,15 +58,6 @@ def test_decay_starts_at_one_and_ends_at_the_end_factor(
     assert {step: schedule(step) for step in expected} == pytest.approx(expected)
     factors = [schedule(step) for step in range(10, 31)]
     assert factors == sorted(factors, reverse=True)
-
-
-def test_polynomial_is_that_of_mlperf_dlrm() -> None:
-    """MLPerf: ((decay_end - step) / num_decay_steps) ** 2 between decay start and end."""
-    schedule = Schedule(
-        decay=Decay.polynomial, warmup_steps=2750, decay_start_step=49315, num_decay_steps=27772
-    )
-    assert schedule(60000) == pytest.approx(((49315 + 27772 - 60000) / 27772) ** 2)
-    assert schedule(1375) == pytest.approx(0.5)
 
 
 def test_every_group_keeps_its_own_base_rate() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.embedding.messages import message_sizes, pack, row_counts, unpack
-from hotrec.embedding.prefetch.classes import Hop, RowsByClass, sort_by_class
+from hotrec.embedding.prefetch.classes import RowsByClass, sort_by_class
 
 counts_of_ranks = st.integers(1, 3).flatmap(
     lambda num_groups: st.lists(
@@ -30,11 +30,6 @@ def test_unpack_undoes_pack(counts: list[list[int]]) -> None:
     assert message.numel() == sum(message_sizes(counts, dims))
     for part, found in zip(parts, unpack(message, counts, dims), strict=True):
         assert torch.equal(part, found)
-
-
-def test_a_rank_gets_all_groups_side_by_side() -> None:
-    parts = [torch.tensor([1, 2, 3]), torch.tensor([10, 20])]
-    assert pack(parts, [[1, 2], [2, 0]], [1, 1]).tolist() == [1, 10, 20, 2, 3]
 
 
 @given(counts=counts_of_ranks, data=st.data())
@@ -65,10 +60,3 @@ def test_classes_are_chosen_in_the_same_order_by_rank(
                 assert chosen.counts[rank][group] == sum(part.numel() for part in by_class)
             index = torch.cat([*expected, torch.empty(0, dtype=torch.int64)])
             assert torch.equal(chosen.of(group, torch.arange(of_group.numel())), index)
-
-
-def test_everything_is_selected_without_indices() -> None:
-    rows, hop = torch.arange(3), Hop([[1], [2]], [[3], [0]])
-    requested, served = hop.select(None, 0, 1)
-    assert requested.of(0, rows) is rows
-    assert (requested.counts, served.counts) == ([[1], [2]], [[3], [0]])

@@ -27,30 +27,6 @@ def _rows(hot: list[int], a: list[int], b: list[int]) -> KeyedJaggedTensor:
     )
 
 
-@pytest.mark.parametrize(
-    ("shards", "rows", "num_to_W", "order_U", "positions_U"),
-    [
-        # Of the cold rows a0 a5 a6 a9 b0 b3: rank 0 owns the first two.
-        (SHARDS, ([1, 0], [0, 5, 6, 9], [0, 3]), [2, 4], [0, 1, 2, 3, 4, 5], [0, 5, 4, 7, 0, 3]),
-        (SHARDS[::-1], ([], [2, 7], [1]), [2, 1], [1, 2, 0], [5, 1, 2]),
-        (SHARDS, ([3], [], []), [0, 0], [], []),
-    ],
-)
-def test_rows_go_to_their_owners(
-    shards: list[list[Shard]],
-    rows: tuple[list[int], list[int], list[int]],
-    num_to_W: list[int],
-    order_U: list[int],
-    positions_U: list[int],
-) -> None:
-    requested = RowOwners(["a", "b"], NUM_ROWS, shards, CPU).find(_rows(*rows), num_hot_keys=1)
-    assert requested.num_to_W is not None
-    assert requested.order_U is not None
-    assert requested.num_to_W.tolist() == num_to_W
-    assert requested.order_U.tolist() == order_U
-    assert requested.positions_U.tolist() == positions_U
-
-
 def test_spread_rows_go_to_the_owners_of_their_stored_rows() -> None:
     orders = {"a": RowOrder(10), "b": RowOrder(4, is_spread=False)}
     owners = RowOwners(["a", "b"], NUM_ROWS, SHARDS, CPU, orders=orders)
@@ -67,14 +43,6 @@ def test_spread_rows_go_to_the_owners_of_their_stored_rows() -> None:
     assert nothing.positions_U.numel() == 0
 
 
-def test_one_rank_owns_all_rows_in_their_order() -> None:
-    shards = [[Shard("b", 0, 4, 0), Shard("a", 0, 10, 4)]]
-    rows = _rows([1], [0, 9], [3])
-    requested = RowOwners(["a", "b"], NUM_ROWS, shards, CPU).find(rows, num_hot_keys=1)
-    assert requested.num_to_W is requested.order_U is None
-    assert requested.positions_U.tolist() == [4, 13, 3]
-
-
 @pytest.mark.parametrize(
     "shards",
     [SHARDS[:1], SHARDS[1:], [*SHARDS, [Shard("b", 2, 2, 0)]]],
@@ -82,15 +50,3 @@ def test_one_rank_owns_all_rows_in_their_order() -> None:
 def test_rows_without_one_owner_are_refused(shards: list[list[Shard]]) -> None:
     with pytest.raises(RuntimeError, match="expected each of 14 rows on exactly one rank"):
         RowOwners(["a", "b"], NUM_ROWS, shards, CPU)
-
-
-@pytest.mark.parametrize(("num_more", "sent_type"), [(0, torch.int32), (1, torch.int64)])
-def test_positions_are_sent_as_int32_where_all_ranks_rows_fit(
-    num_more: int, sent_type: torch.dtype
-) -> None:
-    num_rows = {"a": (1 << 31) - 10 + num_more, "b": 10}
-    shards = [[Shard("a", 0, num_rows["a"], 0), Shard("b", 0, 10, num_rows["a"])], []]
-    last = KeyedJaggedTensor(["a", "b"], torch.tensor([9]), lengths=torch.tensor([0, 1]))
-    requested = RowOwners(["a", "b"], num_rows, shards, CPU).find(last, 0)
-    assert requested.positions_U.dtype is sent_type
-    assert requested.positions_U.tolist() == [(1 << 31) - 1 + num_more]
