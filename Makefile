@@ -91,7 +91,7 @@ test-all: $(INSTALLED_DEV) ## Run all tests; CASES=1000 draws more, at random.
 	$(PYTEST) --cases=$(CASES) $(ALL_TESTS) $(ARGS)
 
 faults: $(INSTALLED_DEV) ## Run every case of damaged files, bad data and signals.
-	$(BIN)/python -m tests.faults run $(ARGS)
+	$(BIN)/python -m tests.faults $(ARGS)
 
 mutants: $(INSTALLED_DEV) ## Put one fault after the other into a copy of the code; tests must notice each.
 	$(BIN)/python -m tests.mutants run $(ARGS)

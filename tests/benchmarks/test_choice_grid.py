@@ -14,15 +14,10 @@ from benchmarks.choice_grid import (
     NO_TRIAL,
     Grid,
     all_cells,
-    data_overrides,
     is_settled,
-    main,
     parse,
 )
-from benchmarks.choice_page import DEFAULT, judge, summarize, verdict, write_page
-from hotrec.cli.store import build_config, compose_config
-
-NAMES = ("hot_cold-look_ahead", "planner-sparse_dist", "planner-base", "hand_tuned-sparse_dist")
+from benchmarks.choice_page import DEFAULT, judge, write_page
 
 
 def run(candidate: str, repeat: int, step_ms: float, **more: Any) -> dict[str, Any]:
@@ -52,16 +47,6 @@ def document(found: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
     return {"settings": {**cell, **options, **settings}, "machine": machine, "runs": found}
 
 
-@pytest.mark.parametrize("words", CANDIDATES.values(), ids=CANDIDATES)
-def test_candidates_are_configurations(words: tuple[str, ...]) -> None:
-    build_config(compose_config("config", list(words)))
-
-
-@pytest.mark.parametrize("name", ["kuairand", "zipf0.8-bags20-nodense"])
-def test_datasets_are_configurations(name: str) -> None:
-    build_config(compose_config("config", list(data_overrides()[name])))
-
-
 def test_noisy_ratios_are_not_settled() -> None:
     quiet = runs([10, 20, 10], hot_cold__base=[10, 20.2, 10], planner__base=[30])
     assert is_settled(quiet)  # the machine was slow in one repeat, but for both alike
@@ -85,41 +70,13 @@ def test_ratios_are_paired_within_repeats() -> None:
     assert cell.noise_frac is None
 
 
-def test_figures_of_the_verdict() -> None:
-    good = runs([10.2], hot_cold__base=[10], planner__base=[20], hand_tuned__base=[10.1])
-    bad = runs([12], hot_cold__base=[10], planner__base=[11.9])
-    # Predicted of candidates: 10 and 16 ms for 10 and 20 ms; the first interval holds the step.
-    good[1] |= {"predicted_step_s": 0.010, "step_low_s": 0.009, "step_high_s": 0.011}
-    good[2] |= {"predicted_step_s": 0.016, "step_low_s": 0.015, "step_high_s": 0.017}
-    good[0]["predicted_step_s"] = 1.0  # after a trial: not a prediction alone
-    failed = {"candidate": "planner-base", "repeat": 0, "error": "out", "load_average": 1.0}
-    figures = summarize({"good": document(good), "bad": document(bad), "open": document([failed])})
-    assert figures["num_cells"] == 2
-    assert figures["num_unfinished"] == figures["num_failed_runs"] == 1
-    assert figures["within_share"] == figures["predicted_share"] == figures["held_share"] == 0.5
-    assert (figures["worst_cell"], figures["worst_ratio"]) == ("bad", pytest.approx(1.2))
-    assert figures["worst_over_planner"] == pytest.approx(12 / 11.9)
-    assert figures["worst_over_hand_tuned"] == pytest.approx(10.2 / 10.1)
-    assert figures["num_predictions"] == 2
-    text = verdict(figures, is_busy=False)
-    assert "`bad`" in text
-    # The share, the worst, and the predictions and their intervals.
-    assert text.count("missed") == 4
-
-
 def test_page(tmp_path: Path) -> None:
     found = runs([10.2], hot_cold__base=[10], planner__base=[20])
-    found[0] |= {"chosen": "hot_cold", "trial_s": 5.0}
     found.append({"candidate": "planner-base", "repeat": 1, "error": "gone", "load_average": 1.0})
     (tmp_path / "kuairand_b512_loopback_w2.json").write_text(json.dumps(document(found)))
-    figures = write_page(tmp_path)
-    page = (tmp_path / "choice.md").read_text()
-    row = next(line for line in page.splitlines() if line.startswith("| kuairand"))
-    for shown in ("10.2", "10.0", "20.0", "hot_cold, sparse_dist", "1.020", "5.0"):
-        assert shown in row
-    assert "planner-base: gone" in page
+    assert write_page(tmp_path)["num_cells"] == 1
+    assert "planner-base: gone" in (tmp_path / "choice.md").read_text()
     assert (tmp_path / "choice.png").stat().st_size > 1000
-    assert figures["num_cells"] == 1
 
 
 @pytest.fixture
@@ -179,10 +136,3 @@ def test_a_cell_goes_on_where_it_stopped(tmp_path: Path, run_dir: Path) -> None:
     again = FakeGrid(parse(words), run_dir)
     again.run(cell)
     assert [command for command, _ in again.commands] == ["train"] * 3
-
-
-def test_nothing_begins_after_the_limit(tmp_path: Path) -> None:
-    output, work = tmp_path / "out", tmp_path / "work"
-    with pytest.raises(SystemExit, match="got none"):
-        main(["--limit-s", "0", "--output", str(output), "--work", str(work)])
-    assert not work.exists()

@@ -1,13 +1,13 @@
 """A case: a fault, the command that meets it, and what is right then.
 
-A table of cases is made of three verbs. ``works`` is a command that must succeed, ``refused`` one
-that must say what is wrong and change nothing, ``either`` one that may do the one or the other.
+Cases are made of three verbs. ``works`` is a command that must succeed, ``refused`` one that must
+say what is wrong and change nothing, ``either`` one that may do the one or the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,8 @@ Act = Callable[["Running"], Complaint]
 
 # From bad to good; a case has the first that applies.
 VERDICTS = {
-    "lost": "an artifact or a file that was whole is gone or changed",
     "silent": "exit code 0, though the input is wrong or the result is",
+    "lost": "an artifact or a file that was whole is gone or changed",
     "hang": "still running at its time limit",
     "trace": "a traceback or a crash instead of a message",
     "left": "processes or temporary files stay",
@@ -50,7 +50,7 @@ def unchanged(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table.
+    """One fault.
 
     Args:
         name: unique; its class, a slash, and what it is.
@@ -64,18 +64,14 @@ class Case:
         check: looks at what was made, if the exit code is 0.
         act: what happens while the command runs.
         variables: more of the environment; None removes a variable.
-        limits: resource limits by name, such as NOFILE.
-        shm_bytes: size of /dev/shm.
         disk_bytes: size of a small disk mounted at ``small/``.
         is_exec: start an interpreter instead of forking one that has imported the program.
         is_privileged: False takes root's right to read and write everything away.
         ranks: of which ranks one must say what is wrong; None for a single process.
         speaks: whether there is an error line at all; a process that a signal ends has none.
         may_leave: whether temporary files may stay, for the next start to remove.
-        stdio: files to use instead of the recorded ones, by descriptor.
         limit_s: after which it hangs.
         grace_s: for which processes may outlive the command.
-        is_fast: run in the ordinary tests too.
     """
 
     name: str
@@ -87,18 +83,14 @@ class Case:
     check: Check | None = None
     act: Act | None = None
     variables: Mapping[str, str | None] = field(default_factory=dict)
-    limits: Mapping[str, int] = field(default_factory=dict)
-    shm_bytes: int = 1 << 30
     disk_bytes: int | None = None
     is_exec: bool = False
     is_privileged: bool = True
     ranks: tuple[int, ...] | None = None
     speaks: bool = True
     may_leave: bool = False
-    stdio: Mapping[int, str] = field(default_factory=dict)
     limit_s: float = 60.0
     grace_s: float = 3.0
-    is_fast: bool = False
 
     @property
     def kind(self) -> str:
@@ -118,8 +110,3 @@ def works(name: str, words: str, change: Change = unchanged, **more: Any) -> Cas
 def either(name: str, words: str, key: str, change: Change = unchanged, **more: Any) -> Case:
     """A command that works or is refused."""
     return Case(name, tuple(words.split("\n")), change, exit_codes=(0, 1), key=key, **more)
-
-
-def fast(case: Case) -> Case:
-    """The case, marked for the ordinary tests."""
-    return replace(case, is_fast=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.case import VERDICTS, Case
+from tests.faults.forge import MARKER
 from tests.faults.process import SHM
 from tests.faults.workspace import whole
 
@@ -30,9 +31,6 @@ TRACE = re.compile(r"Traceback \(most|terminate called|Fatal Python error|Segmen
 HIDDEN = (".tmp", ".old", ".lock")
 # Torch's cache of compiled code, one for all runs of a user.
 TORCH_CACHE = "torchinductor_"
-# What a forged file makes when it is unpickled.
-MARKER = "marker"
-# Where every command may leave its log.
 # Directories of runs and of what they learn about the machine, which are never artifacts.
 RECORDS = ("runs/", "small/runs/", "data/trials/")
 
@@ -133,7 +131,7 @@ def judge_output(case: Case, findings: Findings, code: int, out: str, err: str) 
         findings.add(verdict, f"expected exit code {expected}, got {code}: {last}")
         return
     if code == 0:
-        if 1 not in case.stdio and len(out.splitlines()) != len(case.words):
+        if len(out.splitlines()) != len(case.words):
             findings.add("unclear", f"expected a line of figures a command, got {out[:200]!r}")
         return
     if case.act is None:
@@ -144,7 +142,7 @@ def judge_output(case: Case, findings: Findings, code: int, out: str, err: str) 
             if line.strip() and not any(form.match(line) for form in forms):
                 findings.add("unclear", f"expected log and error lines on stderr, got {line[:200]}")
                 break
-    if 2 not in case.stdio and case.speaks:
+    if case.speaks:
         _judge_errors(case, findings, err)
 
 

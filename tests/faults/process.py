@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
-import resource
 import shlex
 import signal
 import sys
@@ -47,17 +46,17 @@ def can_mount() -> bool:
     return os.geteuid() == 0 and Path("/proc/self/ns/mnt").exists()
 
 
-def isolate_mounts(shm_bytes: int, small_disk: Path | None, disk_bytes: int | None) -> None:
+def isolate_mounts(small_disk: Path, disk_bytes: int | None) -> None:
     """Give this process its own /dev/shm, and a small disk; both end with its last child."""
     _call("unshare", _NEW_MOUNTS)
     _call("mount", b"none", b"/", None, _RECURSIVE | _PRIVATE, None)
-    mount_tmpfs(SHM, shm_bytes)
-    if small_disk is not None and disk_bytes is not None:
+    _mount_tmpfs(SHM, 1 << 30)
+    if disk_bytes is not None:
         small_disk.mkdir()
-        mount_tmpfs(small_disk, disk_bytes)
+        _mount_tmpfs(small_disk, disk_bytes)
 
 
-def mount_tmpfs(where: Path, num_bytes: int) -> None:
+def _mount_tmpfs(where: Path, num_bytes: int) -> None:
     _call("mount", b"faults", str(where).encode(), b"tmpfs", 0, f"size={num_bytes}".encode())
 
 
@@ -160,13 +159,13 @@ def _reap() -> None:
         _ended[pid] = status
 
 
-def start(case: Case, words: str, folder: Path, scratch: Path, number: int = 0) -> Running:
+def start(case: Case, words: str, folder: Path, scratch: Path) -> Running:
     """Start ``hotrec WORDS`` in ``folder``; its output is in ``scratch``."""
     variables = environment(case.variables, scratch)
     if (pid := os.fork()) == 0:
 
         def run() -> None:
-            _enter(case, folder, scratch, number)
+            _enter(case, folder, scratch)
             sys.exit(_execute(shlex.split(words), variables, is_exec=case.is_exec))
 
         _leave(exit_code_of(run))
@@ -193,22 +192,19 @@ def environment(changes: Mapping[str, str | None], scratch: Path) -> dict[str, s
     return {name: value for name, value in variables.items() if value is not None}
 
 
-def _enter(case: Case, folder: Path, scratch: Path, number: int) -> None:
+def _enter(case: Case, folder: Path, scratch: Path) -> None:
     os.setsid()
     os.chdir(folder)
     # A harness in the background ignores some, and so would its children.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    names = {0: "/dev/null", 1: str(scratch / "out"), 2: str(scratch / "err")} | dict(case.stdio)
-    for descriptor, name in names.items():
-        sys.stdout.flush()
-        sys.stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for descriptor, name in enumerate((Path("/dev/null"), scratch / "out", scratch / "err")):
         flags = os.O_RDONLY if descriptor == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
         opened = os.open(name, flags, 0o644)
         os.dup2(opened, descriptor)
         os.close(opened)
-    for name, limit in case.limits.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     if not case.is_privileged and os.geteuid() == 0:
         _drop_capabilities()
 

@@ -63,6 +63,10 @@ class Result:
     def is_ok(self) -> bool:
         return self.verdict in ("ok", "skipped")
 
+    @property
+    def kind(self) -> str:
+        return self.name.partition("/")[0]
+
 
 def import_program() -> None:
     """Import what every command needs, once for all cases."""
@@ -95,23 +99,21 @@ def remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def make_workspace(
-    directory: Path, kept: Path | None = None, *, steps: Sequence[Case] = workspace.STEPS
-) -> Path:
+def make_workspace(directory: Path, kept: Path | None, *, is_whole: bool) -> Path:
     """Make the workspace that every case starts from, or copy the one that was kept.
 
     Raises:
         RuntimeError: if a command that makes it fails.
     """
-    reference = directory / "reference"
+    reference, answer = directory / "reference", directory / "made.json"
     if kept is not None and kept.exists():
         workspace.copy(kept, reference)
         return reference
     (reference / "runs").mkdir(parents=True)
     workspace.make_log(reference)
-    for step in steps:
-        folder = directory / step.kind
-        in_child(partial(_make, step, reference, directory), folder.with_suffix(".json"))
+    for step in workspace.STEPS if is_whole else workspace.STEPS[:-1]:
+        os.waitpid(fork_into(partial(_make, step, reference, directory), answer), 0)
+        take_answer(answer)
     workspace.make_costs(reference)
     for command in ("prepare", "profile", "plan", "export"):
         shutil.rmtree(reference / "runs" / command)
@@ -121,6 +123,7 @@ def make_workspace(
 
 
 def _make(step: Case, reference: Path, directory: Path) -> None:
+    """One command of those that make the workspace."""
     adopt_orphans()
     scratch = directory / "make"
     remove(scratch)
@@ -130,13 +133,6 @@ def _make(step: Case, reference: Path, directory: Path) -> None:
     end_descendants()
     if code != 0:
         raise RuntimeError(f"{step.name}: exit code {code}: {(scratch / 'err').read_text()}")
-
-
-def in_child(action: Callable[[], Result | None], answer: Path) -> Result | None:
-    """Run an action in a fork of this process, so that nothing of it stays here."""
-    pid = fork_into(action, answer)
-    os.waitpid(pid, 0)
-    return take_answer(answer)
 
 
 def fork_into(action: Callable[[], Result | None], answer: Path) -> int:
@@ -191,8 +187,7 @@ def run_cases(
 
 def run_case(case: Case, reference: Path, directory: Path) -> Result:
     """One case from its copy of the workspace to its verdict; in a process of its own."""
-    needs_mounts = case.disk_bytes is not None or case.shm_bytes < 1 << 30
-    if needs_mounts and not can_mount():
+    if case.disk_bytes is not None and not can_mount():
         reason = "mounting a small file system needs root"
         return Result(case.name, "skipped", "", "", [reason], 0.0)
     start_s = time.monotonic()
@@ -201,7 +196,7 @@ def run_case(case: Case, reference: Path, directory: Path) -> Result:
     workspace.copy(reference, folder)
     (scratch / "tmp").mkdir(parents=True)
     if can_mount():
-        isolate_mounts(case.shm_bytes, folder / SMALL, case.disk_bytes)
+        isolate_mounts(folder / SMALL, case.disk_bytes)
     os.chdir(folder)
     case.change(folder)
     findings = Findings()

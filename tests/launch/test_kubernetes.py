@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from typing import Any
 
-import pytest
 import yaml
 
 from hotrec.cli.store import build_config, compose_config
-from hotrec.train.signals import STOPPED_EXIT_CODE
 from tests.launch.conftest import Place
 from tests.policy.source import REPOSITORY
 
@@ -97,40 +93,3 @@ def test_a_pod_may_save_before_it_is_killed() -> None:
     [timeout] = [word for word in arguments(found, 0, "a:1") if word.startswith("--shutdown")]
     grace_s = pod_of(job_of(found)[1])["terminationGracePeriodSeconds"]
     assert grace_s > int(timeout.split("=")[1])
-
-
-def test_every_end_starts_all_pods_again() -> None:
-    """A stop after a checkpoint does not count as a restart, and no attempt overlaps another."""
-    jobset, job = job_of(objects("jobset"))
-    assert (job["backoffLimit"], pod_of(job)["restartPolicy"]) == (0, "Never")
-    policy = jobset["failurePolicy"]
-    assert policy["maxRestarts"] > 0
-    assert policy["restartStrategy"] == "BlockingRecreate"
-    [rule] = policy["rules"]
-    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
-    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
-    disrupted, stopped = job["podFailurePolicy"]["rules"]
-    assert {disrupted["action"], stopped["action"]} == {"FailJob"}
-    assert disrupted["onPodConditions"][0]["type"] == "DisruptionTarget"
-    [container] = pod_of(job)["containers"]
-    assert stopped["onExitCodes"]["containerName"] == container["name"]
-    assert stopped["onExitCodes"]["values"] == [STOPPED_EXIT_CODE]
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
-def test_gpus() -> None:
-    built = subprocess.run(
-        ["kubectl", "kustomize", str(KUBERNETES / "jobset-gpu")], capture_output=True, text=True
-    )
-    assert built.returncode == 0, built.stderr
-    found = {document["kind"]: document for document in yaml.safe_load_all(built.stdout)}
-    _, job = job_of(found)
-    [node] = pod_of(job)["containers"]
-    assert node["resources"]["limits"]["nvidia.com/gpu"] == 8
-    assert "--nproc-per-node=8" in node["args"]
-    pods = (pod_of(job), pod_of(found["Job"]["spec"]))
-    assert {container["image"] for pod in pods for container in pod["containers"]} == {
-        "hotrec:cuda"
-    }
-    experiment = found["ConfigMap"]["data"]["EXPERIMENT"]
-    build_config(compose_config("config", [f"experiment={experiment}"]))
