@@ -14,14 +14,14 @@ from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.histogram import build_histogram
 from hotrec.cost_model.profile import count_rows
 from hotrec.cost_model.reuse import (
-    DEPTHS,
+    DISTANCES,
     ENOUGH_BATCHES,
     LogReuse,
     ReuseMeter,
     TableReuse,
 )
 from hotrec.planner.machine import Machine
-from hotrec.planner.situation import TableShape, build_situation, urgent_by_depth
+from hotrec.planner.situation import TableShape, build_situation
 from hotrec.types import Feature, Schema, Table, TableOutput
 
 
@@ -58,12 +58,12 @@ def rows_of(block: Block, table: str) -> set[int]:
 
 
 def shares_by_hand(batches: list[Block], table: str) -> tuple[float, ...]:
-    """The share by depth, from sets of rows."""
+    """The share by distance, from sets of rows."""
     sets = [rows_of(batch, table) for batch in batches]
     shares = []
-    for depth in DEPTHS:
-        later = range(depth, len(sets))
-        again = [len(sets[at] & set().union(*sets[at - depth : at])) for at in later]
+    for far in DISTANCES:
+        later = range(far, len(sets))
+        again = [len(sets[at] & set().union(*sets[at - far : at])) for at in later]
         shares.append(sum(again) / sum(len(sets[at]) for at in later))
     return tuple(shares)
 
@@ -88,7 +88,7 @@ def test_a_log_has_the_reuse_of_its_batches(chunk_size: int, batch_size: int) ->
 
 
 @pytest.mark.parametrize("is_shuffled", [False, True])
-def test_urgent_rows_by_depth_as_counted(is_shuffled: bool) -> None:
+def test_urgent_rows_as_counted(is_shuffled: bool) -> None:
     """On two ranks, whose batches are small; predicted from a profile and one rank's batches."""
     batch_size, num_batches = 8, 60
     log = drifting_log(2 * batch_size * num_batches)
@@ -103,22 +103,19 @@ def test_urgent_rows_by_depth_as_counted(is_shuffled: bool) -> None:
     on_two = Machine(2, 2, "cpu", 0, 1 << 30, batch_size)
     histograms = {name: build_histogram(counts) for name, counts in profile.counts.items()}
     facts = histograms, profile.num_samples
-    by_depth = urgent_by_depth(*facts, on_two, *measured)
     names = "items", "users"
     rows = [
         [{(name, row) for name in names for row in rows_of(block, name)} for block in of_rank]
         for of_rank in ranks
     ]
-    for depth in (1, 4, 16):
-        shares = []
-        for step in range(depth, num_batches):
-            before = set().union(*(of[at] for of in rows for at in range(step - depth, step)))
-            shares.append(len(rows[0][step] & before) / len(rows[0][step]))
-        assert by_depth[depth] == pytest.approx(np.mean(shares), abs=0.1), depth
+    shares = [
+        len(rows[0][step] & (rows[0][step - 1] | rows[1][step - 1])) / len(rows[0][step])
+        for step in range(1, num_batches)
+    ]
     shapes = [TableShape(name, 4, 16, 1, TableOutput.expanded) for name in names]
     work, costs = Workload(batch_size, 0.0, 0.0, 0), (BUILTIN["cpu_1gbit"], None)
     demands = build_situation(shapes, work, *facts, on_two, costs, *measured).demands
     num_rows = sum(expected_distinct(demand)[1] for demand in demands)
     assert num_rows == pytest.approx(np.mean([len(of) for of in rows[0]]), rel=0.05)
     num_urgent = sum(expected_urgent(demand) for demand in demands)
-    assert num_urgent / num_rows == pytest.approx(by_depth[1], abs=1e-3)
+    assert num_urgent / num_rows == pytest.approx(np.mean(shares), abs=0.1)

@@ -106,10 +106,10 @@ def needs_memory(of: Situation, pipeline: PipelineSpec) -> float:
 def test_rows_in_flight_need_memory_beside_the_tables() -> None:
     """Those of relays, and those of sequences, expanded to every id."""
     whole = on_two_hosts_of_two(skewed_situation())
-    two = replace(LOOK_AHEAD, levels=Levels.two, depth=3)
+    two = replace(LOOK_AHEAD, levels=Levels.two)
     relayed_bytes = fastest(whole, two, hot_budget_bytes=0)[1].quantities["relayed_bytes"]
     flat_bytes = needs_memory(whole, replace(two, levels=Levels.one))
-    assert needs_memory(whole, two) - flat_bytes == pytest.approx(4 * relayed_bytes)
+    assert needs_memory(whole, two) - flat_bytes == pytest.approx(2 * relayed_bytes)
     expanded, packed = (
         sequences_of(skewed_situation(), output)
         for output in (TableOutput.expanded, TableOutput.packed)
