@@ -152,7 +152,6 @@ def variants() -> Iterator[tuple[str, ...]]:
     yield "look_ahead", "placement=cost_split", *split
     yield "look_ahead", "model=dcnv2", "model=dcnv2"
     yield "look_ahead", "depth=0", "pipeline.depth=0"
-    yield "look_ahead", "depth=3", "pipeline.depth=3"
     yield "look_ahead", "micro_batches", "pipeline=micro_batches"
     yield "look_ahead", "micro_batches_depth=1", "pipeline.micro_batches=true"
     yield "look_ahead", "adapt", "placement.adapt_every_steps=4"

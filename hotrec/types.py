@@ -376,7 +376,7 @@ class PipelineSpec:
     Args:
         kind: Kind of the pipeline; auto only in a request, never in a plan.
         wire: Type of rows and gradients on the wire.
-        depth: Batches whose rows look-ahead exchanges in advance.
+        depth: 1 if look-ahead exchanges the rows of the next batch in advance, 0 if not.
         window: Further batches whose rows it knows, to choose which rows stay in slots.
         micro_batches: Whether it first computes the samples that need no row of another rank.
         levels: How unpooled rows travel between hosts of several ranks; auto only in a request.

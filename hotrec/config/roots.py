@@ -68,7 +68,7 @@ WINDOW = (
     "number of further batches whose rows are announced to look_ahead, to choose which rows stay "
     "in the slots of placement.cold_tier=cached; at most 32"
 )
-DEPTH = "number of batches whose rows look_ahead exchanges in advance; 0: none"
+DEPTH = "1: look_ahead exchanges the rows of the next batch during this step; 0: it does not"
 LEVELS = (
     "how rows that are exchanged unpooled travel between hosts of several ranks: one (every rank "
     "requests its rows from their owners), two (a row crosses the network once for all ranks of a "
@@ -83,7 +83,7 @@ class PipelineConfig:
     """How steps overlap."""
 
     kind: PipelineKind = key(
-        "the train pipeline: look_ahead (exchange the rows of the next batches during this "
+        "the train pipeline: look_ahead (exchange the rows of the next batch during this "
         "step), sparse_dist (exchange only their ids), base, prefetch (TorchRec's, with "
         "placement=torchrec and its tier fused_uvm_caching), or auto (the fastest by prediction "
         "or measurement, see plan.trial; without a profile look_ahead for hot and cold rows on "
@@ -91,7 +91,7 @@ class PipelineConfig:
         "choose it with pipeline=",
         PipelineKind.auto,
     )
-    depth: int = key(DEPTH, 1, ge=0, le=16)
+    depth: int = key(DEPTH, 1, ge=0, le=1)
     window: int = key(WINDOW, 32, ge=0, le=32)
     micro_batches: bool = key(MICRO_BATCHES, False)
     wire: WireType = key(WIRE, WireType.fp32)
@@ -426,7 +426,7 @@ class BenchVariant:
     num_hot_rows: int | None = key("number of hot rows, the most-read ones", None, ge=0)
     hot_exchange: HotExchange | None = key("how gradients of hot rows are reduced", None)
     wire: WireType = key(WIRE, WireType.fp32)
-    depth: int = key(DEPTH, 1, ge=0, le=16)
+    depth: int = key(DEPTH, 1, ge=0, le=1)
     micro_batches: bool = key(MICRO_BATCHES, False)
     levels: Levels = key(LEVELS.format(""), Levels.one)
     assign: OrderAssign = key(ASSIGN, OrderAssign.as_read)

@@ -1,10 +1,10 @@
 """Reuse: the share of a batch's rows that one of the batches shortly before it read.
 
-Look-ahead at a depth d fetches a batch's rows d batches early, except urgent ones: those that a
-batch in flight updates. Independent batches meet again in popular rows alone. Batches of a stream
-that is sorted by user also meet in the user's own rows, and then most rows may be urgent, at every
-depth alike, so that there is little to fetch early. So a profile of a loader, or of a log, also
-counts this, in the order in which batches are trained.
+Look-ahead fetches a batch's rows a step early, except urgent ones: those that the step before
+updates. Independent batches meet again in popular rows alone. Batches of a stream that is sorted by
+user also meet in the user's own rows, and then most rows may be urgent, so that there is little to
+fetch early. So a profile of a loader, or of a log, also counts this, in the order in which batches
+are trained, and among several batches before, since a plan may have larger batches or more ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from hotrec.cost_model.locality import DRAWN_FRAC, FREE_LOOKUPS, TableLocality, 
 from hotrec.types import Rows, Schema
 
 # Batches before a batch, among which its rows are looked for.
-DEPTHS = (1, 2, 4, 8, 16)
+DISTANCES = (1, 2, 4, 8, 16)
 # Batches whose rows are compared with those before; more would hardly change a mean.
-ENOUGH_BATCHES = 64 + DEPTHS[-1]
+ENOUGH_BATCHES = 64 + DISTANCES[-1]
 # Largest batches that a log is cut into.
 MAX_LOG_BATCH = 2048
 
@@ -36,7 +36,8 @@ class TableReuse:
 
     Args:
         batch_size: Samples of a batch.
-        read_frac: The share for each of DEPTHS, or the first of them if there were too few batches.
+        read_frac: The share for each of DISTANCES, or for the first of them if there were too few
+            batches.
         is_of_log: Whether the batches follow one another in what all ranks divide among them,
             rather than in what one rank reads.
     """
@@ -50,7 +51,7 @@ class TableReuse:
 
         That of the nearest measured one beyond them.
         """
-        logs = np.log(DEPTHS[: len(self.read_frac)])
+        logs = np.log(DISTANCES[: len(self.read_frac)])
         return float(np.interp(math.log(distance), logs, self.read_frac))
 
     def num_between(self, batch_size: int, world_size: int) -> int:
@@ -70,7 +71,7 @@ class ReuseMeter:
         self._ends = np.cumsum([0, *(table.num_rows for table in schema.tables)])
         # The distinct rows of the last batches, increasing, and the last batch that read each.
         self._held = np.empty(0, np.int64), np.empty(0, np.int32)
-        # Of each batch, int64 (tables, 2 + depths): lookups, distinct rows, and those read before.
+        # Of each batch, int64 (tables, 2 + distances): lookups, distinct rows, rows read before.
         self._found: list[Rows] = []
         self._batch_size = 0
 
@@ -92,7 +93,7 @@ class ReuseMeter:
         rows = np.unique(np.concatenate(columns))
         at = np.searchsorted(rows, self._ends)
         distances = self._distances(rows, len(self._found) + 1)
-        again = [np.searchsorted(np.flatnonzero(distances <= depth), at) for depth in DEPTHS]
+        again = [np.searchsorted(np.flatnonzero(distances <= far), at) for far in DISTANCES]
         self._found.append(np.stack([num_lookups, *np.diff([at, *again])], axis=1))
         if len(self._found) == ENOUGH_BATCHES:
             self._held = np.empty(0, np.int64), np.empty(0, np.int32)
@@ -104,12 +105,12 @@ class ReuseMeter:
         is_held = np.zeros(rows.size, np.bool_)
         is_inside = at < held.size
         is_held[is_inside] = held[at[is_inside]] == rows[is_inside]
-        distances = np.full(rows.size, DEPTHS[-1] + 1)
+        distances = np.full(rows.size, DISTANCES[-1] + 1)
         distances[is_held] = batch - last[at[is_held]]
         last[at[is_held]] = batch
         held = np.insert(held, at[~is_held], rows[~is_held])
         last = np.insert(last, at[~is_held], batch)
-        is_recent = last > batch - DEPTHS[-1]
+        is_recent = last > batch - DISTANCES[-1]
         self._held = held[is_recent], last[is_recent]
         return distances
 
@@ -118,8 +119,8 @@ class ReuseMeter:
         shares: dict[str, TableReuse] = {}
         for name, counts in self._counts().items():
             # A batch counts where there are so many before it.
-            of_depths = [counts[depth:, (1, 2 + i)].sum(0) for i, depth in enumerate(DEPTHS)]
-            known = [(num, again) for num, again in of_depths if num > 0]
+            of_distances = [counts[far:, (1, 2 + i)].sum(0) for i, far in enumerate(DISTANCES)]
+            known = [(num, again) for num, again in of_distances if num > 0]
             if known:
                 fracs = tuple(float(again / num) for num, again in known)
                 shares[name] = TableReuse(self._batch_size, fracs)
@@ -138,7 +139,7 @@ class ReuseMeter:
         return found
 
     def _counts(self) -> dict[str, Rows]:
-        """The counts of all batches by table, int64 (batches, 2 + depths); empty without any."""
+        """The counts of all batches by table, int64 (batches, 2 + distances); empty without any."""
         names = [table.name for table in self._schema.tables]
         return dict(zip(names, np.stack(self._found, axis=1), strict=True)) if self._found else {}
 
@@ -214,7 +215,7 @@ class _Batches:
 
 
 def excess_reuse(
-    histogram: CountHistogram, num_draws: float, reuse: TableReuse | None, num_samples: float
+    histogram: CountHistogram, num_draws: float, reuse: TableReuse, num_samples: float
 ) -> float:
     """e, how far the measured share a is from the share s that independent batches have.
 
@@ -225,17 +226,18 @@ def excess_reuse(
     Args:
         histogram: Of the table.
         num_draws: Independent lookups equivalent to those of a measured batch.
-        reuse: The measured share; None for independent batches.
-        num_samples: Samples among which the rows are looked for: those of the batches in flight, of
-            this rank, or of all if all were measured.
+        reuse: The measured share.
+        num_samples: Samples among which the rows are looked for: those of the batch before, of this
+            rank, or of all if all were measured.
 
     Returns:
         In -1..1.
     """
-    if reuse is None:
-        return 0.0
-    distance = min(max(num_samples / reuse.batch_size, 1.0), DEPTHS[len(reuse.read_frac) - 1])
-    read, again = _read_again(histogram, num_draws, distance * num_draws)
+    distance = min(max(num_samples / reuse.batch_size, 1.0), DISTANCES[len(reuse.read_frac) - 1])
+    counts, total = histogram.values.astype(np.float64), histogram.num_lookups
+    num_before = distance * num_draws
+    read, before = prob_drawn(counts, total, num_draws), prob_drawn(counts, total, num_before)
+    again = prob_both(counts, total, num_draws + num_before, read, before)
     num_read = float(histogram.num_rows @ read)
     independent = float(histogram.num_rows @ again) / num_read if num_read > 0 else 1.0
     difference = reuse.at(distance) - independent
@@ -246,34 +248,6 @@ def excess_reuse(
 def read_again(probs: Floats, again: Floats, excess: float) -> Floats:
     """Probabilities of reading a row that is read again, from independent ones."""
     return again + excess * (again if excess < 0 else probs - again)
-
-
-def urgent_frac(
-    histogram: CountHistogram, num_draws: tuple[float, float], depth: int, excess: float
-) -> float:
-    """The share of a rank's distinct rows that any rank reads in the ``depth`` batches before.
-
-    Args:
-        histogram: Of the table.
-        num_draws: Independent lookups equivalent to those of a rank and of all ranks in a step.
-        depth: The batches in flight.
-        excess: ``excess_reuse`` at this depth.
-    """
-    of_rank, of_all = num_draws
-    read, again = _read_again(histogram, of_rank, depth * of_all)
-    num_read = float(histogram.num_rows @ read)
-    urgent = float(histogram.num_rows @ read_again(read, again, excess))
-    return urgent / num_read if num_read > 0 else 0.0
-
-
-def _read_again(
-    histogram: CountHistogram, num_draws: float, num_before: float
-) -> tuple[Floats, Floats]:
-    """The probabilities to read each row in a batch, and in both it and the lookups before."""
-    counts, total = histogram.values.astype(np.float64), histogram.num_lookups
-    read = prob_drawn(counts, total, num_draws)
-    before = prob_drawn(counts, total, num_before)
-    return read, prob_both(counts, total, num_draws + num_before, read, before)
 
 
 def reuses_to_json(reuses: Mapping[str, TableReuse]) -> dict[str, Any]:

@@ -16,16 +16,13 @@ from hotrec.cost_model.forms import StepPrediction, Workload
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.locality import (
     TableLocality,
-    distinct_rows,
     effective_draws,
     step_draws,
 )
 from hotrec.cost_model.reuse import (
-    DEPTHS,
     TableReuse,
     excess_reuse,
     read_again,
-    urgent_frac,
 )
 from hotrec.cost_model.step import with_loader
 from hotrec.cost_model.store import check_host, fit_to_world, read_costs
@@ -239,39 +236,6 @@ def build_situation(
             demand = _with_reuse(demand, excess)
         demands.append(demand)
     return Situation(machine, tuple(demands), workload, *costs)
-
-
-def urgent_by_depth(
-    histograms: Mapping[str, CountHistogram],
-    num_samples: int,
-    machine: Machine,
-    locality: Mapping[str, TableLocality],
-    reuse: Mapping[str, TableReuse],
-) -> dict[int, float]:
-    """The share of a rank's distinct rows that look-ahead cannot fetch early, by its depth.
-
-    Of all tables without hot rows. A step only waits for the rows that the step before it updates,
-    the share at depth 1. The others that it cannot fetch early come in the background, between.
-    """
-    urgent, total = dict.fromkeys(DEPTHS, 0.0), 0.0
-    for name, measured in reuse.items():
-        histogram = histograms[name]
-        per_sample = histogram.num_lookups / num_samples
-        draws = step_draws(
-            histogram,
-            locality.get(name),
-            batch_size=machine.batch_size,
-            world_size=machine.world_size,
-            lookups_per_sample=per_sample,
-        )
-        num_draws = effective_draws(histogram, locality.get(name), measured.batch_size, per_sample)
-        num_before = measured.num_between(machine.batch_size, machine.world_size)
-        num_rows = distinct_rows(histogram, draws[0])
-        total += num_rows
-        for depth in DEPTHS:
-            excess = excess_reuse(histogram, num_draws, measured, depth * num_before)
-            urgent[depth] += num_rows * urgent_frac(histogram, draws, depth, excess)
-    return {depth: num / total for depth, num in urgent.items()} if total > 0 else {}
 
 
 def _with_reuse(demand: TableDemand, excess: float) -> TableDemand:

@@ -13,6 +13,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBag
 
 from hotrec.assemble.constraints import cache_statistics, cold_tier_for, torchrec_constraints
 from hotrec.assemble.torchrec_plan import shardings_of, why_inexact
+from hotrec.cost_model.demand import expected_distinct, expected_urgent
 from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.profile import Profile
 from hotrec.embedding.update_rules import OptimizerSpec
@@ -28,7 +29,6 @@ from hotrec.planner.situation import (
     TableShape,
     build_situation,
     choose_costs,
-    urgent_by_depth,
 )
 from hotrec.runtime.memory import read_fingerprint
 from hotrec.types import (
@@ -220,10 +220,11 @@ def choose_by_cost(
     )
 
     if reuse and machine.world_size > 1:
-        shares = urgent_by_depth(histograms, counted.num_samples, machine, counted.locality, reuse)
+        num_urgent = sum(map(expected_urgent, situation.demands))
+        num_rows = sum(expected_distinct(demand)[1] for demand in situation.demands)
         logger.info(
-            "rows that one of the batches before updates, which look-ahead cannot fetch early: %s",
-            ", ".join(f"{share:.0%} at depth {depth}" for depth, share in shares.items()),
+            "rows that the batch before updates too, which look-ahead cannot fetch early: %.0f%%",
+            100 * num_urgent / num_rows if num_rows else 0,
         )
 
     def shardings(of_torchrec: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-
 REPOSITORY = Path(__file__).parents[2]
 
 

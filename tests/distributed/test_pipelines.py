@@ -23,7 +23,7 @@ from tests.exact.training import Training
 from tests.helpers.ranks import run_ranks
 
 CASE = Case(
-    hosts="00", seed=8, partition="half", optimizer="adagrad", pipeline="look_ahead", depth=2,
+    hosts="00", seed=8, partition="half", optimizer="adagrad", pipeline="look_ahead",
     steps=6,
 )  # fmt: skip
 
@@ -118,7 +118,7 @@ def test_steps_are_computed_while_rows_of_later_ones_are_moved(
         assert may_fetch.wait(20)
         return gather(*given)
 
-    case = replace(CASE, hosts="0", depth=1, window=window, tier="cached", slots=1.0, steps=8)
+    case = replace(CASE, hosts="0", window=window, tier="cached", slots=1.0, steps=8)
     with Training(replace(case, partition="all_cold", batches="drift")) as training:
         pipeline, batches = training.pipeline(), batches_of(training)
         pipeline.progress(batches)

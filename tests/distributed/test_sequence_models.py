@@ -123,7 +123,7 @@ def way(model: str, kind: str, placed: Any = HOT, **keys: Any) -> Way:
 PIPELINES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("look_ahead", {}),
     ("sparse_dist", {}),
-    ("look_ahead", {"micro_batches": True, "depth": 2}),
+    ("look_ahead", {"micro_batches": True}),
     ("base", {}),
 )
 WAYS = [

@@ -98,7 +98,7 @@ def all_cells() -> dict[str, tuple[str, tuple[str, ...]]]:
             "placement.tier=fused_uvm_caching",
         ),
         "cpu_slots": (
-            *(bags, *CPU, *a_gbit, *FEW, "pipeline=look_ahead", "pipeline.depth=2"),
+            *(bags, *CPU, *a_gbit, *FEW, "pipeline=look_ahead"),
             *("placement=all_cold", "placement.cold_tier=cached", "placement.cache_load_frac=0.4"),
         ),
         "cpu_no_decline": (one_hot, *CPU, *a_gbit, NO_DECLINE, "pipeline=sparse_dist"),

@@ -35,7 +35,6 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "look_ahead, mapped": ("hot_cold", "look_ahead", "loader", {"tier": "fused_uvm"}),
     "look_ahead, UVM cache": ("hot_cold", "look_ahead", "loader", {"tier": "fused_uvm_caching"}),
     "look_ahead, depth 0": ("hot_cold", "look_ahead", "loader", {"depth": 0}),
-    "look_ahead, depth 2": ("hot_cold", "look_ahead", "loader", {"depth": 2}),
 }
 
 

@@ -70,7 +70,7 @@ def ways() -> list[models.Way]:
         way("hstu", "look_ahead"),
         way("sasrec", "look_ahead", _placed(Tier.HOST)),
         way("hstu", "look_ahead", fbgemm_cache),
-        way("sasrec", "look_ahead", _placed(Tier.CACHED, 0.95), depth=2),
+        way("sasrec", "look_ahead", _placed(Tier.CACHED, 0.95)),
         way("hstu", "look_ahead", mapped_slots),
         way("sasrec", "look_ahead", micro_batches=True),
         way("hstu", "look_ahead", models.STALE),

@@ -90,10 +90,10 @@ BOUNDS = {
     "look_ahead-loader": Bound({"pipeline": "look_ahead", "routing": "loader"}, 2, 5),
     "look_ahead-device": Bound({"pipeline": "look_ahead", "routing": "device"}, 2, 7),
     "look_ahead-two-dims": Bound(
-        {"pipeline": "look_ahead", "dims": 2, "depth": 2, "micro_batches": True}, 12, 24
+        {"pipeline": "look_ahead", "dims": 2, "micro_batches": True}, 12, 24
     ),
     # Of these up to four are of threads that move rows, and one is of slots that hardly suffice.
-    "look_ahead-slots": Bound({"pipeline": "look_ahead", "tier": "cached", "depth": 2}, 2, 12),
+    "look_ahead-slots": Bound({"pipeline": "look_ahead", "tier": "cached"}, 2, 12),
     # Models of sequences; one row that most ids are, and a cache that FBGEMM fills on two streams.
     "hstu": Bound({"pipeline": "look_ahead", "kind": "hstu"}, 0, 4),
     "sasrec": Bound({"pipeline": "sparse_dist", "kind": "sasrec", "routing": "device"}, 2, 5),

@@ -18,8 +18,8 @@ pytestmark = [
 LOOK_AHEAD: dict[str, Any] = {"pipeline": "look_ahead", "optimizer": "adagrad"}
 RUNS = {
     "look_ahead": LOOK_AHEAD,
-    "look_ahead-parts": {**LOOK_AHEAD, "depth": 2, "dims": 2, "micro_batches": True},
-    "look_ahead-slots": {**LOOK_AHEAD, "depth": 2, "tier": "cached"},
+    "look_ahead-parts": {**LOOK_AHEAD, "dims": 2, "micro_batches": True},
+    "look_ahead-slots": {**LOOK_AHEAD, "tier": "cached"},
     "look_ahead-pooled": {**LOOK_AHEAD, "pooled": "c"},
     "sparse_dist": {"pipeline": "sparse_dist"},
     "base": {"pipeline": "base"},

@@ -14,7 +14,14 @@ from hotrec.embedding.flat import put_rows
 from hotrec.embedding.hot_reduce import HotPlan
 from hotrec.embedding.messages import RowCounts, exchange_rows, row_counts
 from hotrec.embedding.owned_rows import RequestedRows
-from hotrec.embedding.prefetch.classes import Hop, RowsByClass, Sides, sort_by_class
+from hotrec.embedding.prefetch.classes import (
+    REST,
+    URGENT,
+    Hop,
+    RowsByClass,
+    Sides,
+    sort_by_class,
+)
 from hotrec.embedding.relay import Relay
 from hotrec.embedding.row_exchange import ShardedRows
 from hotrec.embedding.slots import TooFewSlotsError
@@ -41,7 +48,7 @@ class RowRequest:
     relays: list[Relay] = field(default_factory=list)  # empty without hosts
     # Float (U, D) of each relay, allocated and filled like those of the batch.
     relayed: list[torch.Tensor] = field(default_factory=list)
-    # For urgent and for late rows, by group: the sums over the ranks of this host.
+    # For urgent and for the other rows, by group: the sums over the ranks of this host.
     sums: list[list[RowSums]] = field(default_factory=list)
 
 
@@ -62,7 +69,7 @@ class PrefetchedBatch:
     hot_counts: RowCounts | None = None  # [rank][group with hot rows], if they are exchanged here
     hot_slots: list[torch.Tensor] = field(default_factory=list)  # of the same groups
     hot_plan: HotPlan | None = None  # None without hot rows, and in evaluation
-    first_rows: CommunicationFuture[None] | None = None  # all rows but those with a lag of 1
+    first_rows: CommunicationFuture[None] | None = None  # all rows but the urgent ones
     all_rows: CommunicationFuture[None] | None = None
 
 
@@ -75,29 +82,28 @@ class Gradients:
     num_updates: int  # before this step
 
 
-# The lag of a row that no recent batch has read.
-LONG_AGO = 255
+NEVER = -2  # not the batch before the first one, which is -1
 
 
 class ColdExchange:
     """Exchanges cold rows and their gradients with the owners of the rows.
 
-    The lag of a row in batch b is b minus the last batch before b in which any rank reads the row;
-    the row's value is final once that batch's update is applied. With depth d and window w, every
-    rank runs the exchanges of step s in this order:
+    A row of batch s is urgent for s + 1 if any rank reads it in both: its value is only final once
+    the update of s is applied. With depth d = 1 and window w, every rank runs the exchanges of step
+    s in this order; with d = 0, the rows of s are requested and fetched in s, and none is urgent:
 
         send_ids(s + d + w)   send the ids of the rows of batch s + d + w to their owners
         reserve_slots(s + d + 1)
                               if rows are cached, start to fetch them into slots, for a whole step
         request_rows(s + d)   request the rows of batch s + d from their owners, which answer with
-                              the lags, and with the rows of batch s + d - 1 that are read again
-        fetch_rows(s)         rows of batches after s that became final with the update of s - 1
-        exchange_urgent(s)    gradients of the rows of s that s + 1 reads, then these updated rows
+                              those that s + d - 1 reads too
+        fetch_rows(s)         the rows of s + 1 that are not urgent
+        exchange_urgent(s)    gradients of the urgent rows of s, then these updated rows
         send_late(s)          the other gradients of s
 
     send_late(s - 1) runs before fetch_rows(s), so fetched rows are final. The owner decides whether
-    a row of s is urgent or late, the same for all ranks, so it is updated once. Everything except
-    the construction and ``late_rows`` runs on the communication thread.
+    a row is urgent, the same for all ranks, so it is updated once. Everything except the
+    construction and ``late_rows`` runs on the communication thread.
 
     A single rank with all rows in its device's memory (``is_alone``) has nothing to fetch ahead: it
     does not use classes, and reads all rows of s + 1 at once in exchange_urgent(s), after running
@@ -139,11 +145,12 @@ class ColdExchange:
             and self._world_size == 1
             and all(groups[index].owned.is_on_device for index in self._cold)
         )
-        # The last batch that reads the row at each place; initially long ago. A slot is only reused
-        # for another row after all updates of that batch, so its value is then valid as well.
+        self._has_classes = depth > 0 and not self.is_alone
+        # The last batch that reads the row at each place. A slot is only reused for another row
+        # after all updates of that batch, so its value is then valid as well.
         self._last_read = [
-            torch.full((groups[index].owned.num_places,), -LONG_AGO - 1, device=device)
-            for index in ([] if self.is_alone else self._cold)
+            torch.full((groups[index].owned.num_places,), NEVER, device=device)
+            for index in (self._cold if self._has_classes else [])
         ]
         self._newest: PrefetchedBatch | None = None
 
@@ -242,7 +249,7 @@ class ColdExchange:
                     torch.empty(relay.num_rows, self._dims[at], device=self._device)
                     for at, relay in enumerate(batch.request.relays)
                 ]
-                if batch.will_update and self._depth > 0 and not self.is_alone:
+                if batch.will_update and self._has_classes:
                     self._find_conflicts(batch, batch.request)
         self._newest = batch
 
@@ -282,36 +289,35 @@ class ColdExchange:
                 )
 
     def _find_conflicts(self, batch: PrefetchedBatch, request: RowRequest) -> None:
-        """Exchange, in one message, the lags and which rows of the last batch are read again."""
-        number, num_lags = batch.number, self._depth + 1
-        lags_served, needs_served = [], []
+        """Exchange, in one message, which rows the last batch reads, and which of its this does."""
+        number = batch.number
+        of_rows, of_last = [], []
         for last_read, places in zip(self._last_read, request.places, strict=True):
-            lag_R = number - 1 - last_read.index_select(0, places)
-            lags_served.append(lag_R.clamp_(max=self._depth).to(torch.uint8))
-            # After the lags of all ranks, so that readers of the same row get the same reply.
+            is_rest = last_read.index_select(0, places) != number - 1
+            of_rows.append(is_rest.view(torch.uint8))
+            # After the rows of all ranks, so that readers of the same row get the same reply.
             last_read[places] = number
         before = self._request_before(batch)
         if before is not None:
             for last_read, places in zip(self._last_read, before.places, strict=True):
-                is_late = last_read.index_select(0, places) != number
-                needs_served.append(is_late.view(torch.uint8))
-        self._send_classes(request, lags_served, num_lags, before, needs_served)
+                is_rest = last_read.index_select(0, places) != number
+                of_last.append(is_rest.view(torch.uint8))
+        self._send_classes(request, of_rows, before, of_last)
 
     def _send_classes(
         self,
         request: RowRequest,
-        lags: list[torch.Tensor],
-        num_lags: int,
+        of_rows: list[torch.Tensor],
         before: RowRequest | None,
-        needs: list[torch.Tensor],
+        of_last: list[torch.Tensor],
     ) -> None:
         """Send the classes of rows from their owners to their readers, hop by hop."""
         sorted_rows: list[RowsByClass] = []
-        num_groups = len(lags)
+        num_groups = len(of_rows)
         for at, (wire, hop) in enumerate(zip(self._wires, request.hops, strict=True)):
             if at:  # what the owners answered to this relay
-                lags = _spread(lags, request.relays)
-                needs = needs if before is None else _spread(needs, before.relays)
+                of_rows = _spread(of_rows, request.relays)
+                of_last = of_last if before is None else _spread(of_last, before.relays)
             num_sent, num_received = hop.num_served, hop.num_requested
             if before is not None:
                 other = before.hops[at]
@@ -319,15 +325,15 @@ class ColdExchange:
                 num_received = [
                     [*a, *b] for a, b in zip(num_received, other.num_requested, strict=True)
                 ]
-            sent = lags + needs
+            sent = of_rows + of_last
             received = exchange_rows(wire, sent, num_sent, num_received, [1] * len(sent))
             answers = [part.view(-1) for part in received]
-            hop.by_lag = self._sides(hop, answers[:num_groups], lags, num_lags)
-            sorted_rows += hop.by_lag
+            hop.by_last = self._sides(hop, answers[:num_groups], of_rows)
+            sorted_rows += hop.by_last
             if before is not None:
-                other.by_need = self._sides(other, answers[num_groups:], needs, 2)
-                sorted_rows += other.by_need
-            lags, needs = answers[:num_groups], answers[num_groups:]
+                other.by_next = self._sides(other, answers[num_groups:], of_last)
+                sorted_rows += other.by_next
+            of_rows, of_last = answers[:num_groups], answers[num_groups:]
         sort_by_class([*dict.fromkeys(sorted_rows)])
         if before is not None and before.relays:
             _, in_host = before.hops
@@ -338,16 +344,16 @@ class ColdExchange:
                     for relay, index in zip(before.relays, arriving.indices, strict=True)
                     if index is not None
                 ]
-                for _, arriving in (in_host.select(in_host.by_need, n, n + 1) for n in range(2))
+                for _, arriving in (
+                    in_host.select(in_host.by_next, chosen) for chosen in (URGENT, REST)
+                )
             ]
 
-    def _sides(
-        self, hop: Hop, requested: list[torch.Tensor], served: list[torch.Tensor], num_classes: int
-    ) -> Sides:
-        of_served = RowsByClass(served, num_classes, hop.num_served)
+    def _sides(self, hop: Hop, requested: list[torch.Tensor], served: list[torch.Tensor]) -> Sides:
+        of_served = RowsByClass(served, hop.num_served)
         if self._world_size == 1:
             return of_served, of_served
-        return RowsByClass(requested, num_classes, hop.num_requested), of_served
+        return RowsByClass(requested, hop.num_requested), of_served
 
     def _request_before(self, batch: PrefetchedBatch) -> RowRequest | None:
         """The request of the previous batch, if that one updates rows."""
@@ -356,40 +362,32 @@ class ColdExchange:
             return None
         return before.request
 
-    def fetch_rows(self, step: int, batches: Sequence[tuple[PrefetchedBatch, bool]]) -> None:
-        """Send the rows that became final with the update before ``step``.
-
-        ``batches`` are requested and not yet computed; True marks those fetched for the first time.
-        """
+    def fetch_rows(
+        self, current: PrefetchedBatch | None, following: PrefetchedBatch | None
+    ) -> None:
+        """Send the rows that are final: all of the step's batch, and of the one that follows it."""
         enter(COMMUNICATION, "rows_exchange")
         with named_range("rows_exchange"):
-            for batch, is_new in batches:
-                # Rows with a smaller lag are not final yet.
-                nearest = batch.number - step
-                # A new batch also gets the rows that became final earlier.
-                self._send_rows(batch, nearest, self._depth + 1 if is_new else nearest + 1)
-                if is_new and not batch.will_update:  # it has all its rows
-                    self._release(batch)
+            for batch, chosen in ((current, None), (following, REST)):
+                if batch is not None:
+                    self._send_rows(batch, chosen)
+                    if not batch.will_update:  # it has all its rows
+                        self._release(batch)
 
     def _release(self, batch: PrefetchedBatch) -> None:
         for group in self._groups:
             group.owned.release(batch.number, is_changed=batch.will_update)
 
-    def _send_rows(self, batch: PrefetchedBatch, first: int, end: int) -> None:
-        """Send the rows of the lag classes first..end - 1."""
+    def _send_rows(self, batch: PrefetchedBatch, chosen: int | None) -> None:
+        """Send the rows of a class, or all."""
         request = batch.request
         if request is None:
             return
-        # Without classes, all rows are in one: without updates all are final.
-        only = 0 if self.is_alone and batch.will_update else self._depth
-        by_lag = [hop.by_lag for hop in request.hops]
-        if by_lag[0] is None and not first <= only < end:
-            return
+        if chosen == REST and self.is_alone and batch.will_update:
+            return  # without classes, all its rows are sent as urgent ones
         for index in self._cold:
             self._groups[index].owned.wait(batch.number)
-        hops = [
-            hop.select(of_hop, first, end) for hop, of_hop in zip(request.hops, by_lag, strict=True)
-        ]
+        hops = [hop.select(hop.by_last, chosen) for hop in request.hops]
         arriving, leaving = hops[0]
         parts = [
             self._groups[index].owned.read(leaving.of(at, request.places[at]))
@@ -425,16 +423,16 @@ class ColdExchange:
         if self._depth == 0:
             for num_hot, late_U in zip(batch.num_hot, late, strict=True):
                 late_U[num_hot:] = True
-        elif request is not None and request.hops[-1].by_lag is not None:
-            by_lag = request.hops[-1].by_lag[0]
-            last = by_lag.select(0, 1)
+        elif request is not None and request.hops[-1].by_last is not None:
+            by_last = request.hops[-1].by_last[0]
+            urgent = by_last.select(URGENT)
             for at, index in enumerate(self._cold):
                 order_U = request.requested[at].order_U
-                rows = last.rows(at, order_U)
+                rows = urgent.rows(at, order_U)
                 assert rows is not None
                 late[index][batch.num_hot[index] :].index_fill_(0, rows, True)
                 # Allocated on the communication thread's stream, used on this one.
-                record_use(*(o for o in (by_lag.orders[at], order_U) if o is not None))
+                record_use(*(o for o in (by_last.orders[at], order_U) if o is not None))
         return late
 
     def exchange_urgent(
@@ -442,15 +440,15 @@ class ColdExchange:
     ) -> None:
         """Send the gradients of rows that the next batch reads, then fetch these rows for it."""
         request = batch.request
-        if request is not None and request.hops[0].by_need is not None:
+        if request is not None and request.hops[0].by_next is not None:
             enter(COMMUNICATION, "grads_exchange")
             with named_range("urgent gradients"):
-                self._send_gradients(batch, request, gradients, 0)
+                self._send_gradients(batch, request, gradients, URGENT)
         enter(COMMUNICATION, "rows_exchange")
         with named_range("urgent rows"):
             # A batch without cold rows updates none for the next one.
             if request is not None or self.is_alone:
-                self._send_rows(following, 0, 1)
+                self._send_rows(following, URGENT)
 
     def send_late(self, batch: PrefetchedBatch, gradients: Gradients) -> None:
         """Send the remaining gradients to the rows' owners, which update the rows."""
@@ -458,14 +456,14 @@ class ColdExchange:
         if request is not None:
             enter(COMMUNICATION, "grads_exchange")
             with named_range("late gradients"):
-                self._send_gradients(batch, request, gradients, 1)
+                self._send_gradients(batch, request, gradients, REST)
         self._release(batch)
 
     def _send_gradients(
-        self, batch: PrefetchedBatch, request: RowRequest, gradients: Gradients, need: int
+        self, batch: PrefetchedBatch, request: RowRequest, gradients: Gradients, chosen: int
     ) -> None:
-        """Send the gradients of one class of need, or all without classes."""
-        hops = [hop.select(hop.by_need, need, need + 1) for hop in request.hops]
+        """Send the gradients of one class, or all without classes."""
+        hops = [hop.select(hop.by_next, chosen) for hop in request.hops]
         leaving, arriving = hops[-1]
         parts = []
         for at, index in enumerate(self._cold):
@@ -478,7 +476,9 @@ class ColdExchange:
         received = exchange_rows(wire, parts, leaving.counts, arriving.counts, self._dims)
         if request.relays:
             leaving, arriving = hops[0]
-            sums = request.sums[need] if request.sums else [relay.sums for relay in request.relays]
+            sums = (
+                request.sums[chosen] if request.sums else [relay.sums for relay in request.relays]
+            )
             parts = [add_up(values) for add_up, values in zip(sums, received, strict=True)]
             wire = self._wires[0]
             received = exchange_rows(wire, parts, leaving.counts, arriving.counts, self._dims)

@@ -32,8 +32,6 @@ from hotrec.runtime.watchdog import COMMUNICATION, enter, leave
 from hotrec.runtime.wire import Wire
 from hotrec.types import HotExchange, WireType
 
-MAX_DEPTH = 16
-
 
 @dataclass(frozen=True)
 class Part:
@@ -63,7 +61,7 @@ class RowsAhead:
     Args:
         model: The sharded model.
         device: The model's device.
-        depth: The number of batches whose rows are fetched ahead of the step; 0 for none.
+        depth: 1 to fetch the rows of the next batch ahead of its step, 0 not to.
         window: The number of further batches announced to the owners of cached rows, which keep
             those rows in slots; ignored without cached rows.
         wire_type: The type in which rows and gradients are sent.
@@ -89,8 +87,8 @@ class RowsAhead:
                 "pipeline look_ahead: expected a model with a hot/cold collection, got none. "
                 "Choose a hot/cold placement, or pipeline=sparse_dist."
             )
-        if not 0 <= depth <= MAX_DEPTH:
-            raise ValueError(f"pipeline.depth: expected 0..{MAX_DEPTH}, got {depth}.")
+        if depth not in (0, 1):
+            raise ValueError(f"pipeline.depth: expected 0 or 1, got {depth}.")
         self.depth = depth
         self._device = device
         # The embedding dimensions of all collections, in order.
@@ -147,9 +145,8 @@ class RowsAhead:
             group.owned.restart()
         self._cold = ColdExchange(self._groups, self._wires, self.depth, self._device, self.window)
         self._num_updates = max((group.owned.num_updates for group in self._groups), default=0)
-        self._known: deque[PrefetchedBatch] = deque()  # after those requested
-        self._requested: deque[PrefetchedBatch] = deque()
-        self._num_new = 0  # the last of these, which were never fetched
+        self._known: deque[PrefetchedBatch] = deque()  # not requested yet
+        self._following: PrefetchedBatch | None = None  # requested ahead of its step
         self._num_prefetched = 0
         self._is_stale = False
 
@@ -164,7 +161,7 @@ class RowsAhead:
             self.drop_rows()
         if self._is_stale:
             self.drain()
-            held = [*self._requested, *self._known]
+            held = [*([self._following] if self._following else []), *self._known]
             self._start()
             for batch in held:
                 self.prefetch(
@@ -182,7 +179,7 @@ class RowsAhead:
     def prefetch(
         self, features: Sequence[Any], *, will_update: bool, is_all_hot: bool = False
     ) -> None:
-        """Request a batch's rows from their owners, which send them up to ``depth`` steps ahead.
+        """Send a batch's ids to their owners, which send the rows up to ``depth`` steps ahead.
 
         On CUDA the current stream may differ from that of the steps, which then wait for it.
 
@@ -223,37 +220,34 @@ class RowsAhead:
         self._thread.will_use(*routed, *batch.hot_slots)
         self._thread.submit(lambda: self._cold.send_ids(batch))
 
-    def _request_known(self) -> None:
-        """Request the rows of the current batch and of ``depth`` others."""
-        while self._known and len(self._requested) <= self.depth:
-            batch = self._known.popleft()
-            batch.rows = [
-                torch.empty(of_batch.rows.values().numel(), group.dim, device=self._device)
-                for group, of_batch in zip(self._groups, batch.groups, strict=True)
-            ]
-            self._num_new += 1
-            self._requested.append(batch)
-            self._thread.will_use(*batch.rows)
-            self._thread.submit(partial(self._request_in_thread, batch))
-        if self._known:
-            following = self._known[0]
-            self._thread.submit(lambda: self._cold.reserve_slots(following))
+    def _request(self, batch: PrefetchedBatch) -> PrefetchedBatch:
+        """Request the rows of a batch."""
+        batch.rows = [
+            torch.empty(of_batch.rows.values().numel(), group.dim, device=self._device)
+            for group, of_batch in zip(self._groups, batch.groups, strict=True)
+        ]
+        self._thread.will_use(*batch.rows)
+        self._thread.submit(lambda: self._request_in_thread(batch))
+        return batch
 
     def start_step(self) -> None:
         """Start the step of the oldest batch: fetch the rows that have become final."""
-        self._request_known()
-        first_new = len(self._requested) - self._num_new
-        self._num_new = 0
-        # The oldest batch, unless it is new, has all its rows when the previous step is done.
-        held = enumerate(self._requested)
-        fetching = [(batch, at >= first_new) for at, batch in held if at or not first_new]
-        batch = self._requested.popleft()
-        if fetching:
-            fetched = self._thread.submit(lambda: self._cold.fetch_rows(batch.number, fetching))
-            for other, _ in fetching:
-                other.first_rows = None if other is batch else fetched
-                other.all_rows = fetched
-        self._current = batch
+        # A batch that was requested before has all its rows when the previous step is done.
+        new = None if self._following else self._request(self._known.popleft())
+        batch = self._following or new
+        assert batch is not None
+        is_ahead = self.depth > 0 and bool(self._known)
+        following = self._request(self._known.popleft()) if is_ahead else None
+        if self._known:
+            reserved = self._known[0]
+            self._thread.submit(lambda: self._cold.reserve_slots(reserved))
+        if new or following:
+            fetched = self._thread.submit(lambda: self._cold.fetch_rows(new, following))
+            if new:
+                new.all_rows = fetched
+            if following:
+                following.first_rows = following.all_rows = fetched
+        self._current, self._following = batch, following
         self._leaves = []
 
     def parts(self, *, split: bool) -> list[Part]:
@@ -390,7 +384,7 @@ class RowsAhead:
             self._hot_future = self._thread.submit(lambda: self._reduce_hot(batch, gradients))
         else:
             self._set_reduced(zip(batch.hot_slots, self._hot_parts(batch, grads), strict=True))
-        following = self._requested[0] if self._requested else None
+        following = self._following
         self._late = partial(self._cold.send_late, batch, gradients)
         if self._cold.is_alone:
             self.send_late()

@@ -120,10 +120,10 @@ def test_a_trial_decides_and_is_read_back(folder: Path, one_rank: Any) -> None:
 
 def test_a_plan_of_torchrec_is_read_where_look_ahead_was_asked_for(folder: Path) -> None:
     """Look-ahead was for a split, over which TorchRec's plan was chosen."""
-    plan = Plan(TorchrecTables(), PipelineSpec(SPARSE_DIST, depth=3))
+    plan = Plan(TorchrecTables(), PipelineSpec(SPARSE_DIST, depth=0))
     plans = {plan.label: {"digest": plan.digest}}
     record(folder / "declined", {"chosen": plan.label, "plan": plan.to_json(), "plans": plans})
-    job = job_of(folder, "placement=cost", "pipeline=look_ahead", "pipeline.depth=3")
+    job = job_of(folder, "placement=cost", "pipeline=look_ahead", "pipeline.depth=0")
     assert read_settled_plan(job, folder / "declined", ON).plan == plan
 
 
@@ -144,7 +144,7 @@ def test_a_run_by_cost_without_its_recorded_plan_is_refused(folder: Path, predic
 def test_a_recorded_trial_is_of_these_candidates(
     folder: Path, one_rank: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    words = ("placement=cost", f"paths.trials={folder / 'trials'}", "pipeline.depth=3")
+    words = ("placement=cost", f"paths.trials={folder / 'trials'}", "pipeline.depth=0")
     proposal = propose_plan(folder, *words)
     assert proposal.recorded_trial is None
     first, second, *_ = proposal.candidates

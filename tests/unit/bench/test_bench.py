@@ -251,7 +251,7 @@ DATA = {
 def document_of(cases: dict[str, dict[str, Any]], **changes: Any) -> dict[str, Any]:
     return {
         "name": "n", "world_size": 1, "num_hosts": 1, "network": "wet string", "optimizer": "sgd",
-        "pipelines": dict.fromkeys(cases, "look_ahead depth 2"), "routing": "main", "rounds": 3,
+        "pipelines": dict.fromkeys(cases, "look_ahead depth 0"), "routing": "main", "rounds": 3,
         "block_steps": 12, "block_skip": 2, "warmup_rounds": 1, "counted_steps": 1,
         "loss_tolerance": 1e-4, "partitions": {}, "data": DATA, "machine": MACHINE,
         "cases": cases, "losses_apart": [], "operators_s": {}, **changes,

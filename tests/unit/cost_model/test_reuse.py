@@ -9,7 +9,7 @@ import pytest
 
 from hotrec.cost_model.blocks import Block
 from hotrec.cost_model.profile import count_rows
-from hotrec.cost_model.reuse import DEPTHS, ENOUGH_BATCHES, LogReuse, ReuseMeter, TableReuse
+from hotrec.cost_model.reuse import DISTANCES, ENOUGH_BATCHES, LogReuse, ReuseMeter, TableReuse
 from hotrec.types import Feature, Schema, Table
 
 
@@ -46,12 +46,12 @@ def rows_of(block: Block, table: str) -> set[int]:
 
 
 def shares_by_hand(batches: list[Block], table: str) -> tuple[float, ...]:
-    """The share by depth, from sets of rows."""
+    """The share by distance, from sets of rows."""
     sets = [rows_of(batch, table) for batch in batches]
     shares = []
-    for depth in DEPTHS:
-        later = range(depth, len(sets))
-        again = [len(sets[at] & set().union(*sets[at - depth : at])) for at in later]
+    for far in DISTANCES:
+        later = range(far, len(sets))
+        again = [len(sets[at] & set().union(*sets[at - far : at])) for at in later]
         shares.append(sum(again) / sum(len(sets[at]) for at in later))
     return tuple(shares)
 

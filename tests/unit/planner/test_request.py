@@ -96,9 +96,9 @@ def test_pipelines_of_torchrecs_plans(
 
 
 def test_the_rest_of_the_pipeline_is_as_requested() -> None:
-    asked = PlanRequest(ByCost(), PipelineSpec(AUTO, depth=3, window=5))
+    asked = PlanRequest(ByCost(), PipelineSpec(AUTO, depth=0, window=5))
     found = [*asked.pipelines(CPU), asked.default_pipeline(CPU), *asked.torchrec_pipelines()]
-    assert {(pipeline.depth, pipeline.window) for pipeline in found} == {(3, 5)}
+    assert {(pipeline.depth, pipeline.window) for pipeline in found} == {(0, 5)}
 
 
 @pytest.mark.parametrize(

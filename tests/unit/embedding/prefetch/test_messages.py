@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.embedding.messages import message_sizes, pack, row_counts, unpack
-from hotrec.embedding.prefetch.classes import RowsByClass, sort_by_class
+from hotrec.embedding.prefetch.classes import REST, URGENT, RowsByClass, sort_by_class
 
 counts_of_ranks = st.integers(1, 3).flatmap(
     lambda num_groups: st.lists(
@@ -36,27 +36,24 @@ def test_unpack_undoes_pack(counts: list[list[int]]) -> None:
 def test_classes_are_chosen_in_the_same_order_by_rank(
     counts: list[list[int]], data: st.DataObject
 ) -> None:
-    num_classes = 3
     classes = []
     for group in range(len(counts[0])):
         num_rows = sum(row[group] for row in counts)
         drawn = data.draw(
-            st.lists(st.integers(0, num_classes - 1), min_size=num_rows, max_size=num_rows)
+            st.lists(st.sampled_from((URGENT, REST)), min_size=num_rows, max_size=num_rows)
         )
         classes.append(torch.tensor(drawn, dtype=torch.uint8))
-    rows = RowsByClass(classes, num_classes, counts)
-    again = RowsByClass(classes, num_classes, counts)
+    rows, again = RowsByClass(classes, counts), RowsByClass(classes, counts)
     sort_by_class([rows, again])
-    for first, end in [(0, 1), (1, 2), (1, 3), (0, 3), (2, 2)]:
-        chosen = rows.select(first, end)
-        assert chosen.counts == again.select(first, end).counts
+    for wanted in (URGENT, REST):
+        chosen = rows.select(wanted)
+        assert chosen.counts == again.select(wanted).counts
         for group, of_group in enumerate(classes):
             pieces = of_group.split([row[group] for row in counts])
             expected = []
             for rank, piece in enumerate(pieces):
                 begin = sum(row[group] for row in counts[:rank])
-                by_class = [(piece == c).nonzero()[:, 0] + begin for c in range(first, end)]
-                expected += by_class
-                assert chosen.counts[rank][group] == sum(part.numel() for part in by_class)
+                expected.append((piece == wanted).nonzero()[:, 0] + begin)
+                assert chosen.counts[rank][group] == expected[-1].numel()
             index = torch.cat([*expected, torch.empty(0, dtype=torch.int64)])
             assert torch.equal(chosen.of(group, torch.arange(of_group.numel())), index)
