@@ -58,15 +58,15 @@ def test_rows_are_spread_in_tables_of_row_numbers(
 
 def test_slots_are_chosen_unless_their_number_is_given(dataset: Dataset) -> None:
     words = ("placement=all_cold", "placement.cold_tier=cached", "trainer.eval_batch_size=64")
-    words += ("pipeline.depth=2", "pipeline.window=0")
+    words += ("pipeline.window=0",)
     for given, is_chosen in (((), True), (("placement.cache_load_frac=0.5",), False)):
         tables = request_of(dataset, *words, *given).tables
         assert isinstance(tables, GivenTables)
         assert tables.is_all_in_slots
         assert tables.slots is not None
         assert (tables.slots.place is not None) == is_chosen
-        assert tables.slots.samples_in_flight == 2 * 64 * 3
+        assert tables.slots.samples_in_flight == 2 * 64 * 2
         assert sum(map(len, tables.placement.popular_rows.values())) > 0
     # Without evaluation the batches are those of training.
     config = config_of(*words, "trainer.batch_size=8", "trainer.eval_splits=[]")
-    assert plan_job(config, dataset.schema).samples_in_flight(2) == 2 * 8 * 3
+    assert plan_job(config, dataset.schema).samples_in_flight(2) == 2 * 8 * 2

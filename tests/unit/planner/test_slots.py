@@ -22,7 +22,7 @@ def place(load_frac: float) -> Placement:
     return Placement.alike(Partition(NUM_ROWS), Tier.CACHED, load_frac)
 
 
-@pytest.mark.parametrize(("depth", "eval_factor"), [(0, 1), (1, 1), (3, 1), (1, 3)])
+@pytest.mark.parametrize(("depth", "eval_factor"), [(0, 1), (1, 1), (1, 3)])
 def test_slots_hold_the_rows_of_all_batches_in_flight(depth: int, eval_factor: int) -> None:
     """The number that would do is named, and does."""
     on = situation(machine("cpu"))
