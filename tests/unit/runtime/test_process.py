@@ -40,15 +40,6 @@ def test_threads_started_within_are_batch_threads() -> None:
     assert policy_of_a_thread() == os.SCHED_OTHER
 
 
-def test_a_policy_that_somebody_chose_stays() -> None:
-    def within() -> int:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        with batch_threads():
-            return policy_of_a_thread()
-
-    assert in_thread(within) == os.SCHED_IDLE
-
-
 def test_a_fork_waits_for_threads_that_are_not_python_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until they rest, or for a time."""
     now_s = [0.0]
