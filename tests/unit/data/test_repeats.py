@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +28,7 @@ from hotrec.config.data import (
 from hotrec.data.chunks import Dataset
 from hotrec.data.prepare import prepare
 from hotrec.data.vocabulary import read_vocabulary
+from tests.unit.data.logs import delimited_spec
 
 COLUMNS = {
     "label": ColumnSpec(ColumnKind.label),
@@ -54,14 +56,10 @@ def write(path: Path, lines: list[str]) -> str:
     return str(path)
 
 
-def spec_of(*files: str | Path, split: SplitSpec = RANDOM, **settings: object) -> SourceSpec:
+def spec_of(*files: str | Path, split: SplitSpec = RANDOM, **settings: Any) -> SourceSpec:
     times = {"at": TimeUnit.ms} if split.kind is SplitKind.time else {}
-    defaults: dict[str, object] = {
-        "columns": COLUMNS, "separator": ",", "split": split, "times": times
-    }  # fmt: skip
-    return SourceSpec(
-        SourceFormat.delimited, [str(file) for file in files], **{**defaults, **settings}
-    )
+    defaults = {"columns": COLUMNS, "split": split, "times": times}
+    return delimited_spec([*map(Path, files)], **{**defaults, **settings})
 
 
 # How the lines of a file come again, under another name or by another path.
