@@ -25,6 +25,7 @@ from hotrec.config.data import (
     SplitSpec,
     TimeUnit,
 )
+from hotrec.data import repeats
 from hotrec.data.chunks import Dataset
 from hotrec.data.prepare import prepare
 from hotrec.data.vocabulary import read_vocabulary
@@ -93,8 +94,11 @@ def write_again(form: str, source: Path) -> SourceSpec:
 
 
 @pytest.mark.parametrize("form", [*FORMS, "symlink", "compressed", "parquet"])
-def test_samples_that_come_again_are_refused(tmp_path: Path, form: str) -> None:
-    """In one list, and appended, with a split that knows no times."""
+def test_samples_that_come_again_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """In one list, and appended, with a split that knows no times, of files too large to keep."""
+    monkeypatch.setattr(repeats, "_MOST_OF_FILE", 64)
     first = Path(write(tmp_path / "day.csv", lines_of(1)))
     again = write_again(form, first)
     if form != "parquet":
