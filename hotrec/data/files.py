@@ -115,8 +115,16 @@ def _glob(path: Path) -> list[Path]:
     if is_local(path):
         return [Path(name) for name in glob.glob(str(path), recursive=True)]
     remote: Any = path
-    names = map(remote.fs.unstrip_protocol, remote.fs.glob(remote.path))
-    return [type(remote)(name, **remote.storage_options) for name in names]
+    # Unlike that of a shell, fsspec's * also stands for a dot at the beginning of a name.
+    num_hidden = _count_hidden(remote.path)
+    names = [name for name in remote.fs.glob(remote.path) if _count_hidden(name) <= num_hidden]
+    return [
+        type(remote)(remote.fs.unstrip_protocol(name), **remote.storage_options) for name in names
+    ]
+
+
+def _count_hidden(path: str) -> int:
+    return sum(part.startswith(".") for part in path.split("/"))
 
 
 def _check_regular(path: Path, key: str) -> None:

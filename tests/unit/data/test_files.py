@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
-import numpy as np
 import pyarrow as pa
+import pyarrow.csv as pacsv
+import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 
-from hotrec.config.data import SourceFormat
-from hotrec.data.readers import LogFormat, Wanted, count_samples, find_files, read_blocks
+from hotrec.config.data import ColumnKind, ColumnSpec, SourceFormat
+from hotrec.data.chunks import Dataset
+from hotrec.data.prepare import prepare
+from hotrec.data.readers import find_files
 from hotrec.data.sample import read_sample
+from tests.unit.data.logs import delimited_spec
 
-TABLE = pa.table({"label": [0, 1, 1], "item": ["a", "b", "a"]})
-CSV = b"label,item\n0,a\n1,b\n1,a\n"
-WANTED = Wanted(ids=("item",), numbers=("label",), labels=("label",))
-
-
-def parquet() -> bytes:
-    pq.write_table(TABLE, stream := io.BytesIO())
-    return stream.getvalue()
-
-
-def arrow() -> bytes:
-    stream = io.BytesIO()
-    with pa.ipc.new_file(stream, TABLE.schema) as writer:
-        writer.write_table(TABLE)
-    return stream.getvalue()
-
-
-FILES = {
-    "csv": (SourceFormat.delimited, CSV),
-    "csv.gz": (SourceFormat.delimited, gzip.compress(CSV)),
-    "parquet": (SourceFormat.parquet, parquet()),
-    "arrow": (SourceFormat.arrow, arrow()),
+FORMATS = {
+    "csv": SourceFormat.delimited,
+    "csv.gz": SourceFormat.delimited,
+    "parquet": SourceFormat.parquet,
+    "arrow": SourceFormat.arrow,
 }
+COLUMNS = {"label": ColumnSpec(ColumnKind.label), "item": ColumnSpec(ColumnKind.categorical)}
 
 
 @pytest.fixture
@@ -51,35 +38,40 @@ def store() -> Iterator[fsspec.AbstractFileSystem]:
     memory.rm("/log", recursive=True)
 
 
-@pytest.mark.parametrize("suffix", FILES)
-def test_a_remote_log_is_read_as_a_local_one(suffix: str, store: fsspec.AbstractFileSystem) -> None:
-    kind, data = FILES[suffix]
+def write(path: Path, table: pa.Table) -> None:
+    match path.suffix:
+        case ".parquet":
+            pq.write_table(table, path)
+        case ".arrow":
+            feather.write_feather(table, path, compression="uncompressed")
+        case _:
+            with pa.output_stream(str(path), compression="detect") as stream:
+                pacsv.write_csv(table, stream)
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_remote_log_is_prepared_as_a_local_one(
+    suffix: str, store: fsspec.AbstractFileSystem, tmp_path: Path
+) -> None:
+    (tmp_path / "log").mkdir()
     for name in ("b", "a", ".hidden"):
-        store.pipe(f"/log/{name}.{suffix}", data)
-    log_format = LogFormat(kind, ",")
-    url = "memory://log"
-    whole = find_files([url], kind)
-    assert [file.name for file in whole] == [f"a.{suffix}", f"b.{suffix}"]
-    assert find_files([f"{url}/[ab].{suffix}"], kind) == whole
-    assert find_files([f"{url}/a.{suffix}"], kind) == whole[:1]
-    assert count_samples(whole[0], log_format) == 3
-    [block] = read_blocks(whole[0], log_format, WANTED)
-    np.testing.assert_array_equal(block.numbers["label"], [0, 1, 1])
-
-
-@pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_init_looks_at_a_remote_directory(suffix: str, store: fsspec.AbstractFileSystem) -> None:
-    kind, data = FILES[suffix]
-    store.pipe(f"/log/a.{suffix}", data)
+        path = tmp_path / "log" / f"{name}.{suffix}"
+        write(path, pa.table({"label": [0, 1, 1], "item": ["a", name, "a"]}))
+        store.pipe(f"/log/{path.name}", path.read_bytes())
+    found = []
+    for place in ("log", "file://log", "memory://log", f"memory://log/*.{suffix}"):
+        files = [place.replace("file://log", f"file://{tmp_path}/log")]
+        files = [f"{tmp_path}/log"] if place == "log" else files
+        spec = replace(delimited_spec([], columns=COLUMNS), format=FORMATS[suffix], files=files)
+        prepare(spec, tmp_path / f"{len(found)}", allow_repeats=True)
+        dataset = Dataset.open(tmp_path / f"{len(found)}")
+        blocks = [dataset.block("train", file) for file in range(2)]
+        found.append([(block.label.tolist(), block.features["item"].tolist()) for block in blocks])
+    assert found == found[:1] * 4
+    assert [labels for labels, _ in found[0]] == [[0, 1, 1]] * 2
     sample = read_sample("memory://log")
-    assert (sample.format, sample.num_rows) == (kind, 3)
-    [pattern] = sample.files
-    assert [file.name for file in find_files([pattern], kind)] == [f"a.{suffix}"]
-
-
-def test_a_file_of_this_host_may_have_a_protocol(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_bytes(CSV)
-    assert find_files([f"file://{tmp_path}"], SourceFormat.delimited) == [tmp_path / "a.csv"]
+    assert (sample.format, sample.num_rows) == (FORMATS[suffix], 6)
+    prepare(replace(spec, files=sample.files), tmp_path / "d", allow_repeats=True)
 
 
 @pytest.mark.parametrize("protocol", ["nothing", "s3"])

@@ -11,17 +11,12 @@ from hotrec.config.data import (
     ColumnKind,
     ColumnSpec,
     Encoding,
-    SourceFormat,
-    SourceSpec,
-    SplitKind,
-    SplitSpec,
     TableSpec,
 )
 from hotrec.data.chunks import Dataset
 from hotrec.data.groups import GroupBy, group_by_of
-from hotrec.data.loader import make_loader
 from hotrec.data.prepare import prepare
-from tests.unit.data.logs import write_dataset
+from tests.unit.data.logs import delimited_spec, loader, write_dataset
 
 
 def prepared(folder: Path, encoding: Encoding) -> Dataset:
@@ -37,14 +32,8 @@ def prepared(folder: Path, encoding: Encoding) -> Dataset:
         "price": ColumnSpec(ColumnKind.dense),
     }
     sizes = {"min_count": 2} if encoding is Encoding.vocabulary else {"num_rows": 1000}
-    spec = SourceSpec(
-        SourceFormat.delimited,
-        [str(folder / "log.csv")],
-        columns,
-        separator=",",
-        split=SplitSpec(kind=SplitKind.last, valid_frac=0.0, test_frac=0.0),
-        tables={"user": TableSpec(encoding=encoding, **sizes)},
-    )
+    tables = {"user": TableSpec(encoding=encoding, **sizes)}
+    spec = delimited_spec([folder / "log.csv"], columns=columns, tables=tables)
     prepare(spec, folder / "dataset")
     return Dataset.open(folder / "dataset")
 
@@ -56,11 +45,9 @@ def test_missing_and_unknown_values_are_no_group(
     tmp_path: Path, encoding: str, num_without: int
 ) -> None:
     dataset = prepared(tmp_path, Encoding[encoding])
-    loader = make_loader(
-        dataset.artifact.path, "train", batch_size=50, rank=0, world_size=1, epochs=1, shuffle=False
-    )
-    loader.add_groups(group_by_of(dataset, "user"))
-    groups = np.concatenate([batch.groups.numpy() for batch in loader])
+    batches = loader(dataset.artifact.path, batch_size=50, shuffle=False)
+    batches.add_groups(group_by_of(dataset, "user"))
+    groups = np.concatenate([batch.groups.numpy() for batch in batches])
     num_users = 10 if encoding != "vocabulary" else 9
     assert np.count_nonzero(groups == -1) == num_without
     assert len(np.unique(groups[groups != -1])) == num_users
@@ -75,19 +62,11 @@ def test_batches_of_every_rank_have_them_and_padding_has_none(
     block = write_dataset(tmp_path / "dataset", {"train": 13})["train"]
     found: list[int] = []
     for rank in range(3):
-        loader = make_loader(
-            tmp_path / "dataset",
-            "train",
-            batch_size=4,
-            rank=rank,
-            world_size=3,
-            epochs=1,
-            shuffle=False,
-            num_workers=num_workers,
-            transform=lengths_of if num_workers else None,
-        )
-        loader.add_groups(GroupBy("a", skips_first_row=False))
-        for batch in loader:
+        transform = lengths_of if num_workers else None
+        given = {"rank": rank, "world_size": 3, "shuffle": False, "num_workers": num_workers}
+        batches = loader(tmp_path / "dataset", transform=transform, **given)
+        batches.add_groups(GroupBy("a", skips_first_row=False))
+        for batch in batches:
             found += batch.groups[batch.weights > 0].tolist()
             assert (batch.groups[batch.weights == 0] == -1).all()
     assert sorted(found) == sorted(block.features["a"].tolist())

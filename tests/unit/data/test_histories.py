@@ -37,7 +37,7 @@ from hotrec.data.prepare import prepare
 from hotrec.data.vocabulary import read_vocabulary
 from hotrec.runs.predict import _open_input
 from tests.helpers.ranks import run_ranks
-from tests.unit.data.logs import bag
+from tests.unit.data.logs import bag, delimited_spec
 from tests.unit.runs.test_encoder import encoder_of
 
 LIST, CATEGORICAL = ColumnKind.categorical_list, ColumnKind.categorical
@@ -65,15 +65,8 @@ COLUMNS = {
     "seen": ColumnSpec(LIST, source="on_page", table="item"),
 }
 PAGE = UserHistorySpec(by="page", time="time", max_length=2, columns={"on_page": "item"})
-TABLES = {
-    "past_item": "item",
-    "past_maker": "maker",
-    "past_action": "action",
-    "past_play": "past_play",
-    "past_age": "past_age",
-    "seen": "item",
-}
-NAMES = tuple(TABLES)
+NAMES = ("past_item", "past_maker", "past_action", "past_play", "past_age", "seen")
+TABLES = {name: COLUMNS[name].table or name for name in NAMES}
 CHUNK = 25
 Row = dict[str, Any]
 
@@ -111,19 +104,15 @@ def write_files(directory: Path, rows: list[Row], num_files: int = 1) -> SourceS
     }
     last = rows[-1]["time"]
     split = SplitSpec(SplitKind.time, column="time", valid_from=last * 0.6, test_from=last * 0.8)
-    spec = SourceSpec(
-        SourceFormat.delimited,
-        [str(file) for file in files],
-        COLUMNS,
-        {"action": TableSpec(Encoding.rows, num_rows=8)},
+    return delimited_spec(
+        files,
+        columns=COLUMNS,
+        tables={"action": TableSpec(Encoding.rows, num_rows=8)},
         joins=joins,
-        histories={"past": HISTORY, "page": PAGE},
+        histories=history(),
         split=split,
-        separator=",",
         rows_per_chunk=CHUNK,
     )
-    validate(spec, "data.source")
-    return spec
 
 
 def bucket(number: float) -> str:
@@ -383,8 +372,8 @@ def test_labels_are_bits(tmp_path):
         "follow": ColumnSpec(ColumnKind.label, source="actions", bit=4),
         "user": ColumnSpec(CATEGORICAL),
     }
-    log, split = tmp_path / "log.csv", SplitSpec(valid_frac=0.0, test_frac=0.0)
-    spec = SourceSpec(SourceFormat.delimited, [str(log)], columns, split=split, separator=",")
+    log = tmp_path / "log.csv"
+    spec = delimited_spec([log], columns=columns)
     log.write_text("actions,user\n" + "".join(f"{mask},u{mask % 2}\n" for mask in masks))
     prepare(spec, tmp_path / "dataset")
     labels = [[float(mask & 1), float(mask & 4 > 0)] for mask in masks]

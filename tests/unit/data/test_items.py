@@ -20,10 +20,9 @@ from hotrec.data.items import (
     last_samples,
     training_items,
 )
-from hotrec.data.loader import make_loader
 from hotrec.data.prepare import prepare
 from hotrec.data.synthetic import write_synthetic
-from tests.unit.data.logs import delimited_spec
+from tests.unit.data.logs import delimited_spec, loader
 from tests.unit.data.test_groups import prepared
 
 
@@ -50,9 +49,9 @@ def test_probabilities_are_those_of_the_training_split(dataset: Dataset) -> None
     column = training_items(dataset, "train", Negatives("c1"))
     assert column.log_q_N is not None
     np.testing.assert_allclose(np.exp(column.log_q_N), expected / 500, rtol=1e-6)
-    loader = make_loader(dataset.artifact.path, "train", batch_size=40, rank=0, world_size=1)
-    loader.add_items(column)
-    batch = next(iter(loader))
+    batches = loader(dataset.artifact.path, batch_size=40)
+    batches.add_items(column)
+    batch = next(iter(batches))
     ids_B = batch.sparse["c1"].values()
     assert batch.items is not None
     torch.testing.assert_close(batch.items.ids, ids_B)
@@ -82,18 +81,9 @@ def with_lists(folder: Path) -> Dataset:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_have_the_items_that_are_left_out(tmp_path: Path, num_workers: int) -> None:
     made = with_lists(tmp_path)
-    loader = make_loader(
-        made.artifact.path,
-        "train",
-        batch_size=4,
-        rank=0,
-        world_size=1,
-        shuffle=False,
-        epochs=1,
-        num_workers=num_workers,
-    )
-    loader.add_items(items_to_rank(made, "item", "seen"))
-    (batch,) = loader
+    batches = loader(made.artifact.path, shuffle=False, num_workers=num_workers)
+    batches.add_items(items_to_rank(made, "item", "seen"))
+    (batch,) = batches
     assert batch.items is not None
     assert batch.items.seen is not None
     assert batch.items.seen.tolist() == [[3, 3, 5], [-1] * 3, [1, -1, -1], [0, 2, -1]]
@@ -116,18 +106,11 @@ def test_the_catalogue_is_the_last_sample_of_each_item(dataset: Dataset) -> None
     assert found == sorted(last.values())
     seen = []
     for rank in range(3):
-        loader = make_loader(
-            dataset.artifact.path,
-            "train",
-            batch_size=4,
-            rank=rank,
-            world_size=3,
-            epochs=1,
-            shuffle=False,
-            subset=samples,
+        of_rank = loader(
+            dataset.artifact.path, rank=rank, world_size=3, shuffle=False, subset=samples
         )
-        loader.add_items(ItemColumn(by))
-        batches = list(loader)
+        of_rank.add_items(ItemColumn(by))
+        batches = list(of_rank)
         assert len(batches) == -(-len(last) // 12)
         seen += [int(i) for batch in batches for i in batch.items.ids if i >= 0]
     assert sorted(seen) == sorted(last)
@@ -152,14 +135,8 @@ def test_every_number_of_ranks_draws_the_same_items(dataset: Dataset, world_size
     column = training_items(dataset, "train", Negatives("c1", num_uniform=7, seed=3))
     drawn: list[list[int]] = [[] for _ in range(9)]
     for rank in range(world_size):
-        arguments = {
-            "batch_size": 60 // world_size,
-            "rank": rank,
-            "world_size": world_size,
-            "epochs": 1,
-        }
-        with_items = make_loader(dataset.artifact.path, "train", **arguments)
-        plain = make_loader(dataset.artifact.path, "train", **arguments)
+        given = {"batch_size": 60 // world_size, "rank": rank, "world_size": world_size}
+        with_items, plain = (loader(dataset.artifact.path, **given) for _ in range(2))
         with_items.add_items(column)
         for step, (batch, other) in enumerate(zip(with_items, plain, strict=True)):
             size = len(other.labels)

@@ -497,9 +497,7 @@ def weighted(tmp_path: Path, lines: list[str]) -> SourceSpec:
     path = tmp_path / "weighted.csv"
     path.write_text("\n".join(["like,buy,importance,user", *lines, ""]))
     split = SplitSpec(SplitKind.last, 0.25, 0)
-    return SourceSpec(
-        SourceFormat.delimited, [str(path)], columns=WEIGHTED, separator=",", split=split
-    )
+    return delimited_spec([path], columns=WEIGHTED, split=split)
 
 
 LINES = ["1,0,0.5,u1", "1,1,2,u2", "0,0,0,u1", "0,1,1,u2"]

@@ -208,16 +208,28 @@ def test_a_last_line_needs_no_end(content, number, tmp_path):
 
 
 @pytest.mark.parametrize("block_bytes", [1, 9, 1 << 20])
-def test_a_stray_quote_costs_its_line(tmp_path, block_bytes):
+@pytest.mark.parametrize(
+    ("line", "got"),
+    [
+        (b"1", "1"),
+        (b"1,x,y", "3"),
+        (b"", "an empty line"),
+        (b"1,\xff", "byte 0xff at position 2"),
+        (b"1,x\r2", "one at position 3"),
+        (b'0,"b', "none"),
+    ],
+)
+def test_a_bad_line_among_good_ones_is_named_or_skipped(tmp_path, line, got, block_bytes):
+    """As is an open quote at the end."""
     path = tmp_path / "log.csv"
-    path.write_text('click,user\n1,a\n0,"b\n1,c\n0,5" d\n1,"e"\n0,"f')
+    path.write_bytes(b"click,user\n1,a\n" + line + b'\n1,c\n0,5" d\n1,"e"\n0,"f')
     log_format = LogFormat(SourceFormat.delimited, ",", block_bytes=block_bytes)
     wanted = Wanted(("user",), ("click",), labels=("click",))
-    with pytest.raises(ValueError, match="line 3: expected a closing quote in the line, got none"):
-        list(read_blocks(path, log_format, wanted))
-    blocks = list(read_blocks(path, replace(log_format, **SKIP), wanted))
+    with pytest.raises(ValueError, match=f"line 3: expected .*, got {got}"):
+        read(path, log_format, wanted)
+    blocks = read(path, replace(log_format, **SKIP), wanted)
     assert values(blocks, "user") == ["a", "c", '5" d', "e"]
-    assert sum(b.num_skipped for b in blocks) == 2
+    assert sum(block.num_skipped for block in blocks) == 2
 
 
 # What a value may be.

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,9 +25,11 @@ from hotrec.config.data import (
     SplitSpec,
     TimeUnit,
 )
+from hotrec.data import repeats
 from hotrec.data.chunks import Dataset
 from hotrec.data.prepare import prepare
 from hotrec.data.vocabulary import read_vocabulary
+from tests.unit.data.logs import delimited_spec
 
 COLUMNS = {
     "label": ColumnSpec(ColumnKind.label),
@@ -54,14 +57,10 @@ def write(path: Path, lines: list[str]) -> str:
     return str(path)
 
 
-def spec_of(*files: str | Path, split: SplitSpec = RANDOM, **settings: object) -> SourceSpec:
+def spec_of(*files: str | Path, split: SplitSpec = RANDOM, **settings: Any) -> SourceSpec:
     times = {"at": TimeUnit.ms} if split.kind is SplitKind.time else {}
-    defaults: dict[str, object] = {
-        "columns": COLUMNS, "separator": ",", "split": split, "times": times
-    }  # fmt: skip
-    return SourceSpec(
-        SourceFormat.delimited, [str(file) for file in files], **{**defaults, **settings}
-    )
+    defaults = {"columns": COLUMNS, "split": split, "times": times}
+    return delimited_spec([*map(Path, files)], **{**defaults, **settings})
 
 
 # How the lines of a file come again, under another name or by another path.
@@ -95,8 +94,11 @@ def write_again(form: str, source: Path) -> SourceSpec:
 
 
 @pytest.mark.parametrize("form", [*FORMS, "symlink", "compressed", "parquet"])
-def test_samples_that_come_again_are_refused(tmp_path: Path, form: str) -> None:
-    """In one list, and appended, with a split that knows no times."""
+def test_samples_that_come_again_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """In one list, and appended, with a split that knows no times, of files too large to keep."""
+    monkeypatch.setattr(repeats, "_MOST_OF_FILE", 64)
     first = Path(write(tmp_path / "day.csv", lines_of(1)))
     again = write_again(form, first)
     if form != "parquet":

@@ -24,10 +24,10 @@ STEPS_MS = {"cold": 36.0, "planner": 45.0, "hot": 38.0}
 
 
 def write_all(folder: Path, spread: float = 1.05, doubts: tuple[str, ...] = (),
-              chosen: dict[str, Any] | None = None, **steps_ms: float) -> list[Path]:  # fmt: skip
+              **steps_ms: float) -> list[Path]:  # fmt: skip
     """The runs, and compare.json beside them."""
     step_ms = {**STEPS_MS, **steps_ms}
-    summaries = {"cold": {**COLD, **(chosen or {})}, "planner": TORCHREC, "hot": HOT}
+    summaries = {"cold": COLD, "planner": TORCHREC, "hot": HOT}
     paths = {name: write_run(folder / name, summary) for name, summary in summaries.items()}
     plans = {
         str(path): {
@@ -94,17 +94,6 @@ def test_nothing_is_claimed_where_nothing_follows(
     assert only.startswith("Inconclusive: ")
     assert f"run.from={stage}" in only
     assert "less than without" not in make_report(paths, compared=tmp_path).text()
-
-
-def test_two_plans_of_torchrec_are_not_told_apart(tmp_path: Path) -> None:
-    """What hotrec chose is TorchRec's, too: hot rows are beside it."""
-    paths = write_all(tmp_path, chosen={"placement": "torchrec hand_tuned"}, cold=20.0)
-    first, second = said(tmp_path, paths)
-    assert "ms" not in first
-    assert "16% less" in second
-    chosen, against = said(tmp_path, paths[1:])
-    assert "ms" not in chosen
-    assert "16% less" in against
 
 
 def test_the_best_of_torchrecs_in_the_trial_is_said(tmp_path: Path) -> None:

@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from hotrec.report.read import read_runs
-from tests.unit.report.runs import (
-    CACHE,
-    eval_line,
-    metrics_line,
-    write_run,
-    write_whole_run,
-)
+from tests.unit.report.runs import CACHE, eval_line, metrics_line, write_run
 
 
 def test_unfinished_run_takes_its_figures_from_the_last_lines(tmp_path: Path) -> None:
@@ -44,22 +38,3 @@ def test_the_other_stage_is_without_the_waiting_that_is_a_part_of_it(tmp_path: P
     )
     assert run.stage_s == pytest.approx({"data_wait": 0.002, "a": 0.02})
     assert measured.stage_s == pytest.approx({"data_wait": 0.002, "other": 0.003})
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("summary.json", b'{"auc": ', ""),
-        ("environment.json", b"[]", "got list"),
-        ("summary.json", b'{"auc": "high"}', "auc.*'high'"),
-        ("summary.json", b'{"sent_bytes": 5}', "sent_bytes.*got 5"),
-        ("metrics.jsonl", b'{"step": 1}\n{"step"\n', "line 2"),
-        ("metrics.jsonl", b"\xff\xfe\x00", "UTF-8"),
-        ("point.json", b'{"overrides": 1}', "overrides.*got 1"),
-    ],
-)
-def test_broken_files_are_named(tmp_path: Path, name: str, text: bytes, message: str) -> None:
-    path = write_whole_run(tmp_path / "a")
-    (path / name).write_bytes(text)
-    with pytest.raises(ValueError, match=rf"{name}.*{message}"):
-        read_runs([path])

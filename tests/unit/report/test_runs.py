@@ -152,12 +152,10 @@ OTHER = {"dataset": "fedcba9876543210"}
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({**OTHER, "dataset_name": "other"}, "dataset events 01234567 vs. other fedcba98"),
         ({**OTHER, "generation": 1}, "events fedcba98 (generation 1)"),
         ({"eval_split": "valid"}, "split test vs. valid"),
         ({"num_eval_samples": 4999}, "5,000 vs. 4,999"),
         ({"label_weights": {"click": 1.0, "buy": 2.0}}, "click (weight 1), buy (weight 2)"),
-        ({"dataset": None}, "dataset"),
         ({"eval_split": None}, "split"),
         ({}, None),
     ],

@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra.types import RunMode
-from omegaconf import OmegaConf
 
 from hotrec.cli.report import make_report_of
-from hotrec.cli.sweep import Sweep
 from hotrec.config.roots import ReportConfig
 from hotrec.report.runs import make_report
 from tests.unit.report.pages import check_html
-from tests.unit.report.runs import SUMMARY, TORCHREC, write_run
+from tests.unit.report.runs import SUMMARY, write_run
 
 
 def evaluated(valid: float | None, test: float | None, **changes: Any) -> dict[str, Any]:
@@ -84,32 +81,7 @@ def test_the_validation_split_chooses(
     assert all(text in tiles[0].note for text in (best or ())[1:])
 
 
-def end(process: str, folder: Path, mode: str = "MULTIRUN", jobs: tuple[int, ...] = (),
-        **settings: Any) -> None:  # fmt: skip
-    """Run the callback of a sweep at the start of each job, and at the end."""
-    callback = Sweep(process)
-    hydra = {"mode": RunMode[mode], "sweep": {"dir": str(folder)}}
-    for job in jobs:
-        of_job = {"overrides": {"task": [f"model={job}", "+placement=all_cold"]},
-                  "runtime": {"output_dir": str(folder / f"{job}")}}  # fmt: skip
-        config = OmegaConf.create({"hydra": {**hydra, **of_job}, **settings})
-        callback.on_job_start(config=config, task_function=lambda _: None)
-    callback.on_multirun_end(config=OmegaConf.create({"hydra": hydra}), config_name="config")
-
-
-@pytest.mark.parametrize("names", [["train"], ["train", "torchrec", "counterpart"]])
-def test_jobs_of_run_are_compared_by_what_they_trained(names: list[str], tmp_path: Path) -> None:
-    for number in (9, 10):  # in this order, though not as texts
-        for name in names:
-            write_run(tmp_path / f"{number}" / name, TORCHREC if name == "torchrec" else SUMMARY)
-    end("run", tmp_path, jobs=(9, 10), run={"compare": len(names) > 1})
-    found = [(record["job"], record["model"]) for record in read_csv(tmp_path)]
-    assert found == [(f"{number}/{name}", f"{number}") for number in (9, 10) for name in names]
-
-
-def test_nothing_is_written_where_every_job_failed(tmp_path: Path) -> None:
+def test_nothing_is_said_where_every_job_failed(tmp_path: Path) -> None:
     write_job(tmp_path, 0, {"a": "1"})
     with pytest.raises(ValueError, match=r"expected .*summary\.json.*, got 1 "):
         make_report_of(ReportConfig(runs=[str(tmp_path)]))
-    end("train", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["0"]

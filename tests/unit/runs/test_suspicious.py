@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 
 from hotrec.cli.store import build_config, compose_config, read_config
-from hotrec.config.data import (
-    ColumnKind,
-    ColumnSpec,
-    SourceFormat,
-    SourceSpec,
-    SplitKind,
-    SplitSpec,
-)
+from hotrec.config.data import ColumnKind, ColumnSpec, SplitKind, SplitSpec
 from hotrec.config.roots import Config, EvaluateConfig
 from hotrec.data.chunks import Dataset
 from hotrec.data.prepare import prepare
@@ -23,6 +16,7 @@ from hotrec.runs.evaluate import evaluate_run
 from hotrec.runs.suspicious import suspicious_columns
 from hotrec.runs.train import run_training
 from hotrec.runtime.ranks import Ranks
+from tests.unit.data.logs import delimited_spec
 
 NUM_SAMPLES = 2000
 
@@ -40,8 +34,7 @@ def folder(tmp_path: Path) -> Path:
     columns["label"] = ColumnSpec(ColumnKind.label, source="clicked")
     columns["user"] = ColumnSpec(ColumnKind.categorical)
     split = SplitSpec(kind=SplitKind.last, valid_frac=0.1, test_frac=0.1)
-    files = [str(tmp_path / "log.csv")]
-    spec = SourceSpec(SourceFormat.delimited, files, columns, separator=",", split=split)
+    spec = delimited_spec([tmp_path / "log.csv"], columns=columns, split=split)
     prepare(spec, tmp_path / "dataset")
     return tmp_path
 
