@@ -1,154 +1,51 @@
-"""Pipelines, evaluation, resume and the UVM cache on one GPU."""
+"""New rows in the UVM cache, and TorchRec's own plans in every memory, on one GPU."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.initialize import initial_rows, initialize_embeddings
 from hotrec.embedding.tables import gather_tables
 from hotrec.runtime.ranks import Ranks
-from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
-from hotrec.types import ColdTier, OptimizerKind, Partition, TorchrecPlan
-from tests.distributed.setups import (
-    DIMS,
-    GLOBAL_BATCH,
-    NUM_ROWS,
-    PARTITIONS,
-    Setup,
-    batches,
-    build,
-    make_batch,
-)
-from tests.helpers.tiny import TinyLoader
+from hotrec.types import ColdTier, OptimizerKind, TorchrecPlan
+from tests.distributed.setups import DIMS, NUM_ROWS, PARTITIONS, Setup, build, make_batch
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.parametrize(
-        # Slots are look-ahead's alone; checks.py of the stand-in has evaluation, checkpoints and
-        # moves with them.
-        "tier",
+        "tier",  # slots are look-ahead's alone
         [tier for tier in ColdTier if tier not in (ColdTier.auto, ColdTier.cached)],
         ids=lambda tier: tier.value,
     ),
 ]
 NUM_STEPS = 5
-ADAM = OptimizerKind.adam
+KIND = OptimizerKind.rowwise_adagrad
 
 
-def setup_of(
-    tier: ColdTier, kind: OptimizerKind = ADAM, partition: Any = None, **kwargs: Any
-) -> Setup:
-    chosen = PARTITIONS["mixed"] if partition is None else partition
-    return build(kind, chosen, device="cuda", tier=tier, **kwargs)
-
-
-def steps(setup: Setup, begin: int, end: int, device: torch.device) -> list[float]:
-    return [setup.step(make_batch(step).to(device)) for step in range(begin, end)]
-
-
-def assert_close(first: Setup, second: Setup, tolerance: float) -> None:
-    one, two = gather_tables(first.model), gather_tables(second.model)
-    for table, weight in one.items():
-        assert float((weight - two[table]).abs().max()) <= tolerance, table
-
-
-def test_pipelined_equals_plain(gpu: Ranks, tier: ColdTier) -> None:
-    plain = setup_of(tier)
-    expected = steps(plain, 0, NUM_STEPS, gpu.device)
-    for is_routed in (False, True):
-        setup = setup_of(tier)
-        pipeline: Any = TrainPipelineSparseDist(setup.model, setup.optimizer, gpu.device)
-        stream = batches(0, NUM_STEPS, route=setup.route if is_routed else None)
-        losses = [float(pipeline.progress(stream)[0]) for _ in range(NUM_STEPS)]
-        assert len(pipeline._pipelined_modules) == 1
-        assert losses == pytest.approx(expected, abs=1e-6)
-        assert_close(setup, plain, 1e-6)
-
-
-def test_evaluation_does_not_count_as_an_update(gpu: Ranks, tier: ColdTier) -> None:
-    """Adam's bias correction on cold rows counts FBGEMM's forward passes."""
-    plain, evaluated = setup_of(tier), setup_of(tier)
-    expected = steps(plain, 0, NUM_STEPS, gpu.device)
-    losses = []
-    for step in range(NUM_STEPS):
-        with torch.no_grad():
-            evaluated.model(make_batch(50 + step).to(gpu.device))
-        losses += steps(evaluated, step, step + 1, gpu.device)
-    assert losses == pytest.approx(expected, abs=1e-6)
-    assert_close(evaluated, plain, 1e-6)
-
-
-@pytest.mark.parametrize("kind", list(OptimizerKind), ids=lambda kind: kind.value)
-def test_a_checkpoint_goes_on(
-    gpu: Ranks, tier: ColdTier, kind: OptimizerKind, tmp_path: Path
-) -> None:
-    """Adam's update count must be saved with the moments, for cold rows as well."""
-    first = setup_of(tier, kind)
-    steps(first, 0, 3, gpu.device)
-    path = save_checkpoint(
-        Checkpoints(tmp_path, facts={}),
-        Position(3, 3 * GLOBAL_BATCH),
-        first.model,
-        first.optimizer,
-        TinyLoader(num_batches=1),
-    )
-    second = setup_of(tier, kind, seed=99)
-    load_checkpoint(path, model=second.model, optimizer=second.optimizer, facts={})
-    assert steps(first, 3, 6, gpu.device) == pytest.approx(
-        steps(second, 3, 6, gpu.device), abs=1e-6
-    )
-    assert_close(first, second, 1e-6)
-
-
-@pytest.mark.parametrize("kind", list(OptimizerKind), ids=lambda kind: kind.value)
-def test_rows_move_between_replica_and_shard(
-    gpu: Ranks, tier: ColdTier, kind: OptimizerKind
-) -> None:
-    last = {table: np.arange(rows - 3, rows) for table, rows in NUM_ROWS.items()}
-    kept, moving = (setup_of(tier, kind, Partition(NUM_ROWS, last)) for _ in range(2))
-    hot_set, num_moved = AdaptiveHotSet(moving.model, moving.optimizer), 0
-    for step in range(NUM_STEPS):
-        losses = [steps(setup, step, step + 1, gpu.device) for setup in (kept, moving)]
-        assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-        num_moved += hot_set.adapt().num_moved
-    assert num_moved > 3
-    assert_close(kept, moving, 1e-6)
+def steps(setup: Setup, num: int, device: torch.device) -> list[float]:
+    return [setup.step(make_batch(step).to(device)) for step in range(num)]
 
 
 def test_initialize_reaches_rows_in_the_cache(gpu: Ranks, tier: ColdTier) -> None:
-    setup = setup_of(tier, OptimizerKind.sgd)
-    steps(setup, 0, 2, gpu.device)  # now the cache holds rows
+    setup = build(KIND, PARTITIONS["mixed"], device="cuda", tier=tier)
+    steps(setup, 2, gpu.device)  # now the cache holds rows
     initialize_embeddings(setup.model, seed=8)
-    fresh = setup_of(tier, OptimizerKind.sgd, seed=8)
     found = gather_tables(setup.model)
     for table, num_rows in NUM_ROWS.items():
         rows = torch.arange(num_rows)
         assert torch.equal(found[table], initial_rows(8, table, rows, DIMS[table], num_rows))
-    for layer in ("hidden", "out"):
-        for mine, other in zip(
-            getattr(setup.model.module.model, layer).parameters(),
-            getattr(fresh.model.module.model, layer).parameters(),
-            strict=True,
-        ):
-            mine.data.copy_(other.data)
-    with torch.no_grad():
-        batch = make_batch(7).to(gpu.device)
-        assert float(setup.model(batch)[0]) == pytest.approx(float(fresh.model(batch)[0]), abs=1e-6)
 
 
 @pytest.mark.parametrize("plan", list(TorchrecPlan), ids=lambda plan: plan.value)
 def test_torchrec_plans_reach_the_same_losses(
     gpu: Ranks, tier: ColdTier, plan: TorchrecPlan
 ) -> None:
-    kind = OptimizerKind.rowwise_adagrad
-    hot_cold, unsplit = setup_of(tier, kind), setup_of(tier, kind, plan)
-    expected = steps(hot_cold, 0, NUM_STEPS, gpu.device)
-    assert steps(unsplit, 0, NUM_STEPS, gpu.device) == pytest.approx(expected, abs=1e-5)
-    assert_close(unsplit, hot_cold, 1e-5)
+    hot_cold, unsplit = (
+        build(KIND, split, device="cuda", tier=tier) for split in (PARTITIONS["mixed"], plan)
+    )
+    expected = steps(hot_cold, NUM_STEPS, gpu.device)
+    assert steps(unsplit, NUM_STEPS, gpu.device) == pytest.approx(expected, abs=1e-5)
+    of_split, weights = gather_tables(hot_cold.model), gather_tables(unsplit.model)
+    for table, weight in of_split.items():
+        assert float((weight - weights[table]).abs().max()) <= 1e-5, table

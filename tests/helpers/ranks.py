@@ -9,6 +9,7 @@ error that names the rank; no rank and no file outlives the call.
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -53,6 +54,7 @@ def run_ranks(
     world_size: int = 2,
     timeout_s: float = 60.0,
     start_method: str = "forkserver",
+    stand_in: str = "",
     **kwargs: Any,
 ) -> list[Any]:
     """Call ``fn(**kwargs)`` on every rank of a gloo process group and return the results.
@@ -66,6 +68,8 @@ def run_ranks(
         world_size: number of ranks.
         timeout_s: limit for the whole call, imports included; what still runs then is killed.
         start_method: "spawn" where the ranks start CUDA, which a forked process may not be able to.
+        stand_in: the module of a stand-in for a device, which ranks that are spawned import before
+            torch; their process group is then "nccl".
         kwargs: arguments of ``fn``, picklable; the same for every rank.
 
     Returns:
@@ -83,7 +87,7 @@ def run_ranks(
         processes: list[BaseProcess] = [
             context.Process(  # type: ignore[attr-defined]
                 target=_run_rank,
-                args=(call, dict(os.environ), rank, world_size, timeout_s, folder),
+                args=(call, dict(os.environ), rank, world_size, timeout_s, folder, stand_in),
             )
             for rank in range(world_size)
         ]
@@ -156,6 +160,7 @@ def _run_rank(
     world_size: int,
     timeout_s: float,
     folder: Path,
+    stand_in: str,
 ) -> None:
     gc.freeze()  # so that collections copy no pages of what the server has imported
     # The server has the environment of the first call.
@@ -172,17 +177,26 @@ def _run_rank(
         # Else gloo looks the host name up, which may answer with an address that is not ours.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        result = _call_in_group(call, rank, world_size, timeout_s, folder)
+        device: Any = importlib.import_module(stand_in) if stand_in else None  # before torch
+        backend = "nccl" if stand_in else "gloo"
+        result = _call_in_group(call, backend, rank, world_size, timeout_s, folder)
         partial = folder / f".result-{rank}"
         partial.write_bytes(pickle.dumps(result))
+        if device is not None:
+            device.close()
         partial.rename(_result_file(folder, rank))
     except BaseException:  # SystemExit too: the test must hear of it
         partial = folder / f".error-{rank}"
         partial.write_text(traceback.format_exc())
         partial.rename(_error_file(folder, rank))
+    if stand_in:
+        # Threads of autograd may be at work; they have nothing to say any more.
+        os._exit(0)
 
 
-def _call_in_group(call: bytes, rank: int, world_size: int, timeout_s: float, folder: Path) -> Any:
+def _call_in_group(
+    call: bytes, backend: str, rank: int, world_size: int, timeout_s: float, folder: Path
+) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -193,7 +207,7 @@ def _call_in_group(call: bytes, rank: int, world_size: int, timeout_s: float, fo
         log_little()
     store = dist.FileStore(str(folder / "rendezvous"), world_size)
     dist.init_process_group(
-        "gloo",
+        backend,
         store=store,
         rank=rank,
         world_size=world_size,

@@ -31,7 +31,6 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
     GatherOptions,
     ReduceOptions,
     ReduceScatterOptions,
-    ScatterOptions,
     _create_work_from_future,
 )
 from torch.distributed.distributed_c10d import _get_default_store
@@ -123,10 +122,6 @@ class StagedProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         opts = opts or BroadcastOptions()
         return self._start(lambda i, _: self._gloo.broadcast(i, opts), tensors, tensors)
-
-    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        opts = opts or ReduceOptions()
-        return self._start(lambda i, _: self._gloo.reduce(i, opts), tensors, tensors)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         [parts], [source] = outputs, inputs
@@ -252,13 +247,6 @@ class StagedProcessGroup(dist.ProcessGroup):
         parts = list(outputs[0]) if outputs else []
         return self._start(
             lambda i, o: self._gloo.gather([o] if outputs else [], i, opts), inputs, parts
-        )
-
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
-        opts = opts or ScatterOptions()
-        parts = list(inputs[0]) if inputs else []
-        return self._start(
-            lambda i, o: self._gloo.scatter(o, [i] if inputs else [], opts), parts, outputs
         )
 
     def send(self, tensors: Tensors, rank: int, tag: int) -> dist.Work:

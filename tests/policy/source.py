@@ -24,13 +24,11 @@ class Import:
         imported: dotted name of what is imported; ``from a import b`` gives ``a.b`` where that is
             a module of the project, else ``a``.
         line: where.
-        is_eager: whether importing the importer imports it (not in a function, not for typing).
     """
 
     importer: str
     imported: str
     line: int
-    is_eager: bool
 
 
 @cache
@@ -55,12 +53,9 @@ def imports() -> tuple[Import, ...]:
 
 def imports_of(importer: str, path: Path) -> Iterator[Import]:
     is_package = path.name == "__init__.py"
-    pending: list[tuple[ast.AST, bool]] = [(parsed(path), True)]
-    while pending:
-        node, is_eager = pending.pop()
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(importer, alias.name, node.lineno, is_eager)
+            yield from (Import(importer, alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
@@ -69,36 +64,7 @@ def imports_of(importer: str, path: Path) -> Iterator[Import]:
                 base = ".".join([*parts, base] if base else parts)
             for alias in node.names:
                 full = f"{base}.{alias.name}"
-                yield Import(importer, full if full in modules() else base, node.lineno, is_eager)
-        for child in ast.iter_child_nodes(node):
-            is_deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            pending.append(
-                (child, is_eager and not is_deferred and not _is_for_typing(node, child))
-            )
-
-
-def _is_for_typing(node: ast.AST, child: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.If)
-        and "TYPE_CHECKING" in ast.unparse(node.test)
-        and child in node.body
-    )
-
-
-def loaded_by(module: str) -> dict[str, str]:
-    """What importing a module of the project imports, own and foreign, and through which module."""
-    loaded: dict[str, str] = {}
-    pending = [(module, "")]
-    while pending:
-        name, through = pending.pop()
-        if name in loaded:
-            continue
-        loaded[name] = through
-        if "." in name:
-            # import a.b.c runs a/__init__ and a/b/__init__ first.
-            pending.append((name.rpartition(".")[0], name))
-        pending += [(i.imported, name) for i in imports() if i.importer == name and i.is_eager]
-    return loaded
+                yield Import(importer, full if full in modules() else base, node.lineno)
 
 
 @cache

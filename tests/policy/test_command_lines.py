@@ -146,13 +146,6 @@ def test_the_files_and_targets_of_lines_exist(page: Path) -> None:
             assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), line
 
 
-def test_extras_are_quoted() -> None:
-    for path in FILES:
-        if path.suffix in (".md", ".py"):
-            found = re.findall(r"pip install [^'\"`]*\[\w+\]", path.read_text())
-            assert found == [], f"{path.name}: zsh reads brackets as a pattern"
-
-
 def test_keys_exist() -> None:
     hints = get_type_hints(ROOTS["config"])
     seen = 0

@@ -18,17 +18,8 @@ FORBIDDEN = {
     "a ticket": r"\b" + "issue" + r" #?\d",
 }
 PROSE = {
-    ".md",
-    ".ipynb",
-    ".py",
-    ".sh",
-    ".sbatch",
-    ".toml",
-    ".yaml",
-    ".yml",
-    ".lock",
-    ".Dockerfile",
-    "",
+    *(".md", ".ipynb", ".py", ".sh", ".sbatch", ".toml", ".yaml", ".yml", ".lock"),
+    *(".Dockerfile", ""),
 }
 
 
@@ -52,6 +43,12 @@ def test_program_text_is_ascii() -> None:
         if not line.isascii()
     ]
     assert found == []
+
+
+def test_scripts_stop_at_the_first_command_that_fails() -> None:
+    paths = [path for path in project_files() if path.suffix in (".sh", ".sbatch")]
+    assert paths
+    assert [p for p in paths if "set -euo pipefail" not in p.read_text().splitlines()] == []
 
 
 def test_errors_carry_their_values() -> None:

@@ -35,6 +35,7 @@ from hotrec.models.zoo import build_architecture
 from hotrec.planner.machine import Machine
 from hotrec.train.pipelines import make_pipeline
 from hotrec.types import (
+    Exchange,
     HotExchange,
     ModelKind,
     OptimizerKind,
@@ -43,11 +44,11 @@ from hotrec.types import (
     PipelineSpec,
     Placement,
     RowFetch,
+    Sharding,
     TablePlacement,
     Tier,
 )
 from tests.helpers.dense import shape_of
-from tests.helpers.reference import TinyClickModel
 
 NUM_DENSE = 3
 DIM = 8
@@ -76,6 +77,7 @@ class Run:
         skews: of tables that have another.
         exchange: of hot gradients.
         micro_batches: of look_ahead.
+        pooled: a table whose columns its owner sends pooled, in the default group; "" for none.
         kind: dlrm, hstu, sasrec, or packed for ``LateLinear`` over a packed collection.
     """
 
@@ -94,6 +96,7 @@ class Run:
     skews: dict[str, float] = field(default_factory=dict)
     exchange: str = "auto"
     micro_batches: bool = False
+    pooled: str = ""
     kind: str = "dlrm"
 
     @property
@@ -139,6 +142,20 @@ class PackedLayers(nn.Module):
         return logits
 
 
+class BagsModel(nn.Module):
+    """Pooled rows of two dimensions, and a layer."""
+
+    def __init__(self, bags: nn.Module, dims: int, device: torch.device) -> None:
+        super().__init__()
+        self.bags = bags
+        torch.manual_seed(1)
+        self.out = nn.Linear(NUM_DENSE + dims, 1).to(device)
+
+    def forward(self, dense_BN: torch.Tensor, sparse: Any) -> torch.Tensor:
+        logits: torch.Tensor = self.out(torch.cat((dense_BN, self.bags(sparse).values()), dim=1))
+        return logits
+
+
 class PackedModel(nn.Module):
     """Packed sequences, and their layers."""
 
@@ -175,15 +192,14 @@ class Training:
         hot = {table: rng.permutation(num).astype(np.int64) for table, num in run.hot.items()}
         partition = Partition(run.num_rows, hot)
         load = {"host_cached": 0.2, "cached": 0.6}.get(run.tier)
-        placement = Placement(
-            partition,
-            dict.fromkeys(
-                run.num_rows,
-                TablePlacement(
-                    tier=Tier(run.tier), cache_load_frac=load, row_fetch=RowFetch(run.row_fetch)
-                ),
-            ),
+        of_table = TablePlacement(
+            tier=Tier(run.tier), cache_load_frac=load, row_fetch=RowFetch(run.row_fetch)
         )
+        placed = dict.fromkeys(run.num_rows, of_table)
+        if run.pooled:
+            changes = {"exchange": Exchange.POOLED, "sharding": Sharding.TABLE_WISE}
+            placed[run.pooled] = replace(of_table, **changes)  # type: ignore[arg-type]
+        placement = Placement(partition, placed)
         tables = configs(run)
         make: Any = HotColdEmbeddingBagCollection
         if run.reads_sequences:
@@ -202,9 +218,7 @@ class Training:
             )  # fmt: skip
             model = build_architecture(shape, embeddings, 1, device)
         else:
-            model = TinyClickModel(embeddings, NUM_DENSE, sum(t.embedding_dim for t in tables))
-            model.hidden.to(device)
-            model.out.to(device)
+            model = BagsModel(embeddings, sum(t.embedding_dim for t in tables), device)
         task = ClickTask(model, world_size)
         kind = OptimizerKind(run.optimizer)
         spec = OptimizerSpec(kind, learning_rate=0.1, eps=1e-3)
@@ -219,20 +233,11 @@ class Training:
         initialize_embeddings(self.model, 5)
         dense = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1)
         self.optimizer = make_optimizer(self.model, spec, dense)
-        self.restart()
-
-    def restart(self) -> None:
-        """A new pipeline around the same model."""
-        run, device = self.run, self.device
-        spec = PipelineSpec(
-            PipelineKind[run.pipeline],
-            depth=run.depth,
-            window=0,
-            micro_batches=run.micro_batches,
+        spec_of = PipelineSpec(
+            PipelineKind[run.pipeline], depth=run.depth, window=0, micro_batches=run.micro_batches
         )
-        exchange = HotExchange(run.exchange)
         self.pipeline = make_pipeline(
-            spec, self.model, self.optimizer, device, hot_exchange=exchange
+            spec_of, self.model, self.optimizer, device, hot_exchange=exchange
         )
         self.pipeline.start()
 

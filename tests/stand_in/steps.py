@@ -1,28 +1,20 @@
-"""Whole training steps on the stand-in: who makes the host wait, and what kernels are given.
-
-    python -m tests.stand_in.steps --pipeline sparse_dist --routing loader --world-size 2
-
-prints, for the last of the steps, the host synchronisations by stream and line, the operators, and
-the longest bag or segment that a lookup, an exchange of ids or a pooling kernel was given. Options:
---pipeline sparse_dist|base|look_ahead, --routing loader|device, --optimizer sgd|adagrad|
-rowwise_adagrad|adam, --kind dlrm|hstu|sasrec|packed, --dims 1|2, --world-size, --steps, --rank
-(whose figures are printed), --operators (the operators by name and line as well).
-"""
+"""Whole training steps on the stand-in: who makes the host wait, and what kernels are given."""
 
 from __future__ import annotations
 
-import argparse
+import threading
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.stand_in.build import why_not
 from tests.stand_in.lifetimes import violations
 from tests.stand_in.log import Entry, Kind, note_step, recording, steps_of, stream_name
-from tests.stand_in.order import Calls, calls, differences
+from tests.stand_in.order import Calls, calls
 
 # Operators that start no kernel.
+SLOW_S = 0.01
 NO_KERNEL = ("c10d::", "aten::set_", "aten::unfold")
 
 
@@ -116,22 +108,28 @@ def train(runs: Sequence[dict[str, Any]], num_steps: int) -> list[Trained]:
 
 
 def _train(run: dict[str, Any], num_steps: int) -> Trained:
+    import pytest
     import torch
+    import torch.distributed as dist
 
+    from hotrec.runtime.ranks import all_gather_object
+    from hotrec.train.watch import check_up
     from tests.stand_in.model import Run, Training
 
-    losses = []
-    with recording() as log:
+    losses: list[torch.Tensor] = []
+    with pytest.MonkeyPatch.context() as patch, recording() as log:
+        _keep_apart(patch, dist.get_rank())
         training = Training(Run(**run), torch.device("cuda", torch.cuda.current_device()))
         stream = training.batches(0, num_steps + 8)
         note_step()
-        for _ in range(num_steps):
-            loss, _, _ = training.pipeline.progress(stream)
+        for step in range(num_steps):
+            losses.append(training.pipeline.progress(stream)[0])
             if training.run.pipeline == "look_ahead":
                 wait_for_thread(training.pipeline)
+            if step == 1:  # collectives of the main thread's own
+                check_up({step: losses[-1]}, {}, dist.get_world_size())
+                all_gather_object(step)
             note_step()
-            losses.append(loss)
-        del loss
         training.close()
     steps = steps_of(log.entries)[1:]
     return Trained(
@@ -142,63 +140,26 @@ def _train(run: dict[str, Any], num_steps: int) -> Trained:
     )
 
 
+def _keep_apart(patch: Any, rank: int) -> None:
+    """Slow down the threads of one rank, and the main thread of the other."""
+    from hotrec.runtime.comm_thread import CommunicationThread
+
+    submit = CommunicationThread.submit
+
+    def late(self: Any, task: Callable[[], Any]) -> Any:
+        def run() -> Any:
+            time.sleep(SLOW_S)
+            return task()
+
+        if rank:
+            time.sleep(SLOW_S)
+        return submit(self, task if rank else run)
+
+    patch.setattr(CommunicationThread, "submit", late)
+
+
 def wait_for_thread(pipeline: Any) -> None:
     """Have the communication thread's tasks of the step in its log; nothing of it is counted."""
-    import threading
-
     done = threading.Event()
     pipeline._rows._thread.submit(done.set)
     done.wait()
-
-
-def _print(step: Step, is_long: bool) -> None:
-    print(f"{step.num_syncs} synchronisations, {step.num_main_syncs} of them on the main stream:")
-    for (stream, thread, what, place), num in sorted(step.syncs.items()):
-        print(f"  {num} x {stream} ({thread}): {what}, {place}")
-    print(f"{step.num_operators} operators")
-    if is_long:
-        for name, num in sorted(step.operators.items(), key=lambda item: -item[1]):
-            print(f"  {num} x {name}")
-    for place, num in step.pageable.items():
-        print(f"  {num} x copy from pageable memory: {place}")
-    print("longest bag or segment:")
-    for name, value in sorted(step.longest.items()):
-        print(f"  {value} {name}")
-
-
-def main() -> None:
-    from tests.stand_in.ranks import run_on_device
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pipeline", default="sparse_dist")
-    parser.add_argument("--routing", default="loader")
-    parser.add_argument("--optimizer", default="sgd")
-    parser.add_argument("--exchange", default="auto")
-    parser.add_argument("--tier", default="device")
-    parser.add_argument("--kind", default="dlrm")
-    parser.add_argument("--dims", type=int, default=1)
-    parser.add_argument("--depth", type=int, default=1)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--world-size", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--operators", action="store_true")
-    options = vars(parser.parse_args())
-    if (reason := why_not()) is not None:
-        raise SystemExit(reason)
-    world_size, num_steps = options.pop("world_size"), options.pop("steps")
-    rank, is_long = options.pop("rank"), options.pop("operators")
-    results = run_on_device(
-        "tests.stand_in.steps:train", world_size, timeout_s=120, runs=[options], num_steps=num_steps
-    )
-    trained = results[rank][0]
-    print("losses", trained.losses)
-    _print(trained.steps[-1], is_long)
-    for text in trained.lifetimes:
-        print("freed too early:", text)
-    for text in differences([of_rank[0].calls for of_rank in results]):
-        print("collectives differ:", text)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,71 +2,62 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 
+from tests.helpers.ranks import run_ranks
+from tests.stand_in import checks, steps
 from tests.stand_in.build import why_not
-from tests.stand_in.launches import Launches
+from tests.stand_in.launches import measure
 from tests.stand_in.order import differences
-from tests.stand_in.ranks import run_on_device
-from tests.stand_in.steps import Trained
+from tests.stand_in.steps import Step, Trained
 
 pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
     pytest.mark.timeout(600),
 ]
 
-OF_THE_TOOL = [
+run_on_device = partial(
+    run_ranks, timeout_s=400, start_method="spawn", stand_in="tests.stand_in.device"
+)
+ON_TWO_RANKS = [
     "mixed_devices_raise",
     "synchronisations_are_counted",
-    "values_arrive_late",
     "memory_freed_too_early_is_seen",
-    "another_order_is_seen",
-]
-OF_THE_LIBRARY = [
     "training_equals_the_unsplit_reference",
-    "evaluation_between_steps_changes_nothing",
-    "checkpoint_goes_on",
-    "hot_rows_follow",
-    "calibration_runs",
+    "checkpoints_go_on_as_the_unsplit_model",
+    "mapped_tables_are_out_of_forks",
 ]
-
-
-# One rank whose rows are all in the device's memory fetches none ahead, and sorts none.
-OF_ONE_RANK = OF_THE_LIBRARY[:-1]
+ON_ONE_RANK = [
+    "a_step_of_slots_starts_few_operations",
+    "training_equals_the_unsplit_reference",
+    "calibration_cuts_long_bags",
+]
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> dict[str, str | None]:
-    found: dict[str, str | None] = run_on_device(
-        "tests.stand_in.checks:run_all", 2, timeout_s=400, names=OF_THE_TOOL + OF_THE_LIBRARY
-    )[0]
-    return found
+def verdicts() -> dict[int, dict[str, str | None]]:
+    """By number of ranks, what is wrong with each check."""
+    return {
+        num: run_on_device(checks.run_all, num, names=names)[0]
+        for num, names in ((1, ON_ONE_RANK), (2, ON_TWO_RANKS))
+    }
 
 
-@pytest.mark.parametrize("check", OF_THE_TOOL + OF_THE_LIBRARY)
-def test_on_the_device(verdicts: dict[str, str | None], check: str) -> None:
-    assert verdicts[check] is None, verdicts[check]
+@pytest.mark.parametrize(
+    ("num_ranks", "check"), [*product([1], ON_ONE_RANK), *product([2], ON_TWO_RANKS)]
+)
+def test_on_the_device(verdicts: dict[int, Any], num_ranks: int, check: str) -> None:
+    assert verdicts[num_ranks][check] is None, verdicts[num_ranks][check]
 
 
 def test_on_the_devices_of_two_hosts() -> None:
     name = "training_in_two_levels_equals_the_unsplit_reference"
-    for verdicts in run_on_device("tests.stand_in.checks:run_all", 4, timeout_s=400, names=[name]):
+    for verdicts in run_on_device(checks.run_all, 4, names=[name]):
         assert verdicts[name] is None, verdicts[name]
-
-
-@pytest.fixture(scope="module")
-def verdicts_of_one() -> dict[str, str | None]:
-    found: dict[str, str | None] = run_on_device(
-        "tests.stand_in.checks:run_all", 1, timeout_s=300, names=OF_ONE_RANK
-    )[0]
-    return found
-
-
-@pytest.mark.parametrize("check", OF_ONE_RANK)
-def test_on_one_device(verdicts_of_one: dict[str, str | None], check: str) -> None:
-    assert verdicts_of_one[check] is None, verdicts_of_one[check]
 
 
 class Bound(NamedTuple):
@@ -94,6 +85,8 @@ BOUNDS = {
     ),
     # Of these up to four are of threads that move rows, and one is of slots that hardly suffice.
     "look_ahead-slots": Bound({"pipeline": "look_ahead", "tier": "cached"}, 2, 12),
+    # TorchRec's own lookup of the table that its owner pools waits.
+    "look_ahead-pooled": Bound({"pipeline": "look_ahead", "pooled": "c"}, 7, 11),
     # Models of sequences; one row that most ids are, and a cache that FBGEMM fills on two streams.
     "hstu": Bound({"pipeline": "look_ahead", "kind": "hstu"}, 0, 4),
     "sasrec": Bound({"pipeline": "sparse_dist", "kind": "sasrec", "routing": "device"}, 2, 5),
@@ -114,9 +107,7 @@ NUM_STEPS = 6
 def trained() -> dict[str, list[Trained]]:
     """By name of the training, what each of two ranks says of it."""
     runs = [bound.run for bound in BOUNDS.values()]
-    of_ranks = run_on_device(
-        "tests.stand_in.steps:train", 2, timeout_s=300, runs=runs, num_steps=NUM_STEPS
-    )
+    of_ranks = run_on_device(steps.train, 2, runs=runs, num_steps=NUM_STEPS)
     return {name: [ranks[at] for ranks in of_ranks] for at, name in enumerate(BOUNDS)}
 
 
@@ -141,9 +132,10 @@ def test_memory_outlives_its_uses_on_other_streams(
 def test_all_ranks_call_collectives_in_one_order(
     trained: dict[str, list[Trained]], name: str
 ) -> None:
+    """Of each group and thread; and, as NCCL wants it, of all of them together."""
     calls = [of_rank.calls for of_rank in trained[name]]
     assert all(calls)
-    found = differences(calls)
+    found = differences(calls) + differences(calls, of_device=True)
     assert not found, "\n".join(found)
 
 
@@ -170,17 +162,16 @@ LAUNCHES = {
 
 
 @pytest.fixture(scope="module")
-def launches() -> dict[str, Launches]:
-    found: dict[str, Launches] = run_on_device(
-        "tests.stand_in.launches:measure", 1, timeout_s=200, names=list(LAUNCHES), num_steps=5
-    )[0]
+def launches() -> dict[str, Step]:
+    given = {"names": list(LAUNCHES), "num_steps": 5}
+    found: dict[str, Step] = run_on_device(measure, 1, **given)[0]
     return found
 
 
 @pytest.mark.parametrize("case", list(LAUNCHES))
-def test_a_step_starts_few_operations(launches: dict[str, Launches], case: str) -> None:
+def test_a_step_starts_few_operations(launches: dict[str, Step], case: str) -> None:
     most_operations, most_waits = LAUNCHES[case]
-    step, lines = launches[case].step, launches[case].lines
-    assert step.num_operators <= most_operations, "\n".join(map(str, sorted(lines.items())))
+    step = launches[case]
+    assert step.num_operators <= most_operations, step.operators
     assert step.num_syncs <= most_waits, step.syncs
     assert not step.pageable

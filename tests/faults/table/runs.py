@@ -229,7 +229,7 @@ class Told(Callback):
 
 def _callback_cases() -> Iterator[Case]:
     words = f"{TRAIN} trainer.callbacks=[told.Told]"
-    more: dict[str, Any] = {"is_exec": True, "variables": {**in_run("runs/new"), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.pathsep.join((".", os.environ.get("PYTHONPATH", ".")))}}
+    more: dict[str, Any] = {"is_exec": True, "limit_s": 120, "variables": {**in_run("runs/new"), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.pathsep.join((".", os.environ.get("PYTHONPATH", ".")))}}
     for name, body in (("exit", "sys.exit(0)"), ("error", "raise ValueError")):
         yield refused(f"callback/{name}", words, "told.Told.on_log", forge.written("told.py", CALLBACK.format(body=body)), **more)
         yield refused(f"callback/import-{name}", words, "told.Told", forge.written("told.py", f"import sys\n{body}\n"), **more)
