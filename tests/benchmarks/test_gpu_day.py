@@ -34,7 +34,7 @@ from benchmarks.gpu_day.record import (
 )
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.plan import Plan, TorchrecTables
-from hotrec.types import ColdTier, OptimizerKind
+from hotrec.types import OptimizerKind, TorchrecTier
 
 CPU = torch.device("cpu")
 FACTS = {"is_rehearsal": True, "code": "c1"}
@@ -234,7 +234,7 @@ def test_cases_of_a_budget_cost_the_same_gpu_memory() -> None:
 
     def cost(plan: Plan) -> float:
         if isinstance(plan.tables, TorchrecTables):
-            is_cached = plan.tables.tier is ColdTier.fused_uvm_caching
+            is_cached = plan.tables.tier is TorchrecTier.fused_uvm_caching
             return plan.tables.cache_load_frac * num_bytes if is_cached else 0.0
         [frac] = {table.cache_load_frac for table in plan.tables.tables.values()}
         return frac * whole.slot_bytes(dim) * sum(table_rows) + (

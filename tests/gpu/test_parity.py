@@ -6,7 +6,7 @@ import pytest
 
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import OptimizerKind, Tier
-from tests.exact.case import CUDA_TIERS, PARTITIONS, PLACEMENTS, draw_cases
+from tests.exact.case import PARTITIONS, PLACEMENTS, draw_cases
 from tests.exact.training import run_cases
 
 pytestmark = pytest.mark.gpu
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("kind", [kind.value for kind in OptimizerKind])
 def test_hot_cold_equals_unsplit_reference(gpu: Ranks, kind: str) -> None:
-    tiers = (*CUDA_TIERS, "cached", "cached")
+    tiers = ("device", "cached")
     cases = draw_cases("0", 60, seed=18, tiers=tiers, device="cuda", optimizer=kind)
     assert {case.tier for case in cases} == {tier.value for tier in Tier}
     assert {case.partition for case in cases} == set(PARTITIONS)

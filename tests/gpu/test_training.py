@@ -1,4 +1,4 @@
-"""Pipelines, evaluation, resume and the UVM cache on one GPU."""
+"""Pipelines, evaluation, resume and TorchRec's host tiers on one GPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import torch
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from hotrec.embedding.adapt import AdaptiveHotSet
-from hotrec.embedding.initialize import initial_rows, initialize_embeddings
 from hotrec.embedding.tables import gather_tables
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
-from hotrec.types import ColdTier, OptimizerKind, Partition, TorchrecPlan
+from hotrec.types import OptimizerKind, Partition, TorchrecPlan, TorchrecTier
 from tests.distributed.setups import (
-    DIMS,
     GLOBAL_BATCH,
     NUM_ROWS,
     PARTITIONS,
@@ -28,25 +26,16 @@ from tests.distributed.setups import (
 )
 from tests.helpers.tiny import TinyLoader
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.parametrize(
-        # Slots are look-ahead's alone; checks.py of the stand-in has evaluation, checkpoints and
-        # moves with them.
-        "tier",
-        [tier for tier in ColdTier if tier not in (ColdTier.auto, ColdTier.cached)],
-        ids=lambda tier: tier.value,
-    ),
-]
+# Slots are look-ahead's alone; checks.py of the stand-in has evaluation, checkpoints and moves with
+# them.
+pytestmark = pytest.mark.gpu
 NUM_STEPS = 5
 ADAM = OptimizerKind.adam
 
 
-def setup_of(
-    tier: ColdTier, kind: OptimizerKind = ADAM, partition: Any = None, **kwargs: Any
-) -> Setup:
+def setup_of(kind: OptimizerKind = ADAM, partition: Any = None, **kwargs: Any) -> Setup:
     chosen = PARTITIONS["mixed"] if partition is None else partition
-    return build(kind, chosen, device="cuda", tier=tier, **kwargs)
+    return build(kind, chosen, device="cuda", **kwargs)
 
 
 def steps(setup: Setup, begin: int, end: int, device: torch.device) -> list[float]:
@@ -59,11 +48,11 @@ def assert_close(first: Setup, second: Setup, tolerance: float) -> None:
         assert float((weight - two[table]).abs().max()) <= tolerance, table
 
 
-def test_pipelined_equals_plain(gpu: Ranks, tier: ColdTier) -> None:
-    plain = setup_of(tier)
+def test_pipelined_equals_plain(gpu: Ranks) -> None:
+    plain = setup_of()
     expected = steps(plain, 0, NUM_STEPS, gpu.device)
     for is_routed in (False, True):
-        setup = setup_of(tier)
+        setup = setup_of()
         pipeline: Any = TrainPipelineSparseDist(setup.model, setup.optimizer, gpu.device)
         stream = batches(0, NUM_STEPS, route=setup.route if is_routed else None)
         losses = [float(pipeline.progress(stream)[0]) for _ in range(NUM_STEPS)]
@@ -72,9 +61,9 @@ def test_pipelined_equals_plain(gpu: Ranks, tier: ColdTier) -> None:
         assert_close(setup, plain, 1e-6)
 
 
-def test_evaluation_does_not_count_as_an_update(gpu: Ranks, tier: ColdTier) -> None:
+def test_evaluation_does_not_count_as_an_update(gpu: Ranks) -> None:
     """Adam's bias correction on cold rows counts FBGEMM's forward passes."""
-    plain, evaluated = setup_of(tier), setup_of(tier)
+    plain, evaluated = setup_of(), setup_of()
     expected = steps(plain, 0, NUM_STEPS, gpu.device)
     losses = []
     for step in range(NUM_STEPS):
@@ -86,11 +75,9 @@ def test_evaluation_does_not_count_as_an_update(gpu: Ranks, tier: ColdTier) -> N
 
 
 @pytest.mark.parametrize("kind", list(OptimizerKind), ids=lambda kind: kind.value)
-def test_a_checkpoint_goes_on(
-    gpu: Ranks, tier: ColdTier, kind: OptimizerKind, tmp_path: Path
-) -> None:
+def test_a_checkpoint_goes_on(gpu: Ranks, kind: OptimizerKind, tmp_path: Path) -> None:
     """Adam's update count must be saved with the moments, for cold rows as well."""
-    first = setup_of(tier, kind)
+    first = setup_of(kind)
     steps(first, 0, 3, gpu.device)
     path = save_checkpoint(
         Checkpoints(tmp_path, facts={}),
@@ -99,7 +86,7 @@ def test_a_checkpoint_goes_on(
         first.optimizer,
         TinyLoader(num_batches=1),
     )
-    second = setup_of(tier, kind, seed=99)
+    second = setup_of(kind, seed=99)
     load_checkpoint(path, model=second.model, optimizer=second.optimizer, facts={})
     assert steps(first, 3, 6, gpu.device) == pytest.approx(
         steps(second, 3, 6, gpu.device), abs=1e-6
@@ -108,11 +95,9 @@ def test_a_checkpoint_goes_on(
 
 
 @pytest.mark.parametrize("kind", list(OptimizerKind), ids=lambda kind: kind.value)
-def test_rows_move_between_replica_and_shard(
-    gpu: Ranks, tier: ColdTier, kind: OptimizerKind
-) -> None:
+def test_rows_move_between_replica_and_shard(gpu: Ranks, kind: OptimizerKind) -> None:
     last = {table: np.arange(rows - 3, rows) for table, rows in NUM_ROWS.items()}
-    kept, moving = (setup_of(tier, kind, Partition(NUM_ROWS, last)) for _ in range(2))
+    kept, moving = (setup_of(kind, Partition(NUM_ROWS, last)) for _ in range(2))
     hot_set, num_moved = AdaptiveHotSet(moving.model, moving.optimizer), 0
     for step in range(NUM_STEPS):
         losses = [steps(setup, step, step + 1, gpu.device) for setup in (kept, moving)]
@@ -122,33 +107,13 @@ def test_rows_move_between_replica_and_shard(
     assert_close(kept, moving, 1e-6)
 
 
-def test_initialize_reaches_rows_in_the_cache(gpu: Ranks, tier: ColdTier) -> None:
-    setup = setup_of(tier, OptimizerKind.sgd)
-    steps(setup, 0, 2, gpu.device)  # now the cache holds rows
-    initialize_embeddings(setup.model, seed=8)
-    fresh = setup_of(tier, OptimizerKind.sgd, seed=8)
-    found = gather_tables(setup.model)
-    for table, num_rows in NUM_ROWS.items():
-        rows = torch.arange(num_rows)
-        assert torch.equal(found[table], initial_rows(8, table, rows, DIMS[table], num_rows))
-    for layer in ("hidden", "out"):
-        for mine, other in zip(
-            getattr(setup.model.module.model, layer).parameters(),
-            getattr(fresh.model.module.model, layer).parameters(),
-            strict=True,
-        ):
-            mine.data.copy_(other.data)
-    with torch.no_grad():
-        batch = make_batch(7).to(gpu.device)
-        assert float(setup.model(batch)[0]) == pytest.approx(float(fresh.model(batch)[0]), abs=1e-6)
-
-
+@pytest.mark.parametrize("tier", list(TorchrecTier), ids=lambda tier: tier.value)
 @pytest.mark.parametrize("plan", list(TorchrecPlan), ids=lambda plan: plan.value)
 def test_torchrec_plans_reach_the_same_losses(
-    gpu: Ranks, tier: ColdTier, plan: TorchrecPlan
+    gpu: Ranks, tier: TorchrecTier, plan: TorchrecPlan
 ) -> None:
     kind = OptimizerKind.rowwise_adagrad
-    hot_cold, unsplit = setup_of(tier, kind), setup_of(tier, kind, plan)
+    hot_cold, unsplit = setup_of(kind), setup_of(kind, plan, tier=tier)
     expected = steps(hot_cold, 0, NUM_STEPS, gpu.device)
     assert steps(unsplit, 0, NUM_STEPS, gpu.device) == pytest.approx(expected, abs=1e-5)
     assert_close(unsplit, hot_cold, 1e-5)

@@ -27,7 +27,7 @@ from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save
 from hotrec.train.evaluate import evaluate
 from hotrec.types import HotExchange, OptimizerKind, Tier
 from tests.distributed.test_pipelines import NoLoader
-from tests.exact.case import CUDA_TIERS, PARTITIONS, Case, draw_cases, fit
+from tests.exact.case import PARTITIONS, Case, draw_cases, fit
 from tests.exact.training import run_cases
 from tests.helpers.checks import run_checks
 from tests.stand_in.lifetimes import violations
@@ -249,7 +249,7 @@ def parity_cases(hosts: str) -> list[Case]:
     """Every pipeline with every optimizer and hot exchange; the rest is drawn."""
     exchanges = (HotExchange.touched_rows, HotExchange.owners, HotExchange.dense)
     kinds = [*product(OptimizerKind, PIPELINES, exchanges)]
-    tiers = (*CUDA_TIERS, "cached", "cached")
+    tiers = ("device", "cached")
     drawn = draw_cases(hosts, len(kinds), 1, tiers, output="bags", device=str(device()))
     cases = []
     for case, (kind, pipeline, exchange) in zip(drawn, kinds, strict=True):
@@ -368,7 +368,7 @@ def _save_and_load(run: Run) -> None:
 
 def hot_rows_follow() -> None:
     """Rows that move between replica and shard, in every tier, change no loss and no row."""
-    tiers = ("device", "host_cached", "device", "host", "cached", "cached")
+    tiers = ("device",) * 4 + ("cached",) * 2
     for run, tier in zip(RUNS, tiers, strict=True):
         # The last rows are read most.
         stale = replace(run, routing="device", tier=tier, skew=0.5, batch_size=8)
@@ -399,7 +399,7 @@ def calibration_runs() -> None:
     target = tiny_target(AdamConfig(learning_rate=0.1))
     probes = all_probes(CalibrationWorkload(target, ranks, group_alone(ranks)))
     names = {probe.name for probe in probes}
-    assert {"read_host", "read_hit", "read_miss", "update_device", "pooled_update_device"} <= names
+    assert {"read_device", "pooled_host", "pooled_miss", "pooled_update_hit"} <= names
     assert {"fetch_slot", "fetch_mapped", "return_slot"} <= names
     for probe in probes:
         work = probe.make(*probe.sizes[0])

@@ -66,7 +66,7 @@ def slots_need_no_uvm_to_cpu() -> None:
 def mapped_tables_are_out_of_forks() -> None:
     """Every whole page of rows and states in host memory, in each tier there; none elsewhere."""
     num_rows = {"a": 20_000, "b": 12_000, "c": 60, "d": 9_000}
-    for tier in ("host", "host_cached", "cached", "device"):
+    for tier in ("cached", "device"):
         pipeline = "look_ahead" if tier == "cached" else "sparse_dist"
         training = Training(Run(pipeline, optimizer="adam", tier=tier, num_rows=num_rows), device())
         num_pages = 0
@@ -95,5 +95,5 @@ def calibration_cuts_long_bags() -> None:
             work.run(prepared)
         longest[probe.name] = max(figures(log.entries).longest.values(), default=0)
     assert max(longest.values()) <= MAX_BAG_IDS, longest
-    unpooled = ("read_device", "read_host", "read_hit", "read_miss", "update_device")
+    unpooled = ("read_device", "update_device")
     assert min(longest[name] for name in unpooled) > MAX_BAG_IDS // 4, longest

@@ -32,8 +32,6 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "look_ahead, device": ("hot_cold", "look_ahead", "main", {}),
     "look_ahead, all_cold": ("all_cold", "look_ahead", "loader", {}),
     "look_ahead, slots": ("hot_cold", "look_ahead", "loader", {"tier": "cached"}),
-    "look_ahead, mapped": ("hot_cold", "look_ahead", "loader", {"tier": "fused_uvm"}),
-    "look_ahead, UVM cache": ("hot_cold", "look_ahead", "loader", {"tier": "fused_uvm_caching"}),
     "look_ahead, depth 0": ("hot_cold", "look_ahead", "loader", {"depth": 0}),
 }
 
@@ -84,7 +82,7 @@ def measure(names: list[str], num_steps: int) -> dict[str, Launches]:
         tier = ColdTier[more.get("tier", "fused")]
         pipeline = PipelineSpec(PipelineKind[kind], depth=more.get("depth", 1))
         if placement == "planner":
-            case = Case(name, Plan(TorchrecTables(tier=tier), pipeline))
+            case = Case(name, Plan(TorchrecTables(), pipeline))
         elif placement == "all_cold":
             partition = choose_all_cold(counts)
         else:

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from hotrec.assemble.constraints import (
-    hot_cold_constraints,
-    offload_stats,
     placement_constraints,
     torchrec_constraints,
 )
@@ -45,7 +42,6 @@ from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.machine import Machine
 from hotrec.types import (
-    ColdTier,
     Exchange,
     OptimizerKind,
     Partition,
@@ -54,20 +50,21 @@ from hotrec.types import (
     TablePlacement,
     Tier,
     TorchrecPlan,
+    TorchrecTier,
 )
 
 META = torch.device("meta")
 SGD = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1)
 SHARDERS: Any = [HotColdSharder(SGD)]
-CACHED = ColdTier.fused_uvm_caching
+DEVICE = TorchrecTier.fused
 NUM_ROWS = {"small": 10, "big": 1000, "owned": 700, "pooled": 60}
 PARTITION = Partition(NUM_ROWS, {"small": np.arange(10), "big": np.arange(50)})
 PLACEMENT = Placement(
     PARTITION,
     {
         "small": TablePlacement(),
-        "big": TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=0.3),
-        "owned": TablePlacement(sharding=Sharding.TABLE_WISE, tier=Tier.HOST),
+        "big": TablePlacement(tier=Tier.CACHED, cache_load_frac=0.3),
+        "owned": TablePlacement(sharding=Sharding.TABLE_WISE),
         "pooled": TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE),
     },
 )
@@ -102,10 +99,10 @@ def machine(world_size: int = 2, device: str = "cpu", **changes: Any) -> Machine
 
 
 def plan_of(
-    variant: TorchrecPlan | None, on: Machine, tier: ColdTier = ColdTier.fused
+    variant: TorchrecPlan | None, on: Machine, tier: TorchrecTier = TorchrecTier.fused
 ) -> dict[str, Any]:
     if variant is None:
-        constraints: Any = hot_cold_constraints(tables(), PARTITION, cold_tier=tier)
+        constraints: Any = placement_constraints(Placement.alike(PARTITION))
         return plan_document(make_plan(Model(PARTITION), SHARDERS, on, constraints))["e"]
     sharders: Any = [EmbeddingBagCollectionSharder(fused_params(SGD))]
     constraints = torchrec_constraints(tables(), variant, batch_size=64, tier=tier)
@@ -121,11 +118,11 @@ def summary(tables: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 def test_a_placement_becomes_constraints_and_a_plan() -> None:
     expected = HALVES | {
-        "big": ("row_wise", "fused_uvm_caching"),
-        "owned": ("table_wise", "fused_uvm"),
+        "big": ("row_wise", "fused_uvm"),  # the memory behind slots
+        "owned": ("table_wise", "fused"),
         "pooled": ("table_wise", "fused"),
     }
-    constraints = placement_constraints(PLACEMENT)
+    constraints = placement_constraints(PLACEMENT, "cuda")
     assert {name: (c.sharding_types, c.compute_kernels) for name, c in constraints.items()} == {
         name: ([sharding], [kernel]) for name, (sharding, kernel) in expected.items()
     }
@@ -133,42 +130,16 @@ def test_a_placement_becomes_constraints_and_a_plan() -> None:
     assert summary(plan_document(plan)["e"]) == expected
 
 
-@pytest.mark.parametrize("num_rows", [1, 7, 1000, 100_000])
-@pytest.mark.parametrize("skew", [0.8, 1.05, 1.2])
-def test_torchrec_reads_back_the_curve_that_went_in(num_rows: int, skew: float) -> None:
-    shares = np.arange(1, num_rows + 1) ** -skew
-    misses = 1 - shares.cumsum() / shares.sum()
-    sizes = np.unique(np.geomspace(1, num_rows, 400).astype(int))
-    ratios = np.clip(misses[sizes - 1], 0, 1)
-    stats = offload_stats(sizes.astype(float), ratios, num_rows / 3, num_rows)
-    assert stats.expected_miss_rate(0.0) == 1.0
-    assert stats.expected_miss_rate(1.0) == pytest.approx(0.0, abs=1e-9)
-
-    inner = sizes < num_rows
-    curve = partial(np.interp, xp=[0, *sizes[inner], num_rows], fp=[1, *ratios[inner], 0])
-    # Where a bin ends, exact; and over the whole curve close.
-    edges = np.linspace(0, num_rows, len(stats.hist) + 1)[1::97]
-    found = np.array([stats.expected_miss_rate(float(edge) / num_rows) for edge in edges])
-    assert np.abs(found - curve(edges)).max() < 0.02
-    at_all = curve(np.arange(num_rows + 1.0))
-    assert stats.cacheability == pytest.approx((at_all[1:] + at_all[:-1]).mean() / 2, abs=0.01)
-
-
-def test_all_ways_into_the_library_choose_lru() -> None:
+def test_device_caches_of_torchrecs_plans_are_lru() -> None:
     """FBGEMM's prefetch asserts it, and LFU keeps 8 bytes for each row behind the cache."""
-    cold = TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=0.3)
-    given: Any = {"cache_load_factor": 0.3}
-    of_torchrec = torchrec_constraints(
-        tables(), TorchrecPlan.table_wise, batch_size=64, tier=CACHED, is_prefetched=True, **given
-    )
-    assert of_torchrec is not None
-    by_tier = hot_cold_constraints(tables(), PARTITION, cold_tier=CACHED, **given)
-    placed = placement_constraints(Placement(PARTITION, dict.fromkeys(NUM_ROWS, cold)))
-    for constraints in (placed, by_tier, of_torchrec):
-        caches = [c.cache_params for name, c in constraints.items() if not name.endswith("_hot")]
-        assert {(c.algorithm, c.load_factor) for c in caches if c} == {(CacheAlgorithm.LRU, 0.3)}
-        assert all(caches)
-    assert all(c.cache_params.prefetch_pipeline for c in of_torchrec.values() if c.cache_params)
+    constraints = torchrec_constraints(
+        tables(), TorchrecPlan.table_wise, batch_size=64, tier=TorchrecTier.fused_uvm_caching,
+        cache_load_factor=0.3, is_prefetched=True,
+    )  # fmt: skip
+    assert constraints is not None
+    caches = [c.cache_params for c in constraints.values()]
+    found = [(c.algorithm, c.load_factor, c.prefetch_pipeline) for c in caches if c]
+    assert found == [(CacheAlgorithm.LRU, 0.3, True)] * len(NUM_ROWS)
 
 
 # --- plans
@@ -214,23 +185,26 @@ def test_ranks_with_other_hash_seeds_make_the_same_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on", "tier", "message"),
+    ("variant", "on", "tier", "message"),
     [
-        (machine(host_bytes=10_000), ColdTier.fused, "5000 bytes of host memory"),
+        (None, machine(host_bytes=10_000), DEVICE, "5000 bytes of host memory"),
         # A share of the free memory is kept for NCCL, activations and messages.
-        (machine(2, "cuda", device_bytes=10_000), ColdTier.fused, "8500 bytes of device memory"),
-        (machine(2, "cuda", host_bytes=10_000), ColdTier.fused_uvm, "5000 bytes of host memory"),
+        (None, machine(2, "cuda", device_bytes=10_000), DEVICE, "8500 bytes of device memory"),
+        (TorchrecPlan.planner, machine(2, "cuda", host_bytes=10_000), TorchrecTier.fused_uvm,
+         "5000 bytes of host memory"),
     ],
-)
-def test_tables_that_do_not_fit(on: Machine, tier: ColdTier, message: str) -> None:
+)  # fmt: skip
+def test_tables_that_do_not_fit(
+    variant: TorchrecPlan | None, on: Machine, tier: TorchrecTier, message: str
+) -> None:
     with pytest.raises(
         ValueError, match=rf"^plan for 2 ranks on .*: .* to fit {message}"
     ) as caught:
-        plan_of(None, on, tier)
+        plan_of(variant, on, tier)
     need = re.search(r"got (\d+) bytes on average over the ranks", str(caught.value))
     assert need is not None
     assert plan_of(
-        None, replace(on, device_bytes=2 * int(need[1]), host_bytes=3 * int(need[1])), tier
+        variant, replace(on, device_bytes=2 * int(need[1]), host_bytes=3 * int(need[1])), tier
     )
 
 
@@ -243,15 +217,19 @@ def test_tables_that_do_not_fit(on: Machine, tier: ColdTier, message: str) -> No
         (OptimizerKind.adam, 2, 0),
     ],
 )
-@pytest.mark.parametrize("kernel", ["fused", "fused_uvm", "fused_uvm_caching"])
+@pytest.mark.parametrize("tier", [None, *TorchrecTier])
 def test_states_and_gradients_are_counted_where_they_are(
-    kind: OptimizerKind, by_element: int, by_row: int, kernel: str
+    kind: OptimizerKind, by_element: int, by_row: int, tier: TorchrecTier | None
 ) -> None:
     """TorchRec counts neither: it looks for the optimizer on the parameters."""
-    topology = topology_of(machine(2, "cuda"))
-    tier = ColdTier(kernel)
-    constraints = hot_cold_constraints(tables(), PARTITION, cold_tier=tier)
-    sharders: Any = [HotColdSharder(OptimizerSpec(kind, learning_rate=0.1))]
+    topology, spec = topology_of(machine(2, "cuda")), OptimizerSpec(kind, learning_rate=0.1)
+    constraints: Any = placement_constraints(Placement.alike(PARTITION))
+    sharders: Any = [HotColdSharder(spec)]
+    if tier is not None:
+        constraints = torchrec_constraints(
+            tables(), TorchrecPlan.table_wise, batch_size=64, tier=tier
+        )
+        sharders = [EmbeddingBagCollectionSharder(fused_params(spec))]
 
     def storages(estimator: type[EmbeddingStorageEstimator]) -> dict[str, list[Any]]:
         estimators: Any = [
@@ -259,7 +237,7 @@ def test_states_and_gradients_are_counted_where_they_are(
             estimator(topology, constraints),
         ]
         enumerator = EmbeddingEnumerator(topology, 64, constraints, estimators)
-        options = enumerator.enumerate(Model(PARTITION), sharders)
+        options = enumerator.enumerate(Model(None if tier else PARTITION), sharders)
         return {option.name: [shard.storage for shard in option.shards] for option in options}
 
     plain, found = storages(EmbeddingStorageEstimator), storages(TrainedStorageEstimator)
@@ -270,11 +248,13 @@ def test_states_and_gradients_are_counted_where_they_are(
         for name in plain
     }
     element, row = by_element * 4 * 8, by_row * 4
-    # A replica of 50 rows: its state, and gradients in two of DDP's buckets.
-    assert beside["big_hot"] == [(50 * (2 * 4 * 8 + element + row), 0)] * 2
-    # A shard of 350 rows: row-wise state is on the device for every row, no state is cached.
-    of_element = (350 * element, 0) if tier is ColdTier.fused else (0, 350 * element)
-    assert beside["owned"] == [(of_element[0] + 350 * row, of_element[1])] * 2
+    if tier is None:
+        # A replica of 50 rows: its state, and gradients in two of DDP's buckets.
+        assert beside["big_hot"] == [(50 * (2 * 4 * 8 + element + row), 0)] * 2
+        assert beside["owned"] == [(350 * (element + row), 0)] * 2
+    else:  # row-wise state is on the device for every row, no state is cached
+        on_device, on_host = (element, 0) if tier is DEVICE else (0, element)
+        assert beside["owned"] == [(700 * (on_device + row), 700 * on_host)]
 
 
 # --- the machine

@@ -7,15 +7,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrec.cost_model.caches import CachedTable, lfu_hit_frac, num_slots, shared_cache_shares
+from hotrec.cost_model.caches import CachedTable, num_slots, shared_cache_shares
 from hotrec.cost_model.costs import REQUIRED, Costs, Line, Link, World
 from hotrec.cost_model.demand import expected_distinct, expected_urgent, prob_drawn
 from hotrec.cost_model.forms import QUANTITIES, Workload
 from hotrec.cost_model.quantities import (
     TableSharding,
     between_hosts_bound_bytes,
-    cached_rows,
-    hot_cold_caches,
     hot_cold_quantities,
     predict_torchrec,
     served_by_shard,
@@ -38,7 +36,6 @@ from hotrec.types import (
 from tests.unit.cost_model import samples
 
 POOLED = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
-CACHED = TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=0.4)
 WORKLOAD = Workload(batch_size=4, dense_flops=0.0, bottom_frac=0.0, num_dense_values=0)
 ONE_TIER = Costs(
     *("test", "built-in", "cuda", {name: Line(1e-6, 1e-9, 1e-10) for name in REQUIRED}),
@@ -142,13 +139,13 @@ def test_bytes_between_hosts_as_counted(kind, levels, monkeypatch):
 @given(
     counts=st.lists(st.integers(0, 20), min_size=2, max_size=20).filter(any),
     num_hot=st.integers(0, 20),
-    tier=st.sampled_from([Tier.DEVICE, Tier.HOST, Tier.HOST_CACHED]),
+    tier=st.sampled_from([Tier.DEVICE, Tier.CACHED]),
     world_size=st.sampled_from([1, 2, 4]),
 )
 def test_quantities_are_of_the_distinct_rows(counts, num_hot, tier, world_size):
     """Those that others own, too; and a group of messages for rows that are cold, and for hot."""
     demand = make_demand(counts, "a", lookups=3.0, world_size=world_size)
-    num_hot, load_frac = min(num_hot, len(counts)), 0.3 if tier is Tier.HOST_CACHED else None
+    num_hot, load_frac = min(num_hot, len(counts)), 0.3 if tier is Tier.CACHED else None
     placed = TablePlacement(tier=tier, cache_load_frac=load_frac)
     world = World(world_size, world_size)
     found = hot_cold_quantities([demand], {"a": num_hot}, {"a": placed}, world, 4)
@@ -157,11 +154,7 @@ def test_quantities_are_of_the_distinct_rows(counts, num_hot, tier, world_size):
     expected = {"lookups": 12, "hot_rows": hot, "union_rows": union, "replica_rows": num_hot}
     expected |= {"cold_groups": int(num_hot < len(counts)), "hot_groups": int(num_hot > 0)}
     expected["urgent_rows"] = expected_urgent(demand, num_hot)
-    if tier is Tier.HOST_CACHED:
-        hit_frac = lfu_hit_frac(demand, cached_rows(demand, placed), num_hot)
-        expected |= {"rows_hit": cold * hit_frac, "rows_miss": cold * (1 - hit_frac)}
-    else:
-        expected["rows_device" if tier is Tier.DEVICE else "rows_host"] = cold
+    expected["cold_rows"] = cold
     expected = {**dict.fromkeys(QUANTITIES, 0.0), **samples.work_of(16, **expected)}
     assert found == pytest.approx(expected, abs=1e-9)
 
@@ -224,7 +217,7 @@ def test_tables_of_a_rank_share_its_cache():
     shardings = {name: TableSharding("table_wise", (0,), **cache) for name in "ab"}
     shardings["c"] = TableSharding("row_wise", (0, 1), **cache)
     found = torchrec_caches([a, b, c], shardings, World(2, 2))
-    parts = [CachedTable(demand, is_per_lookup=True) for demand in (a, b, c)]
+    parts = [CachedTable(demand) for demand in (a, b, c)]
     # 160 rows each of a and b; of c half of its 160 rows on each rank, in a cache of its own.
     together = shared_cache_shares(parts[:2], 320)
     [alone] = shared_cache_shares([dataclasses.replace(parts[2], share=0.5)], num_slots(80))
@@ -232,12 +225,6 @@ def test_tables_of_a_rank_share_its_cache():
     assert found == of_rank_0 | {(1, "c"): alone}
     per_rank = torchrec_quantities([a, b, c], shardings, World(2, 2), 4)
     assert per_rank[1]["pooled_ids_hit"] == pytest.approx(4 * alone.hit)
-
-    # Pooled tables of a placement have one cache, and those of rows one of each dimension.
-    pooled = dataclasses.replace(CACHED, exchange=Exchange.POOLED, sharding=Sharding.TABLE_WISE)
-    found = hot_cold_caches([a, b, c], {}, {"a": pooled, "b": CACHED, "c": CACHED}, World(1, 1))
-    for name, of_one in (("a", parts[0]), ("b", CachedTable(b)), ("c", CachedTable(c))):
-        assert [found[name]] == shared_cache_shares([of_one], 160)
 
 
 @pytest.mark.parametrize("order", [None, RowOrder(100)])
@@ -259,8 +246,7 @@ def test_a_shard_serves_the_cold_rows_that_it_stores(order, monkeypatch):
         ({"b": 1}, TablePlacement(), "hot rows of"),
         ({"a": 4}, TablePlacement(), "got 4"),
         ({"a": 1}, POOLED, "exchange is pooled"),
-        ({}, dataclasses.replace(CACHED, cache_load_frac=None), "cache_load_frac: .* got None"),
-        ({}, dataclasses.replace(CACHED, cache_load_frac=1.5), "cache_load_frac: .* got 1.5"),
+        ({}, ("table_wise", (0,), Tier.HOST_CACHED, 1.5), "cache_load_frac: .* got 1.5"),
         ({}, ("rows", (0,)), "sharding kind: .* got 'rows'"),
         ({}, ("table_wise", ()), "sharding table_wise: expected"),
         ({}, ("table_wise", (2,)), "got 2"),

@@ -20,7 +20,6 @@ from hotrec.embedding.table_memory import _tensors_of, fused_modules, memory_by_
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import (
-    ColdTier,
     Exchange,
     OptimizerKind,
     Partition,
@@ -28,6 +27,7 @@ from hotrec.types import (
     Sharding,
     TablePlacement,
     TorchrecPlan,
+    TorchrecTier,
 )
 from tests.unit.embedding.setups import bag, shard_here
 
@@ -80,7 +80,7 @@ def test_tables_of_a_torchrec_plan(one_rank: Ranks) -> None:
     spec = OptimizerSpec(OptimizerKind.rowwise_adagrad, learning_rate=0.1)
     model: Any = nn.Sequential(EmbeddingBagCollection(TABLES, device=torch.device("meta")))
     constraints = torchrec_constraints(
-        TABLES, TorchrecPlan.table_wise, batch_size=8, tier=ColdTier.fused
+        TABLES, TorchrecPlan.table_wise, batch_size=8, tier=TorchrecTier.fused
     )
     sharder = EmbeddingBagCollectionSharder(fused_params(spec))
     model = shard_here(model, PLACEMENT, spec, constraints, sharder)

@@ -39,7 +39,7 @@ def test_kernels_of_hot_and_cold_rows() -> None:
 
 
 def test_a_shard_knows_its_rows() -> None:
-    shard = adapter.TableShard("t", 3, 2, 0, adapter.EmbeddingComputeKernel.FUSED)
+    shard = adapter.TableShard("t", 3, 2, 0)
     rows = np.array([2, 3, 4, 5])
     assert rows[shard.holds(rows)].tolist() == [3, 4]
 

@@ -17,6 +17,7 @@ from hotrec.cost_model.quantities import TableSharding
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
 from hotrec.planner.predict import (
     Prediction,
+    Shardings,
     predict_shardings,
 )
 from hotrec.planner.propose import (
@@ -39,6 +40,7 @@ from hotrec.types import (
     PipelineSpec,
     TableOutput,
     TorchrecPlan,
+    TorchrecTier,
 )
 from tests.unit.cost_model.samples import make_demand
 from tests.unit.planner.situations import (
@@ -82,6 +84,22 @@ def test_tables_are_pooled_under_look_ahead_where_that_is_faster() -> None:
     # Micro-batches compute before pooled vectors are there.
     in_parts, _ = fastest(of, replace(LOOK_AHEAD, micro_batches=True), may_pool=True)
     assert in_parts.tables["bags"].exchange is Exchange.ROWS
+
+
+def test_host_memory_is_torchrecs_where_no_split_fits() -> None:
+    """Rows take 26 MB of 10, and only TorchRec's plans keep them in host memory."""
+    of = situation(machine(device_bytes=10_000_000))
+
+    def on_host(tables: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:
+        is_fused = tables.tier is TorchrecTier.fused
+        return "they do not fit" if is_fused else by_table(tables, pipeline)
+
+    decision = propose(PlanRequest(ByCost(), AUTO), of, on_host)
+    assert isinstance(decision.chosen.tables, TorchrecTables)
+    assert decision.chosen.tables.tier is not TorchrecTier.fused
+    assert not any(plan.is_hotrec for plan in decision.predictions)
+    with pytest.raises(InfeasibleError, match="^device_bytes: expected"):
+        propose(PlanRequest(ByCost(may_decline=False), AUTO), of, on_host)
 
 
 def sequences_of(of: Situation, output: TableOutput) -> Situation:
