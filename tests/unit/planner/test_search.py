@@ -99,6 +99,18 @@ def test_hot_range_is_kept():
     assert free.prediction.step_s <= choice.prediction.step_s
 
 
+def test_many_tables_share_a_budget() -> None:
+    """Of which only the largest are improved: at one price of memory, as an even split would."""
+    demands = [zipf_demand(f"t{i}", 5000) for i in range(60)]
+    limits = Limits(1e12, 1e12, 500 * 60 * 260)
+    even = {demand.name: (500, 500) for demand in demands}
+    found, expected = (
+        search_placement(demands, machine(), WORLD, WORKLOAD, limits, hot_range=hot_range)
+        for hot_range in (None, even)
+    )
+    assert found.prediction.step_s <= 1.005 * expected.prediction.step_s
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_budget_that_is_named_fits(device):
     demands = [zipf_demand(f"t{i}", rows) for i, rows in enumerate((1000, 900, 40))]
