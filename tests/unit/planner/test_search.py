@@ -20,19 +20,21 @@ WORKLOAD = Workload(2048, 2e6, 0.3, 1_000_000)
 WORLD = World(16, 8)
 
 
-def zipf_demand(name, num_rows, *, dim=64, alpha=1.05, lookups=1.0):
+def zipf_demand(name, num_rows, *, alpha=1.05):
     """A table whose lookups follow Zipf's law, heads exact, the tail in groups."""
     head = min(num_rows, 64)
     tail = np.geomspace(head, num_rows, 65).astype(np.int64)
     edges = np.unique(np.concatenate([np.arange(head + 1), tail]))
-    rows = np.diff(edges)
-    probs = ((edges[:-1] + edges[1:] + 1) / 2) ** -alpha
-    probs = np.minimum(probs / (probs * rows).sum(), 1 - 1e-12)
+    return demand_of(name, np.diff(edges), ((edges[:-1] + edges[1:] + 1) / 2) ** -alpha)
+
+
+def demand_of(name, rows, weights):
+    """A table of groups of so many rows, with weights of their lookups."""
+    probs = np.minimum(weights / (weights * rows).sum(), 1 - 1e-12)
     by_rank, by_host, by_any = (
-        -np.expm1(2048 * lookups * n * np.log1p(-probs))
-        for n in (1, WORLD.ranks_per_host, WORLD.num_ranks)
+        -np.expm1(2048 * n * np.log1p(-probs)) for n in (1, WORLD.ranks_per_host, WORLD.num_ranks)
     )
-    demand = TableDemand(name, num_rows, dim, 4 * dim + 4, lookups, 1, rows, probs, by_rank, by_any)
+    demand = TableDemand(name, int(rows.sum()), 64, 260, 1.0, 1, rows, probs, by_rank, by_any)
     return dataclasses.replace(demand, by_host_G=by_host, by_host_both_G=by_host * by_any)
 
 
@@ -97,6 +99,15 @@ def test_hot_range_is_kept():
     assert choice.num_hot == {"t0": 7, "t1": 0, "t2": 5000}
     free = search_placement(demands, machine(), WORLD, WORKLOAD, limits)
     assert free.prediction.step_s <= choice.prediction.step_s
+
+
+def test_tables_of_a_dimension_share_messages() -> None:
+    """Half of the rows of a group fit, which pay if another table's hot rows are sent anyway."""
+    first = demand_of("a", np.array([100, 400]), np.array([100.0, 1.0]))
+    second = demand_of("b", np.array([100, 4000]), np.array([50.0, 0.001]))
+    limits, span = Limits(1e12, 1e12, 150 * 260), {"a": (100, 100)}
+    choice = search_placement([first, second], machine(), WORLD, WORKLOAD, limits, hot_range=span)
+    assert choice.num_hot == {"a": 100, "b": 50}
 
 
 def test_many_tables_share_a_budget() -> None:
