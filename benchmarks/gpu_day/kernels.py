@@ -27,16 +27,7 @@ from hotrec.types import (
     TorchrecTier,
 )
 
-COLD_TIERS = {
-    DEVICE: ColdTier.fused,
-    SLOTS: ColdTier.cached,
-    MAPPED_SLOTS: ColdTier.cached,
-}
-TORCHREC_TIERS = {
-    DEVICE: TorchrecTier.fused,
-    UVM: TorchrecTier.fused_uvm,
-    UVM_CACHE: TorchrecTier.fused_uvm_caching,
-}
+TORCHREC_TIERS = dict(zip((DEVICE, UVM, UVM_CACHE), TorchrecTier, strict=True))
 NUM_STEPS = 3
 # Few enough that rows leave them, and enough for the batches in flight.
 SLOTS_FRAC = 0.2
@@ -45,7 +36,7 @@ TOLERANCE = 1e-5
 # a cache can be filled ahead.
 STEPS: dict[str, tuple[str, ...]] = {
     "hot_cold": (DEVICE,),
-    "look_ahead": tuple(COLD_TIERS),
+    "look_ahead": (DEVICE, SLOTS, MAPPED_SLOTS),
     "torchrec": tuple(LOCATIONS),
     "torchrec_prefetch": (UVM_CACHE,),
 }
@@ -110,7 +101,8 @@ def make_case(name: str, tier: str, counts: Mapping[str, Any]) -> Case:
         tables = TorchrecTables(TorchrecPlan.table_wise, TORCHREC_TIERS[tier])
         return Case(name, Plan(tables, PipelineSpec(kind)))
     row_fetch = RowFetch.mapped if tier == MAPPED_SLOTS else RowFetch.staged
-    cold_rows = ColdRows(COLD_TIERS[tier], SLOTS_FRAC, row_fetch=row_fetch)
+    cold = ColdTier.fused if tier == DEVICE else ColdTier.cached
+    cold_rows = ColdRows(cold, SLOTS_FRAC, row_fetch=row_fetch)
     placed = cold_rows.place(choose_fraction(counts, hot_frac=0.02), "cuda")
     is_ahead = name == "look_ahead"
     kind = PipelineKind.look_ahead if is_ahead else PipelineKind.sparse_dist

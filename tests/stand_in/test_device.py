@@ -162,7 +162,6 @@ LAUNCHES = {
     "look_ahead": (175, 0),
     "look_ahead, all_cold": (160, 0),
     "look_ahead, slots": (200, 2),  # one is of the thread that gathers rows
-    "look_ahead, mapped": (210, 1),
     "look_ahead, device": (275, 2),
 }
 
