@@ -92,7 +92,8 @@ def _collect(processes: list[subprocess.Popen[bytes]], folder: Path) -> list[Any
             what = "was killed at the limit" if code is None else f"ended with exit code {code}"
             failures.append(f"[rank {rank}] {what}:\n{said}")
     if failures:
-        raise RanksError("\n".join(failures))
+        codes = [process.returncode or 0 for process in processes]
+        raise RanksError("\n".join(failures), codes)
     return [
         pickle.loads((folder / f"result-{rank}.pickle").read_bytes())
         for rank in range(len(processes))
