@@ -235,7 +235,8 @@ class Sharding(Enum):
 class Tier(Enum):
     """Memory of sharded rows: the device's, the host's, or the host's behind a device cache.
 
-    FBGEMM finds the rows of HOST_CACHED in its cache; look-ahead gives those of CACHED slots.
+    TorchRec's plans may have rows in HOST, and in HOST_CACHED, which FBGEMM finds in its cache.
+    Cold rows of split tables are in DEVICE, or in CACHED, which look-ahead gives slots.
     """
 
     DEVICE = "device"
@@ -327,26 +328,28 @@ class Levels(Enum):
 
 
 class ColdTier(Enum):
-    """TorchRec's compute kernel of sharded rows, of which the UVM kernels need CUDA; or ``cached``.
+    """Memory of the cold rows of split tables.
 
-    ``cached`` is hotrec's own: host rows behind device slots that the pipeline look_ahead fills.
+    ``fused``: the device's. ``cached``: the host's, behind device slots that look_ahead fills.
     """
 
-    auto = "auto"
     fused = "fused"
-    fused_uvm = "fused_uvm"
-    fused_uvm_caching = "fused_uvm_caching"
     cached = "cached"
 
 
-# The tier of rows on each kernel, and back.
+class TorchrecTier(Enum):
+    """TorchRec's compute kernel of unsplit tables; the UVM kernels need CUDA."""
+
+    fused = "fused"
+    fused_uvm = "fused_uvm"
+    fused_uvm_caching = "fused_uvm_caching"
+
+
 TIER_OF_KERNEL = {
-    ColdTier.fused: Tier.DEVICE,
-    ColdTier.fused_uvm: Tier.HOST,
-    ColdTier.fused_uvm_caching: Tier.HOST_CACHED,
-    ColdTier.cached: Tier.CACHED,
+    TorchrecTier.fused: Tier.DEVICE,
+    TorchrecTier.fused_uvm: Tier.HOST,
+    TorchrecTier.fused_uvm_caching: Tier.HOST_CACHED,
 }
-KERNEL_OF_TIER = {tier: kernel for kernel, tier in TIER_OF_KERNEL.items()}
 
 
 class RowFetch(Enum):
@@ -527,8 +530,8 @@ class TablePlacement:
         exchange: POOLED only for tables without hot rows: the pooled volume does not depend on how
             many rows are hot, so splitting such a table would save nothing.
         sharding: Sharding of the rows.
-        tier: Memory of the rows; DEVICE or CACHED on CPU.
-        cache_load_frac: Cached fraction of the rows in HOST_CACHED and CACHED, in 0..1; else None.
+        tier: Memory of the rows; DEVICE or CACHED.
+        cache_load_frac: Fraction of the rows with slots in CACHED, in 0..1; else None.
         row_type: Type of the rows in host memory, in CACHED; else fp32. Slots are fp32.
         row_fetch: How rows in CACHED come to the device; not auto.
         is_spread: Whether row-wise rows are spread over their owners, so that owners are evenly
@@ -583,8 +586,7 @@ class Placement:
         row_fetch: RowFetch = RowFetch.staged,
     ) -> Placement:
         """All tables alike: cold rows exchanged as rows, row-wise, in one tier."""
-        is_cached = tier in (Tier.HOST_CACHED, Tier.CACHED)
-        load_frac = cache_load_frac if is_cached else None
+        load_frac = cache_load_frac if tier is Tier.CACHED else None
         table = TablePlacement(
             tier=tier, cache_load_frac=load_frac, row_type=row_type, row_fetch=row_fetch
         )
@@ -614,6 +616,11 @@ class Placement:
                 raise ValueError(
                     f"placement table {name}: expected no hot rows in a table whose exchange is "
                     f"pooled, got {self.partition.num_hot(name)}."
+                )
+            if table.tier not in (Tier.DEVICE, Tier.CACHED):
+                raise ValueError(
+                    f"placement table {name} tier: expected device or cached for cold rows, got "
+                    f"{table.tier.value}. Give the rows slots (cached)."
                 )
             if table.row_type is not WireType.fp32 and table.tier is not Tier.CACHED:
                 raise ValueError(

@@ -24,15 +24,10 @@ from hotrec.types import (
     PipelineSpec,
     RowFetch,
     TorchrecPlan,
+    TorchrecTier,
 )
 
-COLD_TIERS = {
-    DEVICE: ColdTier.fused,
-    UVM: ColdTier.fused_uvm,
-    UVM_CACHE: ColdTier.fused_uvm_caching,
-    SLOTS: ColdTier.cached,
-    MAPPED_SLOTS: ColdTier.cached,
-}
+TORCHREC_TIERS = dict(zip((DEVICE, UVM, UVM_CACHE), TorchrecTier, strict=True))
 NUM_STEPS = 3
 # Few enough that rows leave them, and enough for the batches in flight.
 SLOTS_FRAC = 0.2
@@ -40,8 +35,8 @@ TOLERANCE = 1e-5
 # What whole steps are made by, and where their rows may be: only look-ahead fills slots, and only
 # a cache can be filled ahead.
 STEPS: dict[str, tuple[str, ...]] = {
-    "hot_cold": tuple(LOCATIONS),
-    "look_ahead": tuple(COLD_TIERS),
+    "hot_cold": (DEVICE,),
+    "look_ahead": (DEVICE, SLOTS, MAPPED_SLOTS),
     "torchrec": tuple(LOCATIONS),
     "torchrec_prefetch": (UVM_CACHE,),
 }
@@ -100,12 +95,13 @@ def check_tables(tables: Tables, device: torch.device) -> dict[str, Any]:
 
 def make_case(name: str, tier: str, counts: Mapping[str, Any]) -> Case:
     """A step of the program: hot and cold rows, with look-ahead, or TorchRec's own tables."""
-    cold = COLD_TIERS[tier]
     if name.startswith("torchrec"):
         is_ahead = name == "torchrec_prefetch"
         kind = PipelineKind.prefetch if is_ahead else PipelineKind.sparse_dist
-        return Case(name, Plan(TorchrecTables(TorchrecPlan.table_wise, cold), PipelineSpec(kind)))
+        tables = TorchrecTables(TorchrecPlan.table_wise, TORCHREC_TIERS[tier])
+        return Case(name, Plan(tables, PipelineSpec(kind)))
     row_fetch = RowFetch.mapped if tier == MAPPED_SLOTS else RowFetch.staged
+    cold = ColdTier.fused if tier == DEVICE else ColdTier.cached
     cold_rows = ColdRows(cold, SLOTS_FRAC, row_fetch=row_fetch)
     placed = cold_rows.place(choose_fraction(counts, hot_frac=0.02), "cuda")
     is_ahead = name == "look_ahead"
@@ -146,5 +142,6 @@ def all_steps(kinds: Iterable[OptimizerKind]) -> Iterator[Step]:
 def default_steps(kinds: Iterable[OptimizerKind]) -> Iterator[Step]:
     """One kind of step for each memory, slots and mapped slots among them."""
     for kind in kinds:
-        for tier, cold in COLD_TIERS.items():
-            yield kind, "look_ahead" if cold is ColdTier.cached else "hot_cold", tier
+        for tier in (*TORCHREC_TIERS, SLOTS, MAPPED_SLOTS):
+            name = "hot_cold" if tier == DEVICE else "torchrec"
+            yield kind, "look_ahead" if tier in (SLOTS, MAPPED_SLOTS) else name, tier

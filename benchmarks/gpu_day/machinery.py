@@ -32,7 +32,7 @@ from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.planner.policies import choose_all_cold
 from hotrec.report.units import show_bytes, show_count, show_seconds
 from hotrec.runtime.ranks import Ranks, process_group
-from hotrec.types import ColdTier, PipelineKind, PipelineSpec, Placement, Rows
+from hotrec.types import PipelineKind, PipelineSpec, Placement, Rows
 
 BASELINE = "TorchRec's planner"
 # MLPerf Training, DLRM-DCNv2 on Criteo 1TB: rows and ids per sample of its 26 features.
@@ -84,7 +84,7 @@ def make_cases(counts: Mapping[str, Rows]) -> list[Case]:
     """TorchRec's plan, and all rows cold in two ways; every row in the device's memory."""
     cold, ahead = Placement.alike(choose_all_cold(counts)), PipelineSpec(PipelineKind.look_ahead)
     return [
-        Case(BASELINE, Plan(TorchrecTables(tier=ColdTier.fused))),
+        Case(BASELINE, Plan(TorchrecTables())),
         split_case("all cold", cold, is_routed_by_loader=True),
         split_case("all cold, look_ahead", cold, ahead, is_routed_by_loader=True),
     ]

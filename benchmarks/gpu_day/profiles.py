@@ -35,7 +35,7 @@ from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.planner.policies import choose_all_cold
 from hotrec.report.units import show_seconds
 from hotrec.runtime.ranks import Ranks, process_group
-from hotrec.types import ColdTier, PipelineKind, PipelineSpec, Placement
+from hotrec.types import PipelineKind, PipelineSpec, Placement
 
 # Calls of CUDA's runtime in which the host waits, by the names that the profiler gives them.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
@@ -53,7 +53,7 @@ def make_case(name: str, samples: ZipfTables) -> Case:
     kind, is_cold = CASES[name]
     pipeline = PipelineSpec(kind)
     if not is_cold:
-        return Case(name, Plan(TorchrecTables(tier=ColdTier.fused), pipeline))
+        return Case(name, Plan(TorchrecTables(), pipeline))
     cold = Placement.alike(choose_all_cold(samples.count(1)))
     return split_case(name, cold, pipeline, is_routed_by_loader=True)
 

@@ -38,6 +38,7 @@ from hotrec.types import (
     RowFetch,
     Rows,
     TorchrecPlan,
+    TorchrecTier,
 )
 
 GIB = 1 << 30
@@ -68,10 +69,10 @@ def make_cases(
     num_rows = sum(rows.size for rows in counts.values())
     cold = choose_all_cold(counts)
 
-    def torchrec(name: str, tier: ColdTier, *, is_ahead: bool = False) -> Case:
+    def torchrec(name: str, tier: TorchrecTier, *, is_ahead: bool = False) -> Case:
         kind = PipelineKind.prefetch if is_ahead else PipelineKind.sparse_dist
         frac = budget_bytes / (4 * dim * num_rows)
-        cached = (frac,) if tier is ColdTier.fused_uvm_caching else ()
+        cached = (frac,) if tier is TorchrecTier.fused_uvm_caching else ()
         tables = TorchrecTables(TorchrecPlan.table_wise, tier, *cached)
         return Case(name, Plan(tables, PipelineSpec(kind)))
 
@@ -97,11 +98,11 @@ def make_cases(
 
     hot = choose_fraction(counts, hot_frac=budget_bytes / 2 / (hot_row_bytes(dim) * num_rows))
     cases = [
-        torchrec(TARGET, ColdTier.fused),
-        torchrec(PREFETCH, ColdTier.fused_uvm_caching, is_ahead=True),
+        torchrec(TARGET, TorchrecTier.fused),
+        torchrec(PREFETCH, TorchrecTier.fused_uvm_caching, is_ahead=True),
         slots(SLOTS),
-        torchrec(CACHE, ColdTier.fused_uvm_caching),
-        torchrec("UVM", ColdTier.fused_uvm),
+        torchrec(CACHE, TorchrecTier.fused_uvm_caching),
+        torchrec("UVM", TorchrecTier.fused_uvm),
         slots("slots, routed in the step", is_routed_by_loader=False),
         slots("hot rows and slots", hot, 0.5),
     ]

@@ -12,7 +12,7 @@ from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.types import CacheStatistics, ModuleSharder, ShardingPlan
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
     EmbeddingBagConfig,
@@ -22,7 +22,7 @@ from torchrec.modules.embedding_configs import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from hotrec.assemble.constraints import (
-    cold_tier_for,
+    check_tier,
     placement_constraints,
     torchrec_constraints,
 )
@@ -43,7 +43,7 @@ from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.train.dense_sync import check_modules
-from hotrec.types import ColdTier, PipelineKind, Placement, Precision, Schema
+from hotrec.types import PipelineKind, Placement, Precision, Schema
 
 META = torch.device("meta")
 # Where the tables of a model are, before sharding.
@@ -122,7 +122,6 @@ def build_unsharded(
     machine: Machine,
     *,
     dense_device: torch.device = META,
-    cache_stats: Mapping[str, CacheStatistics] | None = None,
 ) -> Unsharded:
     """Builds the model, its sharders and their constraints.
 
@@ -132,7 +131,6 @@ def build_unsharded(
         placed: The hot rows of split tables and the place of the others; None for TorchRec's plans.
         machine: The ranks and their device, which need not exist for planning.
         dense_device: Device of the dense layers; "meta" to plan only.
-        cache_stats: Statistics of the device caches of host tables, for TorchRec's planner.
 
     Raises:
         ValueError: If the device has no exact kernel for the optimizer, no such memory tier, or
@@ -152,11 +150,12 @@ def build_unsharded(
         codecs = wire_codecs(pipeline.wire)
         made = EmbeddingBagCollectionSharder if is_pooled else EmbeddingCollectionSharder
         sharders = [made(fused_params(spec.embedding), codecs)]
+        check_tier(machine.device, plan.tables.tier)
         constraints = torchrec_constraints(
             tables,
             plan.tables.plan,
             batch_size=machine.batch_size,
-            tier=_torchrec_tier(machine.device, plan.tables.tier),
+            tier=plan.tables.tier,
             cache_load_factor=plan.tables.cache_load_frac,
             is_prefetched=pipeline.kind is PipelineKind.prefetch,
             may_replicate=is_pooled or machine.device != "cpu",
@@ -167,7 +166,7 @@ def build_unsharded(
         embeddings = made(tables, placed, device=META)
         made = HotColdSharder if is_pooled else HotColdSequenceSharder
         sharders = [made(spec.embedding, plan.tables.hot_exchange, pipeline.wire, pipeline.levels)]
-        constraints = placement_constraints(placed, cache_stats, machine.device)
+        constraints = placement_constraints(placed, machine.device)
     built = build_architecture(spec.architecture, embeddings, spec.seed, dense_device)
     check_modules(built)
     set_up_dense_layers(built, dense_device, spec.precision, is_compiled=spec.is_compiled)
@@ -181,13 +180,3 @@ def _make_task(spec: ModelSpec, built: ClickModel, world_size: int) -> nn.Module
         layers.gives_vectors = True
         return RetrievalTask(built, world_size, spec.softmax_temperature)
     return ClickTask(built, world_size, spec.label_weights)
-
-
-def _torchrec_tier(device: str, tier: ColdTier) -> ColdTier:
-    """Returns the tier of the rows of TorchRec's own plans."""
-    if tier is ColdTier.cached:
-        raise ValueError(
-            "placement.tier: expected a compute kernel of TorchRec for placement=torchrec, got "
-            "cached. Set placement.tier=fused_uvm_caching, or a placement with hot and cold rows."
-        )
-    return cold_tier_for(device, tier, "placement.tier")

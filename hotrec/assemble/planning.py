@@ -15,10 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchrec.distributed.types import CacheStatistics
-
 from hotrec.artifact import Artifact, ArtifactError, check_made_from, read_record
-from hotrec.assemble.constraints import cache_statistics
 from hotrec.assemble.model import build_unsharded
 from hotrec.assemble.plan_job import PlanJob, SavedSplit
 from hotrec.assemble.torchrec_plan import shardings_of, why_inexact
@@ -70,7 +67,6 @@ class SettledPlan:
         artifact: The partition's directory, or None without a placement.
         prediction: The document of ``hotrec.planner.document``, or None without a prediction.
         costs: The costs of the prediction.
-        cache_stats: Statistics of the device caches of host tables, by table.
         max_bytes: Predicted memory of the fullest rank, by MEMORIES; empty without a prediction.
         step_s: Predicted seconds of a step.
     """
@@ -80,7 +76,6 @@ class SettledPlan:
     artifact: Artifact | None = None
     prediction: dict[str, Any] | None = None
     costs: Costs | None = None
-    cache_stats: Mapping[str, CacheStatistics] = field(default_factory=dict)
     max_bytes: tuple[float, ...] = ()
     step_s: float = math.nan
 
@@ -152,7 +147,6 @@ class Proposal:
             plan,
             placement,
             costs=self.situation.costs,
-            cache_stats={} if placement is None else cache_statistics(self.situation, placement),
             max_bytes=prediction.max_bytes,
             step_s=prediction.step_s,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from hotrec.assemble.constraints import cold_tier_for
 from hotrec.cost_model.forms import BYTES_PER_FLOAT
 from hotrec.cost_model.memory import NUM_REPLICA_GRADIENTS
 from hotrec.cost_model.profile import Profile
@@ -13,13 +12,13 @@ from hotrec.planner.counted import CountedTables
 from hotrec.planner.machine import Machine
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
-    TIER_OF_KERNEL,
     ColdTier,
     HotExchange,
     Partition,
     Placement,
     PopularRows,
     RowFetch,
+    Tier,
     WireType,
 )
 
@@ -102,13 +101,13 @@ class ColdRows:
 
     Args:
         tier: Memory of the cold rows.
-        cache_load_frac: Cached fraction of the rows; None for the default.
+        cache_load_frac: Fraction of the rows with slots; None for the default.
         hot_exchange: How gradients of hot rows are reduced.
         row_type: Type of the rows behind slots.
         row_fetch: How these rows are fetched to the device.
     """
 
-    tier: ColdTier = ColdTier.auto
+    tier: ColdTier = ColdTier.fused
     cache_load_frac: float | None = None
     hot_exchange: HotExchange = HotExchange.auto
     row_type: WireType = WireType.fp32
@@ -129,23 +128,23 @@ class ColdRows:
                 for empty slots.
 
         Raises:
-            ValueError: If the device lacks the memory tier, or cannot read mapped memory.
+            ValueError: If the device cannot read mapped memory.
         """
         if self.row_fetch is RowFetch.mapped and device == "cpu":
             raise ValueError(
                 "placement.row_fetch: expected staged or auto on CPU (slots are host memory too), "
                 "got mapped. Omit it, or train on CUDA."
             )
-        tier = cold_tier_for(device, self.tier, on_cuda=ColdTier.fused_uvm_caching)
+        has_slots = self.tier is ColdTier.cached
         load_frac = DEFAULT_LOAD_FRAC if self.cache_load_frac is None else self.cache_load_frac
         placed = Placement.alike(
             partition,
-            TIER_OF_KERNEL[tier],
+            Tier.CACHED if has_slots else Tier.DEVICE,
             load_frac,
             is_hot_dense=self.hot_exchange is HotExchange.dense,
             row_type=self.row_type,
             row_fetch=RowFetch.mapped if self.row_fetch is RowFetch.mapped else RowFetch.staged,
         )
-        if tier is not ColdTier.cached or popular is None:
+        if not has_slots or popular is None:
             return placed
         return replace(placed, popular_rows=popular(load_frac))

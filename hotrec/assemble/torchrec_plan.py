@@ -31,7 +31,7 @@ from torchrec.distributed.types import (
     ShardMetadata,
 )
 
-from hotrec.assemble.constraints import cold_tier_for
+from hotrec.assemble.constraints import check_tier
 from hotrec.assemble.topology import topology_of
 from hotrec.cost_model.forms import BYTES_PER_FLOAT
 from hotrec.cost_model.memory import NUM_REPLICA_GRADIENTS
@@ -42,9 +42,9 @@ from hotrec.planner.predict import Shardings
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
     TIER_OF_KERNEL,
-    ColdTier,
     OptimizerKind,
     Tier,
+    TorchrecTier,
 )
 
 # FBGEMM's device cache: its associativity, and the sets it can count
@@ -52,7 +52,7 @@ from hotrec.types import (
 CACHE_WAYS = 32
 MAX_CACHE_SETS = 2**24 - 1
 _TIERS = {"dense": Tier.DEVICE, **{kernel.value: tier for kernel, tier in TIER_OF_KERNEL.items()}}
-HOST_KERNELS = (ColdTier.fused_uvm.value, ColdTier.fused_uvm_caching.value)
+HOST_KERNELS = (TorchrecTier.fused_uvm.value, TorchrecTier.fused_uvm_caching.value)
 # State of FBGEMM's optimizers: floats per float of a row, and floats per row.
 STATE_FLOATS: Mapping[str, tuple[int, int]] = {
     "SGD": (0, 0),
@@ -87,7 +87,7 @@ def make_plan(
     for constraint in (constraints or {}).values():
         for kernel in constraint.compute_kernels or []:
             if kernel in HOST_KERNELS:
-                cold_tier_for(topology.compute_device, ColdTier(kernel))
+                check_tier(topology.compute_device, TorchrecTier(kernel))
     given = dict(constraints) if constraints is not None else None
     estimators: list[ShardEstimator] = [
         EmbeddingPerfEstimator(topology, given),
@@ -286,7 +286,7 @@ def check_caches(plan: ShardingPlan) -> None:
     """
     rows: dict[tuple[str, int], float] = defaultdict(float)
     for path, sharding, shard, rank in _shards(plan):
-        if sharding.compute_kernel == ColdTier.fused_uvm_caching.value:
+        if sharding.compute_kernel == TorchrecTier.fused_uvm_caching.value:
             cache = sharding.cache_params
             load_factor = None if cache is None else cache.load_factor
             share = DEFAULT_LOAD_FRAC if load_factor is None else load_factor

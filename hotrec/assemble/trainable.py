@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import (
-    CacheStatistics,
     EmbeddingModuleShardingPlan,
     ShardingPlan,
 )
@@ -41,7 +40,7 @@ from hotrec.runtime.ranks import all_gather_object, same_verdict
 from hotrec.runtime.traffic import BatchFacts, find_distinct_rows
 from hotrec.train.meters import Tables
 from hotrec.train.pipelines import Pipeline, make_pipeline
-from hotrec.types import ColdTier, HotExchange, Placement
+from hotrec.types import HotExchange, Placement, TorchrecTier
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Trainable:
             if isinstance(module, EmbeddingModuleShardingPlan)
             for sharding in module.values()
         }
-        if self.device.type == "cpu" or ColdTier.fused_uvm_caching.value not in kernels:
+        if self.device.type == "cpu" or TorchrecTier.fused_uvm_caching.value not in kernels:
             return None
         counters = CacheCounters(fused_modules(self.model))
         return lambda: asdict(counters.end_line())
@@ -122,7 +121,6 @@ def assemble(
     placed: Placement | None,
     machine: Machine,
     device: torch.device,
-    cache_stats: Mapping[str, CacheStatistics] | None = None,
 ) -> Trainable:
     """Builds, plans and shards the model on every rank of the process group; collective.
 
@@ -132,7 +130,6 @@ def assemble(
         placed: The hot rows of split tables and the place of the others; None for TorchRec's plans.
         machine: The ranks; the same on all of them.
         device: Device of this rank.
-        cache_stats: Statistics of the device caches of host tables, for TorchRec's planner.
 
     Raises:
         ValueError: If the device does not support the precision, or cannot train the plan.
@@ -141,9 +138,7 @@ def assemble(
     same_verdict(lambda: use_precision(spec.precision, device))
     if spec.is_compiled:
         same_verdict(lambda: check_compiler(device))
-    unsharded = build_unsharded(
-        spec, plan, placed, machine, dense_device=device, cache_stats=cache_stats
-    )
+    unsharded = build_unsharded(spec, plan, placed, machine, dense_device=device)
     sharding = unsharded.plan(machine)
     if device.type == "cuda":
         check_host_memory(sharding, machine, spec.embedding)

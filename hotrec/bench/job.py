@@ -147,7 +147,7 @@ def _make_case(
         )
 
     spread = counts if variant.spread_rows else ()
-    cold = ColdRows(variant.tier, variant.cache_load_frac, exchange)
+    cold = ColdRows(variant.cold_tier, variant.cache_load_frac, exchange)
     placement = cold.place(partition, device, popular).spread(spread)
     return split_case(
         name,

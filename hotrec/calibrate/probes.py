@@ -381,11 +381,11 @@ HOT_PROBES = {"hot_read": _read, "hot_pack": _pack, "hot_add": _add, "hot_update
 
 
 def row_probes(workload: CalibrationWorkload) -> list[Probe]:
-    """Lookup and update of sharded rows, unpooled and pooled, in every memory of the device."""
+    """Lookup and update of cold rows, and of TorchRec's in every memory of the device."""
     probes = []
     for tier in LOCATIONS if workload.device.type == "cuda" else ("device",):
         states = ("hit", "miss") if tier == "cached" else (tier,)
-        for prefix in ("", "pooled_"):
+        for prefix in ("", "pooled_") if tier == "device" else ("pooled_",):
             kernels = [(f"{prefix or 'read_'}{state}", state, False) for state in states]
             kernels.append((f"{prefix}update_{states[0]}", states[0], True))
             for name, state, is_update in kernels:

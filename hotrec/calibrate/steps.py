@@ -88,8 +88,8 @@ HOT_COLD, TORCHREC, AHEAD = "hot_cold", "torchrec", "look_ahead"
 KERNELS_OF: Mapping[tuple[str, str], tuple[str, ...]] = {
     (HOT_COLD, "route"): ("route",),
     (HOT_COLD, "pool"): ("pool",),
-    (HOT_COLD, "row_lookup"): (*(f"read_{tier}" for tier in TIERS), "hot_read"),
-    (HOT_COLD, "row_update"): tuple(f"update_{tier}" for tier in TIERS),
+    (HOT_COLD, "row_lookup"): ("read_device", "hot_read"),
+    (HOT_COLD, "row_update"): ("update_device",),
     (HOT_COLD, "optimizer"): ("hot_update", "dense_update"),
     (TORCHREC, "row_lookup"): (*(f"pooled_{tier}" for tier in TIERS), "replicated_read"),
     (TORCHREC, "row_update"): tuple(f"pooled_update_{tier}" for tier in TIERS),
@@ -155,7 +155,7 @@ class MeasuredCase:
     def anchor(self, costs: Costs) -> Anchor:
         """The case as predicted from ``costs``."""
         predicted = self.predict(costs)
-        row_bytes = sum(predicted.quantities.get(f"bytes_{tier}", 0.0) for tier in TIERS)
+        row_bytes = predicted.quantities.get("cold_bytes", 0.0)
         measured = {s: float(np.median([of[s] for of in self.stage_s])) for s in STAGES}
         stage_s = dict(predicted.step.stage_s)
         return Anchor(self.family, self.coverage, stage_s, measured, self.step_s, row_bytes)

@@ -65,7 +65,6 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
         settled.plan,
         settled.placement,
         machine,
-        cache_stats=settled.cache_stats,
     )
     sharding = unsharded.plan(settled.machine(machine))
     text = write_plan(sharding, run_dir, settled.prediction)

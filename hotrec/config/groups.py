@@ -15,6 +15,7 @@ from hotrec.types import (
     OptimizerKind,
     RowFetch,
     TorchrecPlan,
+    TorchrecTier,
     WireType,
 )
 
@@ -39,7 +40,7 @@ MAX_LAYER_SIZE = 2**20
 # Meanings of keys that several dataclasses have.
 MEMORY = "memory for hot rows and their optimizer state, in MiB per device"
 AVAILABLE_MEMORY = f"maximum {MEMORY}; null: all free memory"
-CACHE_LOAD = "fraction of the sharded rows that fused_uvm_caching and cached keep on the device"
+CACHE_LOAD = "fraction of the sharded rows that {} keeps on the device"
 ASSIGN = (
     "rank that computes each sample of a global batch: as_read (the one that reads it), by_owner "
     "(the owner of most of its cold rows) or by_tokens (samples of different lengths in even work)"
@@ -125,10 +126,9 @@ class TieredConfig(HotColdConfig):
         HotExchange.auto,
     )
     cold_tier: ColdTier = key(
-        "memory of the cold rows: device (fused), host (fused_uvm, fused_uvm_caching), or host "
-        "behind device slots filled by pipeline=look_ahead (cached, also on CPU); auto: fused on "
-        "CPU, fused_uvm_caching on CUDA",
-        ColdTier.auto,
+        "memory of the cold rows: device (fused), or host behind device slots filled by "
+        "pipeline=look_ahead (cached, also on CPU)",
+        ColdTier.fused,
     )
     cold_rows: WireType = key(
         "type of the rows in host memory with cold_tier=cached: fp32 or bf16; in slots, "
@@ -142,8 +142,8 @@ class TieredConfig(HotColdConfig):
         RowFetch.auto,
     )
     cache_load_frac: float | None = key(
-        f"{CACHE_LOAD}; null: {DEFAULT_LOAD_FRAC} for fused_uvm_caching; for cached the smallest "
-        "for which the predicted step is at most 1% longer than with all slots that fit",
+        f"{CACHE_LOAD.format('cold_tier=cached')}; null: the smallest for which the predicted step "
+        "is at most 1% longer than with all slots that fit",
         None,
         gt=0,
         lt=1,
@@ -230,11 +230,13 @@ class TorchrecPlacement(PlacementConfig):
         "fewer rows than the batch data-parallel, the rest table-wise)",
         TorchrecPlan.planner,
     )
-    tier: ColdTier = key(
-        "memory of the rows: device (fused) or host (fused_uvm, fused_uvm_caching); auto: fused",
-        ColdTier.auto,
+    tier: TorchrecTier = key(
+        "memory of the rows: device (fused) or host (fused_uvm, fused_uvm_caching)",
+        TorchrecTier.fused,
     )
-    cache_load_frac: float = key(CACHE_LOAD, DEFAULT_LOAD_FRAC, gt=0, le=1)
+    cache_load_frac: float = key(
+        CACHE_LOAD.format("tier=fused_uvm_caching"), DEFAULT_LOAD_FRAC, gt=0, le=1
+    )
 
 
 @dataclass

@@ -33,6 +33,7 @@ from hotrec.types import (
     Levels,
     PipelineKind,
     Precision,
+    TorchrecTier,
     WireType,
 )
 
@@ -421,8 +422,11 @@ class BenchVariant:
         "TorchRec's plans in the tier fused_uvm_caching)",
         None,
     )
-    tier: ColdTier = key("memory of the sharded rows, as in placement", ColdTier.auto)
-    cache_load_frac: float = key(CACHE_LOAD, DEFAULT_LOAD_FRAC, gt=0, lt=1)
+    tier: TorchrecTier = key("memory of TorchRec's rows, as in placement", TorchrecTier.fused)
+    cold_tier: ColdTier = key("memory of the cold rows, as in placement", ColdTier.fused)
+    cache_load_frac: float = key(
+        CACHE_LOAD.format("fused_uvm_caching or cached"), DEFAULT_LOAD_FRAC, gt=0, lt=1
+    )
     num_hot_rows: int | None = key("number of hot rows, the most-read ones", None, ge=0)
     hot_exchange: HotExchange | None = key("how gradients of hot rows are reduced", None)
     wire: WireType = key(WIRE, WireType.fp32)
@@ -436,7 +440,7 @@ class BenchVariant:
         """The rules for a variant of a benchmark."""
         placement, tier, pipeline = self.placement, self.tier, self.pipeline or bench.pipeline
         is_hot_cold, name = placement in HOT_COLD_CASES, pipeline.name
-        is_cached = tier is ColdTier.fused_uvm_caching and not is_hot_cold
+        is_cached = tier is TorchrecTier.fused_uvm_caching and not is_hot_cold
         expected = {
             PipelineKind.auto: "sparse_dist, base, look_ahead or prefetch in a benchmark",
             PipelineKind.look_ahead: "another than look_ahead with TorchRec's plan",
@@ -449,9 +453,15 @@ class BenchVariant:
             f"the tier {tier.name}. Set pipeline=sparse_dist.",
         )
         yield (
-            tier is not ColdTier.cached or (is_hot_cold and pipeline is PipelineKind.look_ahead),
-            f"tier: expected another than cached with the placement {placement.name} and the "
+            self.cold_tier is ColdTier.fused
+            or (is_hot_cold and pipeline is PipelineKind.look_ahead),
+            f"cold_tier: expected fused with the placement {placement.name} and the "
             f"pipeline {name}, got cached. Give it pipeline=look_ahead and hot and cold rows.",
+        )
+        yield (
+            tier is TorchrecTier.fused or not is_hot_cold,
+            f"tier: expected fused with the placement {placement.name}, got {tier.name}. It is of "
+            "TorchRec's plans; cold rows have cold_tier.",
         )
         yield (
             (self.depth == 1 and not self.micro_batches) or pipeline is PipelineKind.look_ahead,

@@ -62,7 +62,6 @@ def _gpu_kernels(peak: float, bus: float, flops: float, source: str) -> dict[str
     # and 4.15 ms from a full cache: 40 GB/s, close to the result of half of PCIe 5 for 1.3 bytes
     # per byte.
     read, update = on_device(2, 2), on_device(5, 20, 20)
-    hit = on_device(3, 12, 10)  # with lookups of the cache's index, and updates of its tags
 
     def in_slots(gather: float) -> Line:
         # A host thread gathers or scatters rows in pinned memory while others cross the bus.
@@ -86,12 +85,7 @@ def _gpu_kernels(peak: float, bus: float, flops: float, source: str) -> dict[str
         "order_row": moved(hbm, 0, 10, 12, f"{source}; one pass for each rank's ids, and one back"),
         "order_id": moved(hbm, 0, 8, 4, source),
         "read_device": read,
-        "read_host": on_host(1, 2),
-        "read_hit": hit,
-        "read_miss": on_host(1.5, 12),  # half of the evicted rows were changed and are written back
         "update_device": update,
-        "update_host": on_host(1, 20),
-        "update_hit": on_device(5, 24, 30),
         "pool": on_device(4, 6, 4),
         "hot_read": on_device(2, 2),
         "hot_pack": on_device(5, 8, 4),
@@ -100,6 +94,7 @@ def _gpu_kernels(peak: float, bus: float, flops: float, source: str) -> dict[str
         "pooled_device": on_device(1, 2),
         "pooled_host": on_host(1, 2),
         "pooled_hit": on_device(1, 12, 10),
+        # Half of the evicted rows were changed and are written back.
         "pooled_miss": on_host(1.5, 12),
         "pooled_update_device": on_device(3, 20, 20),
         "pooled_update_host": on_host(1, 20),

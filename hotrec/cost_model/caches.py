@@ -1,8 +1,7 @@
-"""Hits of a device cache in front of host rows, without the hot ones, which have replicas.
+"""Hits of FBGEMM's device cache in front of host rows, in TorchRec's plans.
 
-Lookups are independent, row i with probability p_i. Hits are counted per distinct row of a rank's
-batch (weights q_i), which determine the time of a step, or per lookup (weights p_i). Rows that the
-profile never saw are ignored.
+Lookups are independent, row i with probability p_i. Hits are counted per lookup (weights p_i). Rows
+that the profile never saw are ignored.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy.special import gammainc, gammaincinv
 
-from hotrec.cost_model.demand import Floats, TableDemand, take_rows
+from hotrec.cost_model.demand import Floats, TableDemand
 
 # Bisections of the logarithm of T, whose bounds differ by at most about 1e30: down to rounding.
 NUM_HALVINGS = 64
@@ -26,54 +24,6 @@ NUM_QUANTILES = 64
 SIZE_QUANTILES = (
     gammaincinv(CACHE_WAYS, (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES) / CACHE_WAYS
 )
-
-
-def _weigh(
-    demand: TableDemand, num_skipped: int, *, is_per_lookup: bool, share: float = 1.0
-) -> tuple[Floats, Floats]:
-    """Rows of each group that may be cached, and the weight of their hits; (G,) each."""
-    rows_G = share * (demand.rows_G - take_rows(demand, num_skipped))
-    return rows_G, rows_G * (demand.probs_G if is_per_lookup else demand.by_rank_G)
-
-
-def lfu_hit_frac(
-    demand: TableDemand, num_cached: float, num_skipped: int = 0, *, is_per_lookup: bool = False
-) -> float:
-    """Hit ratio of a cache that keeps the most-read rows after the hot ones.
-
-    No online policy does better, and a warm frequency cache reaches it.
-
-    Args:
-        num_cached: Cached rows C; a part of a group counts in proportion.
-        num_skipped: Hot rows, which do not enter the cache and are not counted.
-        is_per_lookup: Whether to count lookups, not the distinct rows of a rank's batch.
-
-    Returns:
-        A fraction in 0..1; 1 if only hot rows are looked up.
-    """
-    rows_G, weights_G = _weigh(demand, num_skipped, is_per_lookup=is_per_lookup)
-    if weights_G.sum() <= 0:
-        return 1.0
-    held_G = take_rows(demand, num_cached, num_skipped) / np.maximum(rows_G, 1e-300)
-    missed = weights_G @ (1 - held_G) / weights_G.sum()
-    return 1.0 - float(np.clip(missed, 0.0, 1.0))
-
-
-def lru_miss_ratios(
-    demand: TableDemand, sizes: npt.ArrayLike, num_skipped: int = 0, *, is_per_lookup: bool = False
-) -> Floats:
-    """Miss ratio, float64 (S,), of a fully associative LRU cache of several sizes C, (S,).
-
-    Within 0.01 of a simulated cache of about ten rows or more; too low if the cache has fewer slots
-    than a step reads rows, since FBGEMM fetches the rows of a step together. Other arguments as in
-    ``lfu_hit_frac``; 0 if only hot rows are looked up.
-    """
-    rows_G, weights_G = _weigh(demand, num_skipped, is_per_lookup=is_per_lookup)
-    sizes_S = np.asarray(sizes, np.float64)
-    if weights_G.sum() <= 0:
-        return np.zeros(sizes_S.size)
-    missed_SG = 1 - _held_by_lru(rows_G, demand.probs_G, sizes_S)
-    return np.asarray(np.clip(missed_SG @ weights_G / weights_G.sum(), 0.0, 1.0))
 
 
 def _held_by_lru(rows_G: Floats, probs_G: Floats, sizes_S: Floats) -> Floats:
@@ -124,21 +74,19 @@ def conflict_frac(load: float) -> float:
 
 @dataclass(frozen=True)
 class CachedTable:
-    """A table, or a part of its rows, behind a device cache.
-
-    ``share`` is the fraction of its cold rows, with the same share of the lookups; the others as in
-    ``lfu_hit_frac``.
-    """
+    """A table, or a share of its rows with the same share of the lookups, behind a device cache."""
 
     demand: TableDemand
-    num_skipped: int = 0
     share: float = 1.0
-    is_per_lookup: bool = False
+
+    @property
+    def rows_G(self) -> Floats:  # noqa: N802
+        return np.asarray(self.share * self.demand.rows_G)
 
 
 @dataclass(frozen=True)
 class CacheShares:
-    """Hits and misses of a table's cold rows, or of their lookups, as fractions.
+    """Hits and misses of a table's lookups, as fractions.
 
     Rows with a ``conflict`` have no free way in their set, and are read and updated on the host.
     """
@@ -172,23 +120,18 @@ def shared_cache_shares(
         is_prefetched: Whether the rows of the next step are fetched while those of this step are
             in use, so that the cache must hold both.
     """
-    weighed = [
-        _weigh(t.demand, t.num_skipped, is_per_lookup=t.is_per_lookup, share=t.share)
-        for t in tables
-    ]
     total = max(sum(t.demand.lookups_per_sample for t in tables), 1e-300)
     held_SG = _held_by_lru(
-        np.concatenate([rows_G for rows_G, _ in weighed]),
+        np.concatenate([t.rows_G for t in tables]),
         np.concatenate([t.demand.probs_G * t.demand.lookups_per_sample / total for t in tables]),
         slots * SIZE_QUANTILES,
     )
-    held = np.split(held_SG.mean(axis=0), np.cumsum([rows_G.size for rows_G, _ in weighed])[:-1])
-    in_step = sum(
-        float(rows_G @ t.demand.by_any_G) for (rows_G, _), t in zip(weighed, tables, strict=True)
-    )
+    held = np.split(held_SG.mean(axis=0), np.cumsum([t.rows_G.size for t in tables])[:-1])
+    in_step = sum(float(t.rows_G @ t.demand.by_any_G) for t in tables)
     conflict = conflict_frac((2 if is_prefetched else 1) * in_step / slots)
     shares = []
-    for (_, weights_G), held_G in zip(weighed, held, strict=True):
+    for table, held_G in zip(tables, held, strict=True):
+        weights_G = table.rows_G * table.demand.probs_G
         weight = weights_G.sum()
         hit = float(np.clip(weights_G @ held_G / weight, 0.0, 1.0)) if weight > 0 else 1.0
         shares.append(CacheShares(hit, min(conflict, 1.0 - hit)))

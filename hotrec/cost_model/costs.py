@@ -191,12 +191,7 @@ class CollectiveCurve:
 KERNELS: Mapping[str, str] = {
     "route": "an id: hot or cold, de-duplication, inverse",
     "read_device": "a distinct row read for a requesting rank, from device memory; its 4 D bytes",
-    "read_host": "the same, from host memory",
-    "read_hit": "the same, from the device cache of a host table",
-    "read_miss": "the same, missed in that cache: fetched and inserted",
     "update_device": "a gradient row that arrived: sum by row, optimizer; its 4 D bytes",
-    "update_host": "the same, in host memory",
-    "update_hit": "the same, in the device cache",
     "pool": "an id pooled from the rows at hand, forward and backward; its 4 D bytes",
     "hot_read": "a distinct row read from the replica; its 4 D bytes",
     "hot_pack": "a touched row of this rank put into the message; its 4 D bytes",

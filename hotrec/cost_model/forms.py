@@ -15,12 +15,12 @@ BYTES_PER_FLOAT = 4
 SPARSE_DIST = PipelineSpec()
 LOOK_AHEAD = PipelineSpec(PipelineKind.look_ahead)
 
-# Tiers from which sharded rows are read, in the names of quantities and kernels.
+# Tiers from which TorchRec's unsplit tables are read, in the names of quantities and kernels.
 TIERS = ("device", "host", "hit", "miss")
 # A rank's work in a step: items, and the quantity of their bytes, 4 D each.
 BYTES_OF = {
     "lookups": "lookup_bytes",  # ids that are routed, and pooled or expanded from rows
-    **{f"rows_{tier}": f"bytes_{tier}" for tier in TIERS},  # distinct cold rows read
+    "cold_rows": "cold_bytes",  # distinct cold rows of this rank
     "urgent_rows": "urgent_bytes",  # those that some rank also reads in the next step
     "hot_rows": "hot_bytes",  # distinct hot rows of this rank
     # Distinct rows of the ranks of a host, of which a rank relays its share; 0 in one level.
@@ -153,11 +153,11 @@ class StepPrediction:
 ELEMENT_WISE = ("adagrad", "adam")
 # Kernels of a stage: their items, and the groups with one call each.
 KERNELS_OF_STAGE: tuple[tuple[str, str, str, str | None], ...] = (
-    *(("row_lookup", f"read_{tier}", f"rows_{tier}", None) for tier in TIERS),
+    ("row_lookup", "read_device", "cold_rows", None),
     *(("row_lookup", f"pooled_{tier}", f"pooled_ids_{tier}", None) for tier in TIERS),
     ("row_lookup", "hot_read", "hot_rows", "hot_groups"),
     ("row_lookup", "replicated_read", "replicated_ids", "replicated_groups"),
-    *(("row_update", f"update_{tier}", f"rows_{tier}", None) for tier in TIERS),
+    ("row_update", "update_device", "cold_rows", None),
     *(("row_update", f"pooled_update_{tier}", f"pooled_ids_{tier}", None) for tier in TIERS),
     ("optimizer", "hot_update", "union_rows", "hot_groups"),
     ("optimizer", "replicated_update", "replicated_rows", "replicated_groups"),
@@ -203,9 +203,9 @@ def add_compute(stages: Mapping[str, StageForm], costs: Costs, workload: Workloa
     lookup.add("pooled_groups", kernel["pooled_device"].fixed_s)
     update.add("cold_groups", kernel["update_device"].fixed_s)
     update.add("pooled_groups", kernel["pooled_update_device"].fixed_s)
-    if "read_host" in kernel and costs.facts.get("optimizer") not in ELEMENT_WISE:
+    if "pooled_host" in kernel and costs.facts.get("optimizer") not in ELEMENT_WISE:
         # Read and written over the bus, both ways at once.
-        update.add("state_bytes_host", kernel["read_host"].per_byte_s)
+        update.add("state_bytes_host", kernel["pooled_host"].per_byte_s)
     _add_once(stages["pool"].compute.add_line(kernel["pool"], "lookups"), kernel["pool"].fixed_s)
     dense_s = kernel["dense"].seconds(workload.dense_flops * workload.batch_size)
     stages["dense"].compute.constant += dense_s

@@ -15,7 +15,6 @@ from hotrec.cost_model.forms import (
     BYTES_OF,
     BYTES_PER_FLOAT,
     BYTES_PER_ID,
-    TIERS,
     Form,
     StageForm,
     StepPrediction,
@@ -156,7 +155,8 @@ class LookAheadModel:
         cover_s = OVERLAPPABLE_DENSE_FRAC * stage_s["dense"]
         waiting = max(self.costs.waiting_frac.get(name, 0.0) for name in EXCHANGES)
         stage_s["rows_exchange"] += waiting * self.compute["dense"].constant
-        stage_s["rows_exchange"] += self.costs.look_ahead.seconds(num_bytes=_row_bytes(quantities))
+        cold_bytes = quantities.get("cold_bytes", 0.0)
+        stage_s["rows_exchange"] += self.costs.look_ahead.seconds(num_bytes=cold_bytes)
         traffic = self._traffic(quantities)
         for name, of in traffic.items():
             covered_s = min(of.critical_s, cover_s)
@@ -194,7 +194,7 @@ class LookAheadModel:
         """The exchanges, in the order in which they are sent once backward has the gradients."""
         narrow = self.pipeline.narrow_frac
         is_ahead = self.pipeline.depth > 0
-        of_rank, relayed = _row_bytes(quantities), quantities.get("relayed_bytes", 0.0)
+        of_rank, relayed = quantities.get("cold_bytes", 0.0), quantities.get("relayed_bytes", 0.0)
         urgent, urgent_relayed = of_rank, relayed
         if is_ahead:
             urgent = quantities.get("urgent_bytes", 0.0)
@@ -225,7 +225,7 @@ class LookAheadModel:
             + dense_bytes * self.world.between_hosts_frac("all_reduce"),
             background_s=rows.background_s + dense_s,
         )
-        num_rows = sum(quantities.get(f"rows_{tier}", 0.0) for tier in TIERS)
+        num_rows = quantities.get("cold_rows", 0.0)
         row_flags = POSITION_BYTES + FLAGS_BYTES
         requested_bytes = num_rows * self._others * row_flags
         between = requested_bytes * self._to_others
@@ -384,8 +384,3 @@ class LookAheadModel:
         lines = [self.costs.collective(kind, self.world, size) for kind in kinds]
         line = min(lines, key=lambda line: line.seconds(num_bytes=size))
         return num_messages * line.fixed_s + line.per_byte_s * num_bytes
-
-
-def _row_bytes(quantities: Mapping[str, float]) -> float:
-    """Bytes of a rank's distinct cold rows."""
-    return sum(quantities.get(f"bytes_{tier}", 0.0) for tier in TIERS)

@@ -9,7 +9,6 @@ are too large for the reserve (``expanded_bytes``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -67,61 +66,51 @@ def shard_row_bytes(demand: TableDemand, tier: Tier) -> tuple[int, int]:
     return demand.row_bytes - on_host + maps.get(tier, 0), on_host
 
 
-def cached_row_bytes(
-    demand: TableDemand, widest: int | None = None, *, is_prefetched: bool = False
-) -> int:
-    """Device memory of a row that a cache can hold, besides that of its shard.
+def cached_row_bytes(widest: int, *, is_prefetched: bool) -> int:
+    """Device memory of a row that FBGEMM's cache can hold, besides that of its shard.
 
     Args:
-        widest: Largest D of the tables that share the cache; None for this table's.
+        widest: Largest D of the tables that share the cache.
         is_prefetched: Whether TorchRec's prefetch pipeline fills the cache.
     """
-    num_bytes = BYTES_PER_FLOAT * (demand.dim if widest is None else widest)
-    num_bytes += CACHE_TAG_BYTES + CACHE_CLOCK_BYTES
+    num_bytes = BYTES_PER_FLOAT * widest + CACHE_TAG_BYTES + CACHE_CLOCK_BYTES
     return num_bytes + CACHE_LOCK_BYTES if is_prefetched else num_bytes
 
 
 def mean_bytes(
     demand: TableDemand,
     exchange: Exchange,
-    tier: Tier,
-    num_hot: Floats | float,
-    num_cached: Floats | float,
+    num_hot: Floats,
     num_ranks: int,
     *,
     is_one_memory: bool,
     is_routed_on_device: bool,
 ) -> Floats:
-    """Memory of a table on the mean rank, additive over tables and linear in its rows.
+    """Memory of a table whose shards are in the tier DEVICE on the mean rank.
+
+    It is additive over tables and linear in its rows.
 
     It agrees with ``memory_by_rank``, except that entirely hot tables keep their shards.
 
     Args:
         demand: The table.
         exchange: How it is exchanged.
-        tier: Tier of its shards.
-        num_hot: Hot rows, a number or float64 (P,).
-        num_cached: Capacity of a device cache in rows, over all ranks.
+        num_hot: Hot rows, float64 (P,).
         num_ranks: World size W.
         is_one_memory: Whether all memory is the host's, as on CPU.
         is_routed_on_device: Whether ranks route the ids, not loader workers.
 
     Returns:
-        float64 (..., 3): of the device, of the host, and of hot rows with their optimizer state.
+        float64 (P, 3): of the device, of the host, and of hot rows with their optimizer state.
     """
-    on_device, on_host = shard_row_bytes(demand, tier)
-    router = ROUTER_BYTES * demand.num_rows if exchange is Exchange.ROWS else 0
-    device: Any = demand.num_rows * on_device / num_ranks + num_hot * replica_row_bytes(demand)
-    if tier is Tier.HOST_CACHED:
-        device = device + num_cached * (cached_row_bytes(demand) / num_ranks)
-    host: Any = demand.num_rows * on_host / num_ranks + router
+    router = float(ROUTER_BYTES * demand.num_rows if exchange is Exchange.ROWS else 0)
+    device = demand.num_rows * demand.row_bytes / num_ranks + num_hot * replica_row_bytes(demand)
+    host = np.full_like(device, router)
     if is_one_memory:
         device, host = 0.0 * device, host + device
     elif is_routed_on_device:
         device = device + router
-    found = np.empty((*np.broadcast_shapes(np.shape(num_hot), np.shape(num_cached)), 3))
-    found[..., 0], found[..., 1], found[..., 2] = device, host, num_hot * float(demand.row_bytes)
-    return found
+    return np.stack([device, host, num_hot * float(demand.row_bytes)], axis=-1)
 
 
 def held_by_relay(quantities: Mapping[str, float], world: World, pipeline: PipelineSpec) -> float:
@@ -187,8 +176,9 @@ def memory_by_rank(
     # Largest D of the tables that share each device cache: the width of its slots.
     widest: dict[tuple[str, int], int] = {}
     for demand in demands:
-        if tables[demand.name].tier is Tier.HOST_CACHED:
-            key = _cache_key(demand, tables[demand.name])
+        sharding = tables[demand.name]
+        if isinstance(sharding, TableSharding) and sharding.tier is Tier.HOST_CACHED:
+            key = _cache_key(demand, sharding)
             widest[key] = max(widest.get(key, 0), demand.dim)
     for demand in demands:
         placed, hot = tables[demand.name], num_hot.get(demand.name, 0)
@@ -223,11 +213,9 @@ def row_wise_rows(num_rows: int, num_shards: int) -> list[int]:
     return [max(0, min(size, num_rows - size * shard)) for shard in range(num_shards)]
 
 
-def _cache_key(demand: TableDemand, placed: TablePlacement | TableSharding) -> tuple[str, int]:
+def _cache_key(demand: TableDemand, sharding: TableSharding) -> tuple[str, int]:
     """Key of the tables that share a device cache."""
-    if isinstance(placed, TableSharding):
-        return placed.kind, demand.dim if placed.is_prefetched else 0
-    return placed.exchange.value, demand.dim if placed.exchange is Exchange.ROWS else 0
+    return sharding.kind, demand.dim if sharding.is_prefetched else 0
 
 
 def _shard_bytes(
@@ -240,12 +228,9 @@ def _shard_bytes(
     shard = num_rows * np.array(shard_row_bytes(demand, placed.tier), np.float64)
     if isinstance(placed, TablePlacement) and placed.row_type is not WireType.fp32:
         shard[1] -= num_rows * BYTES_PER_FLOAT // 2 * demand.dim
-    if placed.tier is Tier.HOST_CACHED:
-        slot_bytes = cached_row_bytes(
-            demand,
-            widest[_cache_key(demand, placed)],
-            is_prefetched=isinstance(placed, TableSharding) and placed.is_prefetched,
-        )
+    if isinstance(placed, TableSharding) and placed.tier is Tier.HOST_CACHED:
+        size = widest[_cache_key(demand, placed)]
+        slot_bytes = cached_row_bytes(size, is_prefetched=placed.is_prefetched)
         shard[0] += num_rows * cached_rows(demand, placed) / demand.num_rows * slot_bytes
     elif placed.tier is Tier.CACHED:
         num_slots = num_rows * cached_rows(demand, placed) / demand.num_rows

@@ -11,7 +11,6 @@ import numpy as np
 from hotrec.cost_model.caches import (
     CachedTable,
     CacheShares,
-    lfu_hit_frac,
     num_slots,
     shared_cache_shares,
 )
@@ -93,10 +92,10 @@ class TableSharding:
 
 
 def cached_rows(demand: TableDemand, placed: TablePlacement | TableSharding) -> float:
-    """Capacity of the table's device caches in rows, over all ranks; 0 if its tier has no cache.
+    """Slots of the table's rows, or of its device caches, over all ranks; 0 if it has none.
 
     Raises:
-        ValueError: If a placement with a cache lacks the cache's size.
+        ValueError: If a placement with slots lacks their number.
     """
     if placed.tier not in (Tier.HOST_CACHED, Tier.CACHED):
         return 0.0
@@ -140,28 +139,24 @@ def hot_cold_quantities(
     tables: Mapping[str, TablePlacement],
     world: World,
     batch_size: int,
-    caches: Mapping[str, CacheShares] | None = None,
 ) -> dict[str, float]:
     """Returns the quantities of the mean rank in a step with hot and cold rows.
 
     The hot rows of a table are its most-read rows. Tables of one dimension share messages: one
     group for tables that exchange rows, hot and cold, and one for tables that exchange pooled
-    vectors. Hits and misses of a cache count the distinct rows of a rank if rows are exchanged, and
-    ids if pooled vectors are; a row that two ranks miss counts twice.
+    vectors.
 
     Args:
         num_hot: Hot rows of each table, 0 where absent.
         tables: The placement of every table.
         batch_size: Batch B of a rank, the one that the demands were built for.
-        caches: Hits of every cached table (``hot_cold_caches``). None assumes a cache that always
-            has the most-read rows, which is linear in its size and a lower bound on misses.
 
     Returns:
         Every key of QUANTITIES.
 
     Raises:
-        ValueError: If a table has no placement, too many hot rows, a pooled exchange with hot rows
-            or of unpooled features, or a cache of no size.
+        ValueError: If a table has no placement, too many hot rows, or a pooled exchange with hot
+            rows or of unpooled features.
     """
     check_tables(demands, num_hot, tables)
     done = dict.fromkeys(QUANTITIES, 0.0)
@@ -179,23 +174,10 @@ def hot_cold_quantities(
                 f"placement table {demand.name} exchange: expected rows, since its features are "
                 "not pooled, got pooled. Use Exchange.ROWS."
             )
-        shares = ALL_HIT if caches is None else caches.get(demand.name, ALL_HIT)
-        if caches is None and placed.tier is Tier.HOST_CACHED:
-            cached = cached_rows(demand, placed)
-            shares = CacheShares(lfu_hit_frac(demand, cached, hot, is_per_lookup=is_pooled), 0.0)
         dims["pooled"] |= {demand.dim} if is_pooled else set()
         dims["hot"] |= {demand.dim} if hot else set()
         dims["cold"] |= {demand.dim} if hot < demand.num_rows and not is_pooled else set()
-        rows = read_rows(demand, hot)
-        served = batch_size * demand.lookups_per_sample if is_pooled else rows.cold
-        found = table_quantities(
-            demand,
-            placed,
-            rows,
-            {kernel: served * share for kernel, share in _shares(placed.tier, shares).items()},
-            world,
-            batch_size,
-        )
+        found = table_quantities(demand, placed, read_rows(demand, hot), world, batch_size)
         for name, number in found.items():
             done[name] += number
     return {**done, **{f"{name}_groups": float(len(of)) for name, of in dims.items()}}
@@ -245,7 +227,6 @@ def table_quantities(
     demand: TableDemand,
     placed: TablePlacement,
     rows: ReadRows[Number],
-    served: Mapping[str, Number],
     world: World,
     batch_size: int,
 ) -> dict[str, Number]:
@@ -255,10 +236,8 @@ def table_quantities(
 
     Args:
         demand: The table.
-        placed: The placement of its cold rows; the size of a cache is ignored.
+        placed: The placement of its cold rows. Look-ahead fills slots before they are read.
         rows: The rows that a step reads.
-        served: Reads of a rank from each of TIERS: distinct cold rows if rows are exchanged, ids if
-            pooled vectors are.
         world: Ranks and hosts.
         batch_size: Batch B of a rank.
 
@@ -279,15 +258,15 @@ def table_quantities(
         found[BYTES_OF[items]] = number * row_bytes
 
     is_pooled = placed.exchange is Exchange.POOLED
-    for kernel, number in served.items():
-        add(f"{'pooled_ids' if is_pooled else 'rows'}_{kernel}", number)
     if is_pooled:  # the mean rank owns a fraction 1 / W of them
+        add("pooled_ids_device", num_ids)
         others = (world.num_ranks - 1) / world.num_ranks
         num_bags = batch_size * demand.num_columns
         num_bags *= world.num_ranks if placed.sharding is Sharding.ROW_WISE else 1
         found["pooled_sent_ids"] = others * _with_lengths(num_ids, num_bags)
         found["pooled_sent_bytes"] = others * num_bags * row_bytes
     else:
+        add("cold_rows", rows.cold)
         add("lookups", num_ids)
         add("urgent_rows", rows.urgent)
         add("hot_rows", rows.hot_of_rank)
@@ -296,9 +275,6 @@ def table_quantities(
         add("relayed_rows", rows.cold_of_host / world.ranks_per_host)
         add("relayed_urgent_rows", rows.urgent_of_host / world.ranks_per_host)
         add("relayed_hot_rows", rows.hot_of_host / world.ranks_per_host)
-    if placed.tier in (Tier.HOST, Tier.HOST_CACHED):
-        touched = rows.cold_of_any / world.num_ranks
-        found["state_bytes_host"] = touched * host_state_bytes(demand)
     return found
 
 
@@ -319,33 +295,6 @@ def between_hosts_bound_bytes(
     return 2 * num_values * BYTES_PER_FLOAT * rail_frac / world.ranks_per_host
 
 
-def hot_cold_caches(
-    demands: Sequence[TableDemand],
-    num_hot: Mapping[str, int],
-    tables: Mapping[str, TablePlacement],
-    world: World,
-) -> dict[str, CacheShares]:
-    """Returns the cache hits of a placement by table.
-
-    FBGEMM's module of all pooled tables has one cache, and so does each module of the other tables
-    of one dimension.
-    """
-    shared: dict[int, dict[str, CachedTable]] = {}
-    for demand in demands:
-        placed, hot = tables[demand.name], num_hot.get(demand.name, 0)
-        if placed.tier is Tier.HOST_CACHED and hot < demand.num_rows:
-            is_pooled = placed.exchange is Exchange.POOLED
-            members = shared.setdefault(0 if is_pooled else demand.dim, {})
-            members[demand.name] = CachedTable(demand, hot, is_per_lookup=is_pooled)
-    found: dict[str, CacheShares] = {}
-    for members in shared.values():
-        cached = sum(cached_rows(part.demand, tables[name]) for name, part in members.items())
-        slots = world.num_ranks * num_slots(cached / world.num_ranks)
-        shares = shared_cache_shares(list(members.values()), slots)
-        found |= dict(zip(members, shares, strict=True))
-    return found
-
-
 def host_state_bytes(demand: TableDemand) -> int:
     """Bytes of a row's optimizer state in a host tier; 0 if it is one float, on the device."""
     state_bytes = demand.row_bytes - BYTES_PER_FLOAT * demand.dim
@@ -353,11 +302,10 @@ def host_state_bytes(demand: TableDemand) -> int:
 
 
 def _shares(tier: Tier, shares: CacheShares) -> dict[str, float]:
-    """The share of reads from each of TIERS."""
+    """The share of TorchRec's reads from each of TIERS."""
     if tier is Tier.HOST_CACHED:
         return {"hit": shares.hit, "miss": shares.miss, "host": shares.conflict}
-    # Look-ahead fills the slots of CACHED before they are read.
-    return {Tier.DEVICE.value if tier is Tier.CACHED else tier.value: 1.0}
+    return {tier.value: 1.0}
 
 
 def _with_lengths(num_ids: float, num_lengths: float) -> float:
@@ -467,7 +415,7 @@ def torchrec_caches(
         blocks = sharding.blocks(world)
         dim = demand.dim // len(blocks) if sharding.is_prefetched else 0
         for owners in blocks:
-            part = CachedTable(demand, share=1 / len(owners), is_per_lookup=True)
+            part = CachedTable(demand, share=1 / len(owners))
             cached = cached_rows(demand, sharding) / len(owners)
             for owner in owners:
                 key = (owner, sharding.kind, dim, sharding.is_prefetched)

@@ -173,8 +173,7 @@ def make_step_model(
         stages["ids_exchange"] = replace(stages["ids_exchange"], cover=Form())
     elif pipeline.kind is PipelineKind.prefetch:
         stages["row_lookup"] = _prefetched(stages["row_lookup"], stages["dense"].compute)
-    rows = sum((at or {}).get(f"rows_{tier}", 0.0) for tier in TIERS)
-    is_pooled = rows == 0 and (at or {}).get("pooled_groups", 0.0) > 0
+    is_pooled = (at or {}).get("cold_rows", 0.0) == 0 and (at or {}).get("pooled_groups", 0.0) > 0
     for name, stage in stages.items():
         # Factors are fitted to the exposed time of a stage, so they scale that.
         own, theirs = costs.correction(name), costs.correction(name, of_torchrec=True)
@@ -216,31 +215,30 @@ def _add_messages(
     others = (world.num_ranks - 1) / world.num_ranks
     narrow_frac, copy = pipeline.narrow_frac, costs.kernels["copy"]
     ids = stages["ids_exchange"]
-    requests = {f"rows_{tier}": POSITION_BYTES for tier in TIERS}
     add_all_to_all = partial(_add_all_to_all, costs, world, pipeline, at)
     fixed = add_all_to_all(
         ids,
-        requests,
+        {"cold_rows": POSITION_BYTES},
         relayed=("relayed_rows", POSITION_BYTES),
         pooled=("pooled_sent_ids", BYTES_PER_ID),
     )
     for kernel, items, group in (
-        ("order_row", "rows", "cold_groups"),
-        ("order_id", "pooled_ids", "pooled_groups"),
+        ("order_row", ("cold_rows",), "cold_groups"),
+        ("order_id", tuple(f"pooled_ids_{tier}" for tier in TIERS), "pooled_groups"),
     ):
         order = costs.kernels.get(kernel, Line())  # costs of earlier versions lack these
         ids.compute.add(group, order.fixed_s)
-        for tier in TIERS:
-            ids.compute.add(f"{items}_{tier}", order.per_item_s)
+        for of in items:
+            ids.compute.add(of, order.per_item_s)
     for group, fixed_s in fixed.items():
         # Split sizes, then lengths and ids; the main thread waits for the split sizes.
         ids.compute.add(group, fixed_s)
         ids.wire.add(group, 2 * fixed_s)
     for name in ("rows_exchange", "grads_exchange"):
-        stage, values = stages[name], {f"bytes_{tier}": narrow_frac for tier in TIERS}
+        stage = stages[name]
         fixed = add_all_to_all(
             stage,
-            values,
+            {"cold_bytes": narrow_frac},
             relayed=("relayed_bytes", narrow_frac),
             pooled=("pooled_sent_bytes", narrow_frac),
         )

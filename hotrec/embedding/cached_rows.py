@@ -489,14 +489,11 @@ def use_cached_rows(
         )
 
 
-def refresh_slots(lookup: nn.Module, written: Mapping[str, Rows]) -> bool:
-    """Refetch stored rows written in host memory, by table; whether the lookup has slots."""
-    has_slots = False
+def refresh_slots(lookup: nn.Module, written: Mapping[str, Rows]) -> None:
+    """Refetch stored rows written in host memory, by table."""
     for kernel in kernels(lookup):
         if isinstance(kernel.replacement, CachedRows):
-            has_slots = True
             for shard in kernel.shards:
                 rows = written.get(shard.table, np.empty(0, np.int64))
                 rows = rows[shard.holds(rows)] - shard.first_row + shard.begin
                 kernel.replacement.refresh(rows)
-    return has_slots

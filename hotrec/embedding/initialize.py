@@ -16,7 +16,6 @@ from hotrec.embedding.collection import HotColdCollection
 from hotrec.embedding.random_bits import random_bits
 from hotrec.embedding.tables import (
     TablePart,
-    sharded_collections,
     table_parts,
     torchrec_collections,
 )
@@ -107,8 +106,6 @@ def initialize_embeddings(
                 _fill(shard.tensor, seed, part, of_table, first_row, first_column)
         else:
             _fill(value, seed, part, of_table)
-    for _, collection in sharded_collections(model):
-        collection.drop_cached_rows()
 
 
 @torch.no_grad()
@@ -140,8 +137,6 @@ def set_unsplit(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
             part.value.copy_(source)
             if world_size() > 1:
                 dist.broadcast(part.value.detach(), src=0)
-    for _, collection in sharded_collections(model):
-        collection.drop_cached_rows()
 
 
 @torch.no_grad()

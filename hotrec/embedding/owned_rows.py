@@ -2,8 +2,7 @@
 
 A rank's rows of one embedding dimension have consecutive positions, shard after shard. They are
 read and updated in FBGEMM's memory: in line by ``look_up``, whose backward pass updates the rows,
-on CUDA in FBGEMM's kernels; under look-ahead by ``read`` and ``update``, which on CUDA use FBGEMM's
-kernels only where it has a UVM cache.
+on CUDA in FBGEMM's kernels; under look-ahead by ``read`` and ``update``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel as _Kind
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.cached_rows import CachedRows
@@ -25,7 +23,7 @@ from hotrec.embedding.fused import set_update_count, update_count
 from hotrec.embedding.torchrec import Kernel, kernels
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.sorting import sort_keys
-from hotrec.runtime.comm_thread import HostInts, ints_on, record_use
+from hotrec.runtime.comm_thread import HostInts, ints_on
 from hotrec.runtime.hosts import Hosts
 from hotrec.runtime.stages import backward_point, mark_backward
 from hotrec.types import RowOrder
@@ -186,62 +184,10 @@ class Joined(torch.autograd.Function):
         return hot_HD, cold_CD if order_C is None else cold_CD.index_select(0, order_C), None
 
 
-class FbgemmRows:
-    """The rows of a fused kernel, read and updated by FBGEMM, also behind its UVM cache."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        self._optimizer = kernel.optimizer
-        self.module = kernel.fbgemm
-        begins = [shard.begin for shard in kernel.shards]
-        ends = [shard.begin + shard.num_rows for shard in kernel.shards]
-        self._begins_T = torch.tensor(begins, device=self.module.current_device)
-        self._ends_T = torch.tensor(ends, device=self.module.current_device)
-
-    @property
-    def learning_rate(self) -> float:
-        return float(self._optimizer.param_groups[0]["lr"])
-
-    def _look_up(self, rows_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """FBGEMM's output for the sorted rows, and their order."""
-        sorted_K, order_K = torch.sort(rows_K, stable=True)
-        ends_T = torch.searchsorted(sorted_K, self._ends_T)
-        lengths_T = ends_T.diff(prepend=ends_T.new_zeros(1))
-        num_ids = sorted_K.numel()
-        begins_K = torch.repeat_interleave(self._begins_T, lengths_T, output_size=num_ids)
-        lengths = cut_lengths(lengths_T, num_ids).view(-1)
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        # FBGEMM replaces its cache's counters at each call; those before may be another stream's.
-        record_use(self.module.get_uvm_cache_stats())
-        return self.module(sorted_K - begins_K, offsets), order_K
-
-    def look_up(self, rows_K: torch.Tensor) -> torch.Tensor:
-        """Read rows float (K, D); backward updates them, at the optimizer's learning rate."""
-        if not torch.is_grad_enabled():
-            return self.read(rows_K)
-        point = backward_point("row_update", rows_K)
-        found, order_K = self._look_up(rows_K)
-        found = mark_backward(found, "grads_exchange", point)
-        rows_KD: torch.Tensor = Joined.apply(found.detach()[:0], found, order_K)
-        return rows_KD
-
-    def read(self, rows_K: torch.Tensor) -> torch.Tensor:
-        # FBGEMM counts every forward pass as an update, but a read is none.
-        count = update_count(self.module)
-        found, order_K = self._look_up(rows_K)
-        set_update_count(self.module, count)
-        return torch.empty_like(found).index_copy_(0, order_K, found)
-
-    def update(self, rows_K: torch.Tensor, grad_KD: torch.Tensor, learning_rate: float) -> None:
-        self.module.set_learning_rate(learning_rate)
-        with torch.enable_grad():
-            found, order_K = self._look_up(rows_K)
-            found.backward(grad_KD.index_select(0, order_K))
-
-
 class RowsOnDevice(RowsInMemory):
     """The rows of a fused kernel in memory that the device reads directly.
 
-    Look-ahead updates them like hot rows, without FBGEMM's forward pass.
+    Look-ahead updates them like hot rows, without FBGEMM's forward pass; in line FBGEMM does.
     """
 
     def __init__(self, kernel: Kernel, spec: OptimizerSpec) -> None:
@@ -252,11 +198,31 @@ class RowsOnDevice(RowsInMemory):
         weights_RD = weights_RD.to(kernel.fbgemm.current_device)
         super().__init__(weights_RD, of_name, kernel.optimizer, spec)
         self.module = kernel.fbgemm
-        self.look_up = FbgemmRows(kernel).look_up
+        begins = [shard.begin for shard in kernel.shards]
+        ends = [shard.begin + shard.num_rows for shard in kernel.shards]
+        self._begins_T = torch.tensor(begins, device=self.module.current_device)
+        self._ends_T = torch.tensor(ends, device=self.module.current_device)
+
+    def look_up(self, rows_K: torch.Tensor) -> torch.Tensor:
+        """Read rows float (K, D); backward updates them, at the optimizer's learning rate."""
+        if not torch.is_grad_enabled():
+            return self.read(rows_K)
+        point = backward_point("row_update", rows_K)
+        sorted_K, order_K = torch.sort(rows_K, stable=True)
+        ends_T = torch.searchsorted(sorted_K, self._ends_T)
+        lengths_T = ends_T.diff(prepend=ends_T.new_zeros(1))
+        num_ids = sorted_K.numel()
+        begins_K = torch.repeat_interleave(self._begins_T, lengths_T, output_size=num_ids)
+        lengths = cut_lengths(lengths_T, num_ids).view(-1)
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        found = self.module(sorted_K - begins_K, offsets)
+        found = mark_backward(found, "grads_exchange", point)
+        rows_KD: torch.Tensor = Joined.apply(found.detach()[:0], found, order_K)
+        return rows_KD
 
 
 # Begin, end and rows of a part.
-Part = tuple[int, int, ColdRowsOnCpu | CachedRows | RowsOnDevice | FbgemmRows]
+Part = tuple[int, int, ColdRowsOnCpu | CachedRows | RowsOnDevice]
 
 
 class OwnedRows:
@@ -269,7 +235,6 @@ class OwnedRows:
     def __init__(self, lookups: Iterable[nn.Module], dim: int, spec: OptimizerSpec) -> None:
         self.shards: list[Shard] = []
         self._dim = dim
-        self.is_on_device = True  # all of them, or their slots; not in mapped memory of the host
         self._by_position: list[Part] = []
         self._parts: list[Part] = []  # by place
         end, num_places = 0, 0
@@ -280,16 +245,11 @@ class OwnedRows:
                     Shard(s.table, s.first_row, s.num_rows, end + s.begin) for s in held
                 ]
                 end += sum(shard.num_rows for shard in held)
-                kinds = {shard.kind for shard in held}
-                part: ColdRowsOnCpu | CachedRows | RowsOnDevice | FbgemmRows
+                part: ColdRowsOnCpu | CachedRows | RowsOnDevice
                 if isinstance(own, ColdRowsOnCpu | CachedRows):
                     part = own
-                elif kinds in ({_Kind.FUSED}, {_Kind.FUSED_UVM}):
+                else:
                     part = RowsOnDevice(kernel, spec)
-                else:  # with a cache, or in both kinds of memory
-                    part = FbgemmRows(kernel)
-                is_here = isinstance(part, CachedRows) or kinds == {_Kind.FUSED}
-                self.is_on_device = self.is_on_device and is_here
                 size = part.slots.num_slots if isinstance(part, CachedRows) else end - begin
                 self._by_position.append((begin, end, part))
                 self._parts.append((num_places, num_places + size, part))
@@ -445,8 +405,4 @@ class OwnedRows:
         for rows_K, part_grads, (_, _, part) in zip(rows, grads, self._parts, strict=True):
             if rows_K.numel() == 0:
                 continue
-            if isinstance(part, FbgemmRows):
-                set_update_count(part.module, count)
-                part.update(rows_K, part_grads, learning_rate)
-            else:
-                part.update(rows_K, part_grads, learning_rate, count + 1, is_distinct=is_distinct)
+            part.update(rows_K, part_grads, learning_rate, count + 1, is_distinct=is_distinct)

@@ -41,11 +41,6 @@ class ShardedPooledBags(ShardedEmbeddingBagCollection):
             module, sharding, settings.env, fused, settings.device, codecs, settings.module_fqn
         )
 
-    def drop_cached_rows(self) -> None:
-        """Invalidate the UVM caches, after rows in host memory were written directly."""
-        for lookup in lookups(self):
-            lookup.purge()
-
     def set_learning_rate(self) -> None:
         """Update in the next backward pass with the optimizer's learning rate of now.
 

@@ -338,17 +338,11 @@ class ShardedRows(RowCollection):
         """``HotReplicas.gather_counts`` for the rows that the batch reads, hot tables first."""
         return None if self.hot is None else self.hot.gather_counts(self.num_hot(rows))
 
-    def drop_cached_rows(self) -> None:
-        """Invalidate the UVM caches, after rows in host memory were written directly."""
-        for lookup in self._cold_lookups:
-            lookup.purge()
-
     def refresh_cached_rows(self, written: Mapping[str, Rows]) -> None:
-        """Refresh caches after rows in host memory were written, by table, between steps."""
+        """Refetch slots after rows in host memory were written, by table, between steps."""
         stored = {t: order.stored(written[t]) for t, order in self.orders.items() if t in written}
         for lookup in self._cold_lookups:
-            if not refresh_slots(lookup, stored) and self._device.type == "cuda":
-                lookup.purge()
+            refresh_slots(lookup, stored)
 
     def start_lookups(
         self, rows: KeyedJaggedTensor, request: AnyRequest | None, hot_counts: HotRowCounts | None

@@ -162,15 +162,8 @@ class ShardedHotColdCollection(
         """The order in which the rows of each table with exchanged rows are stored."""
         return {t: order for rows in self.sharded_rows() for t, order in rows.orders.items()}
 
-    def drop_cached_rows(self) -> None:
-        """Invalidate the UVM caches, after rows in host memory were written directly."""
-        for rows in self.sharded_rows():
-            rows.drop_cached_rows()
-        if self.pooled is not None:
-            self.pooled.drop_cached_rows()
-
     def refresh_cached_rows(self, written: Mapping[str, Rows]) -> None:
-        """Refresh caches after rows in host memory were written, by table, between steps."""
+        """Refetch slots after rows in host memory were written, by table, between steps."""
         for rows in self.sharded_rows():
             rows.refresh_cached_rows(written)
 
@@ -376,9 +369,9 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdCollection[Any]]):
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         if sharding_type == ShardingType.DATA_PARALLEL.value:
             return [EmbeddingComputeKernel.DENSE.value]
-        kernel = EmbeddingComputeKernel
-        on_cuda = [kernel.FUSED_UVM, kernel.FUSED_UVM_CACHING]
-        kernels = [kernel.FUSED, *(on_cuda if compute_device_type == "cuda" else ())]
+        kernels = [EmbeddingComputeKernel.FUSED]
+        if compute_device_type == "cuda":  # behind slots
+            kernels.append(EmbeddingComputeKernel.FUSED_UVM)
         return [kernel.value for kernel in kernels]
 
     @property

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torchrec.distributed.comm_ops import alltoall_sequence
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
 from torchrec.distributed.train_pipeline import TrainPipelineBase
@@ -177,7 +176,6 @@ class TableShard:
     first_row: int
     num_rows: int
     begin: int
-    kind: EmbeddingComputeKernel
 
     def holds(self, rows: Rows) -> Any:
         """Which rows of the table are here, bool of the same shape."""
@@ -208,8 +206,7 @@ class Kernel:
         for table in self._module.config.embedding_tables:
             place = table.local_metadata  # None for a replicated table
             first_row = place.shard_offsets[0] if place is not None and table.local_rows else 0
-            kind = table.compute_kernel
-            found.append(TableShard(table.name, first_row, table.local_rows, begin, kind))
+            found.append(TableShard(table.name, first_row, table.local_rows, begin))
             begin += table.local_rows
         return found
 

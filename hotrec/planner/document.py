@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from hotrec.cost_model.caches import lfu_hit_frac
 from hotrec.cost_model.demand import (
     Floats,
     TableDemand,
@@ -237,13 +236,6 @@ def _expected(
     distinct = np.array([expected_distinct(d, n) for d, n in zip(demands, hot, strict=True)])
     lookups = np.array([d.lookups_per_sample for d in demands])
     hot_lookups = lookups @ [coverage(d, n) for d, n in zip(demands, hot, strict=True)]
-    hits = [
-        (lfu_hit_frac(d, round(cached_rows(d, split.tables[d.name])), n), cold)
-        for d, n, cold in zip(demands, hot, distinct[:, 1], strict=True)
-        if split.tables[d.name].tier is Tier.HOST_CACHED
-    ]
-    weight = float(sum(rows for _, rows in hits))
-    hit_frac = float(sum(h * rows for h, rows in hits)) / weight if weight else None
     moved, slots = prediction.quantities, prediction.slots
     hot_rows, cold_rows, union_rows = distinct.sum(axis=0).tolist()
     return {
@@ -253,7 +245,7 @@ def _expected(
         "union_rows": union_rows,
         "urgent_rows": sum(expected_urgent(d, n) for d, n in zip(demands, hot, strict=True)),
         "all_hot_frac": all_hot_share(demands, split.num_hot),
-        "cache_hit_frac": hit_frac if slots is None else slots.row_hit_frac,
+        "cache_hit_frac": None if slots is None else slots.row_hit_frac,
         "fetched_bytes": prediction.quantities["fetched_bytes"]
         + prediction.quantities["mapped_bytes"]
         if prediction.slots

@@ -12,7 +12,6 @@ from typing import Any
 
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
-    ColdTier,
     Exchange,
     HotExchange,
     Levels,
@@ -23,6 +22,7 @@ from hotrec.types import (
     TablePlacement,
     Tier,
     TorchrecPlan,
+    TorchrecTier,
     WireType,
 )
 
@@ -66,12 +66,12 @@ class TorchrecTables:
 
     Args:
         plan: Which of TorchRec's plans.
-        tier: Memory of the rows; auto is the device's.
+        tier: Memory of the rows.
         cache_load_frac: Cached fraction of the rows in tier fused_uvm_caching.
     """
 
     plan: TorchrecPlan = TorchrecPlan.planner
-    tier: ColdTier = ColdTier.auto
+    tier: TorchrecTier = TorchrecTier.fused
     cache_load_frac: float = DEFAULT_LOAD_FRAC
 
 
@@ -118,7 +118,7 @@ class Plan:
             levels = " two_levels" if self.pipeline.levels is Levels.two else ""
             return f"hot_cold {kind.value}{levels}"
         words = ["torchrec", self.tables.plan.name]
-        if self.tables.tier is not ColdTier.auto:
+        if self.tables.tier is not TorchrecTier.fused:
             words.append(self.tables.tier.name)
         if kind in (PipelineKind.prefetch, PipelineKind.base):
             words.append(kind.name)
@@ -162,7 +162,7 @@ class Plan:
                 **{**tables, "tables": placed, "hot_exchange": exchange}
             )
         else:
-            kinds = {"plan": TorchrecPlan(tables["plan"]), "tier": ColdTier(tables["tier"])}
+            kinds = {"plan": TorchrecPlan(tables["plan"]), "tier": TorchrecTier(tables["tier"])}
             of_tables = TorchrecTables(**{**tables, **kinds})
         given = document["pipeline"]
         kinds = {

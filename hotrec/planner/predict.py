@@ -17,7 +17,6 @@ from hotrec.cost_model.memory import (
 )
 from hotrec.cost_model.quantities import (
     TableSharding,
-    hot_cold_caches,
     hot_cold_quantities,
     predict_torchrec,
     torchrec_quantities,
@@ -133,7 +132,6 @@ def predict_split(
         tables,
         world,
         batch_size=situation.workload.batch_size,
-        caches=hot_cold_caches(demands, num_hot, tables, world),
     )
     factor = _pooled_imbalance(situation, tables)
     quantities = {n: v * factor if n in POOLED_LOADS else v for n, v in quantities.items()}

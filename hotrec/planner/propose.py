@@ -25,11 +25,10 @@ from hotrec.planner.predict import (
     predict_split,
 )
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
-from hotrec.planner.search import Limits, search_placement
+from hotrec.planner.search import InfeasibleError, Limits, search_placement
 from hotrec.planner.situation import Situation
 from hotrec.planner.slots import check_slots, choose_slots
 from hotrec.types import (
-    ColdTier,
     Exchange,
     HotExchange,
     Levels,
@@ -39,6 +38,7 @@ from hotrec.types import (
     TablePlacement,
     Tier,
     TorchrecPlan,
+    TorchrecTier,
     spread_tables,
 )
 
@@ -57,7 +57,7 @@ ON_DEVICE = tuple(
 )
 ON_HOST = tuple(
     TorchrecTables(TorchrecPlan.planner, tier)
-    for tier in (ColdTier.fused_uvm, ColdTier.fused_uvm_caching)
+    for tier in (TorchrecTier.fused_uvm, TorchrecTier.fused_uvm_caching)
 )
 
 # TorchRec's shardings of unsplit tables by one of its plans in a pipeline; or why they do not fit.
@@ -197,7 +197,8 @@ def _decide(
 ) -> Decision:
     """Chooses among splits in all pipelines and TorchRec's own plans.
 
-    Ties go to TorchRec's plans, because users already run them.
+    Ties go to TorchRec's plans, because users already run them. Only those can keep rows in host
+    memory, so that there may be no split.
     """
     predictions = dict[Plan, Prediction]()
     in_line: dict[Levels, Plan] = {}
@@ -207,13 +208,22 @@ def _decide(
             plan = dataclasses.replace(in_line[pipeline.levels], pipeline=pipeline)
             predictions[plan] = predict_split(_split(plan), pipeline, situation)
             continue
-        plan, prediction = fastest_split(request, by_cost, pipeline, situation)
+        try:
+            plan, prediction = fastest_split(request, by_cost, pipeline, situation)
+        except InfeasibleError as error:
+            if not baselines or not by_cost.may_decline:
+                raise
+            logger.info("hot and cold rows do not fit: %s", error)
+            continue
         predictions[plan] = prediction
         if pipeline.kind is PipelineKind.sparse_dist:
             in_line[pipeline.levels] = plan
+    if not predictions:
+        chosen = fastest_of(baselines)
+        return Decision(chosen, explain(chosen, baselines, situation.costs), baselines)
     best = fastest_of(predictions)
     names = _split(best).tables
-    cold = TablePlacement(tier=situation.cold_tier)
+    cold = TablePlacement()
     all_cold = SplitTables(dict.fromkeys(names, 0), dict.fromkeys(names, cold))
     chosen = best
     if baselines and by_cost.may_decline:
@@ -249,7 +259,7 @@ def fastest_split(
     demands, workload = list(situation.demands), situation.workload
     device_bytes, host_bytes = situation.memory_bytes
     # Without hot rows most rows are relayed.
-    all_cold = {d.name: TablePlacement(tier=situation.cold_tier) for d in demands}
+    all_cold = {d.name: TablePlacement() for d in demands}
     quantities = hot_cold_quantities(demands, {}, all_cold, situation.world, workload.batch_size)
     on_device, on_host = bytes_beside(quantities, situation, pipeline)
     # Micro-batches compute before pooled vectors have arrived.
@@ -307,7 +317,7 @@ def _likely_quantities(situation: Situation) -> dict[str, float]:
     for d in situation.demands:
         group = int(np.searchsorted(np.cumsum(d.probs_G * d.rows_G), 0.5))
         num_hot[d.name] = int(d.rows_G[: group + 1].sum())
-    tables = dict.fromkeys(num_hot, TablePlacement(tier=situation.cold_tier))
+    tables = dict.fromkeys(num_hot, TablePlacement())
     return hot_cold_quantities(
         list(situation.demands), num_hot, tables, situation.world, situation.workload.batch_size
     )
@@ -373,7 +383,7 @@ def _baselines(
                 predictions[other] = predict_shardings(prediction.shardings, pipeline, situation)
     has_host = situation.machine.device == "cuda" and "pooled_host" in situation.costs.kernels
     for tables in ON_HOST if has_host else ():
-        is_cached = tables.tier is ColdTier.fused_uvm_caching
+        is_cached = tables.tier is TorchrecTier.fused_uvm_caching
         pipeline = first.with_kind(PipelineKind.prefetch) if is_cached else first
         if pipeline.kind in request.kinds and not any(map(_is_in_device, predictions.values())):
             add(tables, pipeline)

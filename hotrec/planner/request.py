@@ -9,7 +9,6 @@ from typing import Protocol
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import TorchrecTables
 from hotrec.types import (
-    ColdTier,
     HotExchange,
     Levels,
     PipelineKind,
@@ -17,6 +16,7 @@ from hotrec.types import (
     Placement,
     PopularRows,
     Tier,
+    TorchrecTier,
 )
 
 # Samples per rank from which look-ahead pays on one host. Smaller steps have little to hide, and
@@ -231,7 +231,7 @@ def check_pipeline(
     if has_slots and kind not in (PipelineKind.auto, PipelineKind.look_ahead):
         raise ValueError(
             "pipeline.kind: expected look_ahead for placement.cold_tier=cached, whose slots it "
-            f"fills, got {kind.name}. Set pipeline=look_ahead, or another cold_tier."
+            f"fills, got {kind.name}. Set pipeline=look_ahead, or placement.cold_tier=fused."
         )
     if kind is PipelineKind.look_ahead and torchrec is not None:
         raise ValueError(
@@ -239,7 +239,7 @@ def check_pipeline(
             "TorchRec exchanges, got look_ahead. Set pipeline=sparse_dist."
         )
     if kind is PipelineKind.prefetch:
-        is_cached = torchrec is not None and torchrec.tier is ColdTier.fused_uvm_caching
+        is_cached = torchrec is not None and torchrec.tier is TorchrecTier.fused_uvm_caching
         if not is_cached or device != "cuda":
             found = name if torchrec is None else f"torchrec with tier {torchrec.tier.name}"
             raise ValueError(

@@ -1,12 +1,11 @@
 """Searches for the placement with the shortest predicted step that fits in memory.
 
-A table's options are a mode (exchange and tier) and a number of hot rows, the most-read ones, and
-for a device cache the number of rows in it. Each has seconds and bytes that add up over the tables,
-except that communication counts only if computation does not hide it. So:
+A table's options are an exchange and a number of hot rows, the most-read ones. Each has seconds and
+bytes that add up over the tables, except that communication counts only if computation does not
+hide it. So:
 
 1. Put all options on a grid: cuts between groups of equally frequent rows, at most ``MAX_CUTS`` of
-   all tables. The cost of an option is the sum of a curve of its hot rows and one of its cached
-   rows, so that the best size of a cache is found for all numbers of hot rows at once.
+   all tables.
 2. Give each memory a price in seconds a byte, and communication the price 1 or 0: all of it
    exposed, or none. At these prices every table independently takes its cheapest option among those
    that send the kinds of messages which this start allows. The price of a memory is the lowest at
@@ -44,18 +43,14 @@ from hotrec.types import (
     Rows,
     Sharding,
     TablePlacement,
-    Tier,
 )
 
 Mask = npt.NDArray[np.bool_]
 
-# Letters of array shapes: T tables, L modes, C those with a cache, J cuts between groups of equally
-# frequent rows, H numbers of held rows, P options, D dimensions, F flags, Q quantities, K resources
-# (seconds of computation, then of communication beyond its cover by stage, then bytes by MEMORIES).
-# The tiers to choose from; the user chooses Tier.CACHED.
-TIERS = (Tier.DEVICE, Tier.HOST, Tier.HOST_CACHED)
-MODES = tuple((exchange, tier) for exchange in Exchange for tier in TIERS)
-FIRST_POOLED = MODES.index((Exchange.POOLED, Tier.DEVICE))
+# Letters of array shapes: T tables, L modes, J cuts between groups of equally frequent rows, P
+# options, D dimensions, F flags, Q quantities, K resources (seconds of computation, then of
+# communication beyond its cover by stage, then bytes by MEMORIES).
+MODES = tuple(Exchange)
 INDEX = {name: i for i, name in enumerate(QUANTITIES)}
 MEMORIES = ("device_bytes", "host_bytes", "replica_bytes")
 # Fixed costs of messages, which the tables of one dimension share.
@@ -134,7 +129,7 @@ def search_placement(
     num_cuts = max(MAX_CUTS // len(demands), NUM_CUTS)
     ranges = [(hot_range or {}).get(demand.name, (0, demand.num_rows)) for demand in demands]
     tables = [
-        _Table(demand, span, costs, world, workload, limits, num_cuts)
+        _Table(demand, span, costs.device == "cpu", world, workload, limits, num_cuts)
         for demand, span in zip(demands, ranges, strict=True)
     ]
     grid = _Grid(tables)
@@ -149,11 +144,11 @@ def search_placement(
             is_hot_dense=is_hot_dense,
             at=at,
         )
-        step_s, options_T3 = _search(_Problem(grid, model, limits), [entry[-1] for entry in found])
-        found.append((step_s, is_hot_dense, model, options_T3))
-    _, is_hot_dense, model, options_T3 = min(found, key=lambda entry: entry[0])
-    num_hot = {d.name: int(hot) for d, hot in zip(demands, options_T3[:, 1], strict=True)}
-    placed = {d.name: grid.place(t, options_T3[t]) for t, d in enumerate(demands)}
+        step_s, options_T2 = _search(_Problem(grid, model, limits), [entry[-1] for entry in found])
+        found.append((step_s, is_hot_dense, model, options_T2))
+    _, is_hot_dense, model, options_T2 = min(found, key=lambda entry: entry[0])
+    num_hot = {d.name: int(hot) for d, hot in zip(demands, options_T2[:, 1], strict=True)}
+    placed = {d.name: grid.place(t, options_T2[t]) for t, d in enumerate(demands)}
     quantities = hot_cold_quantities(demands, num_hot, placed, world, workload.batch_size)
     return Choice(num_hot, placed, is_hot_dense, model.predict(quantities), quantities)
 
@@ -165,7 +160,7 @@ class _Table:
         self,
         demand: TableDemand,
         hot_range: tuple[int, int],
-        costs: Costs,
+        is_one_memory: bool,
         world: World,
         workload: Workload,
         limits: Limits,
@@ -173,81 +168,56 @@ class _Table:
     ) -> None:
         self.demand, self.world, self._workload = demand, world, workload
         self.low, self.high = hot_range
-        self.is_one_memory = costs.device == "cpu"
-        # Sums over the hottest rows, up to each cut between groups: rows, q, Q, lookups, and the
-        # probability that a host reads a row.
+        self.is_one_memory = is_one_memory
+        # Sums over the hottest rows, up to each cut between groups: rows, q, Q, and the probability
+        # that a host reads a row.
         rows = np.asarray(demand.rows_G, np.float64)
         by_host_G = 0 * rows if demand.by_host_G is None else demand.by_host_G
-        units = np.stack(
-            [np.ones(rows.size), demand.by_rank_G, demand.by_any_G, demand.probs_G, by_host_G]
-        )
-        sums_5J = np.zeros((5, rows.size + 1))
-        np.cumsum(rows * units, axis=1, out=sums_5J[:, 1:])
-        if sums_5J[0, -1] < demand.num_rows:  # rows that the profile never saw
-            sums_5J = np.concatenate([sums_5J, sums_5J[:, -1:]], axis=1)
-            sums_5J[0, -1] = demand.num_rows
-        self._sums_5J = sums_5J
-        at = np.linspace(0, sums_5J.shape[1] - 1, min(num_cuts, sums_5J.shape[1]))
-        cuts_J = sums_5J[0, at.round().astype(np.int64)].astype(np.int64)
+        units = np.stack([np.ones(rows.size), demand.by_rank_G, demand.by_any_G, by_host_G])
+        sums_4J = np.zeros((4, rows.size + 1))
+        np.cumsum(rows * units, axis=1, out=sums_4J[:, 1:])
+        if sums_4J[0, -1] < demand.num_rows:  # rows that the profile never saw
+            sums_4J = np.concatenate([sums_4J, sums_4J[:, -1:]], axis=1)
+            sums_4J[0, -1] = demand.num_rows
+        self._sums_4J = sums_4J
+        at = np.linspace(0, sums_4J.shape[1] - 1, min(num_cuts, sums_4J.shape[1]))
+        cuts_J = sums_4J[0, at.round().astype(np.int64)].astype(np.int64)
         self.cuts_J = np.unique(np.append(cuts_J, [self.low, self.high]))
-        self.modes = [m for m in range(len(MODES)) if self._is_allowed(*MODES[m], costs, limits)]
+        self.modes = [m for m, of in enumerate(MODES) if self._is_allowed(of, limits)]
 
-    def _is_allowed(self, exchange: Exchange, tier: Tier, costs: Costs, limits: Limits) -> bool:
-        """Whether the limits allow a mode and the costs include the kernels that it runs."""
-        is_pooled = exchange is Exchange.POOLED
-        if is_pooled:  # a rank holds the whole table, none of it hot
-            is_host = self.is_one_memory or tier is not Tier.DEVICE
-            room = limits.host_bytes if is_host else limits.device_bytes
-            whole = self.demand.num_rows * self.demand.row_bytes
-            may_pool = limits.may_pool and self.demand.is_pooled
-            if not may_pool or self.low > 0 or whole > room:
-                return False
-        if self.is_one_memory:
-            return tier is Tier.DEVICE
-        read, update = ("pooled", "pooled_update") if is_pooled else ("read", "update")
-        kernels = {
-            Tier.DEVICE: (f"{read}_device", f"{update}_device"),
-            Tier.HOST: (f"{read}_host", f"{update}_host"),
-            Tier.HOST_CACHED: (f"{read}_hit", f"{read}_miss", f"{update}_hit"),
-        }
-        return all(name in costs.kernels for name in kernels[tier])
+    def _is_allowed(self, exchange: Exchange, limits: Limits) -> bool:
+        """Whether the limits allow an exchange."""
+        if exchange is Exchange.ROWS:
+            return True
+        # A rank holds the whole table, none of it hot.
+        room = limits.host_bytes if self.is_one_memory else limits.device_bytes
+        fits = self.demand.num_rows * self.demand.row_bytes <= room
+        return limits.may_pool and self.demand.is_pooled and self.low == 0 and fits
 
     def sums(self, num_rows: Rows) -> Floats:
-        """The five sums over the hottest rows; a group that is cut counts pro rata."""
-        rows = self._sums_5J[0]
-        return np.stack([np.interp(num_rows, rows, column) for column in self._sums_5J])
+        """The four sums over the hottest rows; a group that is cut counts pro rata."""
+        rows = self._sums_4J[0]
+        return np.stack([np.interp(num_rows, rows, column) for column in self._sums_4J])
 
-    def take(self, mode: int, hot_5P: Floats, held_5P: Floats) -> tuple[Floats, Floats]:
+    def take(self, mode: int, hot_4P: Floats) -> tuple[Floats, Floats]:
         """The work of options of one mode, by QUANTITIES, and their bytes, by MEMORIES.
 
         Args:
             mode: Index in MODES.
-            hot_5P: Sums over the hot rows of each.
-            held_5P: Sums over the hot rows and the rows after them in a device cache.
+            hot_4P: Sums over the hot rows of each.
         """
-        (exchange, tier), demand = MODES[mode], self.demand
-        (hot, hot_q, hot_any, _, hot_host), (held, held_q, _, held_p, _) = hot_5P, held_5P
-        _, all_q, all_any, all_p, all_host = self._sums_5J[:, -1]
-        none, cold_any = 0 * hot, all_any - hot_any
+        exchange, demand = MODES[mode], self.demand
+        hot, hot_q, hot_any, hot_host = hot_4P
+        _, all_q, all_any, all_host = self._sums_4J[:, -1]
+        none = 0 * hot
         of_host = hot_host, all_host - hot_host, none
-        rows = ReadRows(hot, hot_q, hot_any, all_q - hot_q, cold_any, none, *of_host)
-        hit, miss = held_q - hot_q, all_q - held_q
-        if exchange is Exchange.POOLED:
-            num_ids = self._workload.batch_size * demand.lookups_per_sample
-            # A table without lookups has no misses.
-            hit = num_ids * (held_p / all_p if all_p > 0 else held_p + 1)
-            miss = num_ids - hit
-        is_cached = tier is Tier.HOST_CACHED
-        served = {"hit": hit, "miss": miss} if is_cached else {tier.value: hit + miss}
-        placed = TablePlacement(exchange, Sharding.TABLE_WISE, tier)
-        batch_size = self._workload.batch_size
-        done = table_quantities(demand, placed, rows, served, self.world, batch_size)
+        rows = ReadRows(hot, hot_q, hot_any, all_q - hot_q, all_any - hot_any, none, *of_host)
+        placed = TablePlacement(exchange, Sharding.TABLE_WISE)
+        done = table_quantities(demand, placed, rows, self.world, self._workload.batch_size)
         bytes_PM = mean_bytes(
             demand,
             exchange,
-            tier,
             hot,
-            held - hot,
             self.world.num_ranks,
             is_one_memory=self.is_one_memory,
             is_routed_on_device=not self._workload.is_routed_by_loader,
@@ -261,62 +231,43 @@ class _Table:
 class _Grid:
     """The options of all tables, and their work, for any step model.
 
-    An option (l, hot, held) is a mode, a number of hot rows, and a number of held rows: the hot
-    ones and the rows after them in a device cache. Its work is the sum of two curves that are
-    linear between the points of the grid: one of its mode and hot rows, as if all others were
-    cached, and one of its held rows, 0 at all of them.
+    An option (l, hot) is a mode and a number of hot rows. Its work is linear between the points of
+    the grid.
 
     Attributes:
         modes: Indices in MODES of the modes that some table may have.
-        is_pooled_L, is_cached_L: Whether a mode exchanges pooled vectors, or has a cache.
-        caches: Indices of the modes with a cache.
+        is_pooled_L: Whether a mode exchanges pooled vectors.
         cuts_TJ: Numbers of hot rows, between groups; the last is repeated.
-        held_TH: Numbers of held rows: the cuts, and one more than each.
         is_open_TLJ: Whether a table may have a mode with so many hot rows.
         raised_TLJF: Which of FLAGS it raises.
         work_TLJQ, bytes_TLJM: The curves of hot rows, by QUANTITIES and MEMORIES.
-        held_work_TCHQ, held_bytes_TCHM: The curves of held rows.
-        row_bytes_2TLM: Bytes of each hot row, and of each held one.
+        row_bytes_TLM: Bytes of each hot row.
         bytes_T: Bytes of each table.
     """
 
     def __init__(self, tables: Sequence[_Table]) -> None:
         self.tables = tables
         self.modes = sorted({mode for table in tables for mode in table.modes})
-        self.is_pooled_L = np.array(self.modes) >= FIRST_POOLED
-        self.caches = [i for i, m in enumerate(self.modes) if MODES[m][1] is Tier.HOST_CACHED]
-        self.is_cached_L = np.isin(np.arange(len(self.modes)), self.caches)
+        self.is_pooled_L = np.array([MODES[m] is Exchange.POOLED for m in self.modes])
         self.bytes_T = np.array([t.demand.num_rows * t.demand.row_bytes for t in tables])
         self.num_rows_T = np.array([table.demand.num_rows for table in tables])
         size = max(table.cuts_J.size for table in tables)
         at_J = np.arange(size)
         self.cuts_TJ = np.stack([t.cuts_J[np.minimum(at_J, t.cuts_J.size - 1)] for t in tables])
-        self.held_TH = np.repeat(self.cuts_TJ, 2, axis=1) + np.tile([0, 1], size)
-        self.held_TH = np.minimum(self.held_TH, self.num_rows_T[:, None])
-        shape, of_held = (len(tables), len(self.modes)), (len(tables), len(self.caches))
+        shape = len(tables), len(self.modes)
         self.is_open_TLJ = np.zeros((*shape, size), bool)
         self.work_TLJQ = np.zeros((*shape, size, len(QUANTITIES)))
         self.bytes_TLJM = np.zeros((*shape, size, len(MEMORIES)))
-        self.held_work_TCHQ = np.zeros((*of_held, 2 * size, len(QUANTITIES)))
-        self.held_bytes_TCHM = np.zeros((*of_held, 2 * size, len(MEMORIES)))
         for t, table in enumerate(tables):
-            hot_5J, held_5H = table.sums(self.cuts_TJ[t]), table.sums(self.held_TH[t])
-            none_51, all_51 = hot_5J[:, :1], hot_5J[:, -1:]
+            hot_4J = table.sums(self.cuts_TJ[t])
             for i, mode in enumerate(self.modes):
                 if mode not in table.modes:
                     continue
                 low, high = (0, 0) if self.is_pooled_L[i] else (table.low, table.high)
-                self.is_open_TLJ[t, i] = (low <= hot_5J[0]) & (hot_5J[0] <= high)
-                self.work_TLJQ[t, i], self.bytes_TLJM[t, i] = table.take(mode, hot_5J, all_51)
-                if self.is_cached_L[i]:
-                    c = self.caches.index(i)
-                    work_HQ, bytes_HM = table.take(mode, none_51, held_5H)
-                    self.held_work_TCHQ[t, c] = work_HQ - work_HQ[-1]
-                    self.held_bytes_TCHM[t, c] = bytes_HM - bytes_HM[-1]
-        self.row_bytes_2TLM = np.zeros((2, *shape, len(MEMORIES)))
-        self.row_bytes_2TLM[0] = self.bytes_TLJM[:, :, -1] - self.bytes_TLJM[:, :, 0]
-        self.row_bytes_2TLM[1][:, self.caches] = -self.held_bytes_TCHM[:, :, 0]
-        self.row_bytes_2TLM /= self.num_rows_T[:, None, None]
+                self.is_open_TLJ[t, i] = (low <= hot_4J[0]) & (hot_4J[0] <= high)
+                self.work_TLJQ[t, i], self.bytes_TLJM[t, i] = table.take(mode, hot_4J)
+        of_all_TLM = self.bytes_TLJM[:, :, -1] - self.bytes_TLJM[:, :, 0]
+        self.row_bytes_TLM = of_all_TLM / self.num_rows_T[:, None, None]
         self.raised_TLJF = self.raised(
             self.num_rows_T[:, None, None],
             np.arange(len(self.modes))[:, None],
@@ -331,49 +282,22 @@ class _Grid:
         raised[..., 1], raised[..., 2] = hot > 0, is_pooled
         return raised
 
-    def place(self, t: int, option_3: Rows) -> TablePlacement:
+    def place(self, t: int, option_2: Rows) -> TablePlacement:
         """The placement of an option.
 
         Rows of TABLE_WISE tables move as much as those of ROW_WISE ones on the mean rank, so the
         choice is made by what TorchRec can do: a pooled table lies on one rank, a tiny one cannot
         be cut.
         """
-        table, (at, hot, held) = self.tables[t], option_3.tolist()
-        num_rows = table.demand.num_rows
-        exchange, tier = MODES[self.modes[at]]
-        by_table = exchange is Exchange.POOLED or num_rows < table.world.num_ranks
-        sharding = Sharding.TABLE_WISE if by_table else Sharding.ROW_WISE
-        frac = (held - hot) / num_rows if tier is Tier.HOST_CACHED else None
-        return TablePlacement(exchange, sharding, tier, frac)
-
-    def with_cache(self, t: int, old_3: Rows) -> Rows:
-        """Options with a cache, int64 (P, 3): either number as in the old option."""
-        parts = [np.zeros((0, 3), np.int64)]
-        for i in self.caches:
-            hot = self.cuts_TJ[t, self.is_open_TLJ[t, i]]
-            if hot.size:
-                parts.append(_columns(i, hot, old_3[2]))
-                parts.append(_columns(i, 0 if self.is_pooled_L[i] else old_3[1], self.cuts_TJ[t]))
-        return self._held(t, np.concatenate(parts))
+        table, exchange = self.tables[t], MODES[self.modes[option_2[0]]]
+        is_tiny = table.demand.num_rows < table.world.num_ranks
+        by_table = exchange is Exchange.POOLED or is_tiny
+        return TablePlacement(exchange, Sharding.TABLE_WISE if by_table else Sharding.ROW_WISE)
 
     def least(self, t: int) -> Rows:
-        """For each mode, the option with the fewest hot and held rows, int64 (P, 3)."""
+        """For each mode, the option with the fewest hot rows, int64 (P, 2)."""
         modes = np.flatnonzero(self.is_open_TLJ[t].any(axis=1))
-        hot = np.where(self.is_pooled_L[modes], 0, self.tables[t].low)
-        return self._held(t, _columns(modes, hot, hot))
-
-    def _held(self, t: int, numbers_P3: Rows) -> Rows:
-        """With at least one row in each cache, if the table is not entirely hot."""
-        modes, hot, held = numbers_P3.T
-        least = np.minimum(hot + self.is_cached_L[modes], self.num_rows_T[t])
-        return _columns(modes, hot, np.maximum(held, least))
-
-
-def _columns(modes: Rows | int, hot: Rows | int, held: Rows | int) -> Rows:
-    """Options, int64 (P, 3)."""
-    numbers_P3 = np.empty((max(np.size(hot), np.size(held)), 3), np.int64)
-    numbers_P3[:, 0], numbers_P3[:, 1], numbers_P3[:, 2] = modes, hot, held
-    return numbers_P3
+        return np.stack([modes, np.where(self.is_pooled_L[modes], 0, self.tables[t].low)], axis=1)
 
 
 class _Problem:
@@ -381,7 +305,7 @@ class _Problem:
 
     Attributes:
         constant_K, flags_FK: The cost of every placement and of each of FLAGS.
-        of_hot_TLJK, of_held_TCHK: The curves of the grid.
+        taken_TLJK: The curves of the grid.
     """
 
     def __init__(self, grid: _Grid, model: StepModel, limits: Limits) -> None:
@@ -406,72 +330,47 @@ class _Problem:
         self.flags_FK = weights_QK[[INDEX[flag] for flag in FLAGS]]
         dims, self.dim_T = np.unique([t.demand.dim for t in tables], return_inverse=True)
         self.is_of_dim_DT = (np.arange(len(dims))[:, None] == self.dim_T).astype(np.int64)
-        self.of_hot_TLJK = self._weigh(grid.work_TLJQ, grid.bytes_TLJM, weights_QK)
-        self.of_held_TCHK = self._weigh(grid.held_work_TCHQ, grid.held_bytes_TCHM, weights_QK)
-        computed_TLJ = np.where(grid.is_open_TLJ, self.of_hot_TLJK[..., 0], np.inf)
+        self.taken_TLJK = grid.work_TLJQ @ weights_QK
+        self.taken_TLJK[..., self.memory] = grid.bytes_TLJM
+        computed_TLJ = np.where(grid.is_open_TLJ, self.taken_TLJK[..., 0], np.inf)
         self.unit_s = max(float(computed_TLJ.min(axis=(1, 2)).sum()), 1e-12)
-        self._without_cache: dict[int, tuple[Rows, Floats, Mask]] = {}
+        self._at_cuts: dict[int, tuple[Rows, Floats, Mask]] = {}
 
     @cached_property
     def least(self) -> list[tuple[Rows, Floats]]:
         """For each table, the options of each mode with the fewest rows, and their cost."""
         least_T = [self.grid.least(t) for t in range(len(self.dim_T))]
-        return [(least_P3, self.take(t, least_P3)[0]) for t, least_P3 in enumerate(least_T)]
+        return [(least_P2, self.take(t, least_P2)[0]) for t, least_P2 in enumerate(least_T)]
 
-    def _weigh(self, work_Q: Floats, bytes_M: Floats, weights_QK: Floats) -> Floats:
-        taken_K = work_Q @ weights_QK
-        taken_K[..., self.memory] = bytes_M
-        return np.asarray(taken_K)
-
-    def take(self, t: int, numbers_P3: Rows) -> tuple[Floats, Mask]:
+    def take(self, t: int, options_P2: Rows) -> tuple[Floats, Mask]:
         """Cost of options of a table without FLAGS, float64 (P, K), and the flags they raise."""
-        grid, (modes, hot, held) = self.grid, numbers_P3.T
-        taken_PK = _between(self.of_hot_TLJK[t], modes, grid.cuts_TJ[t], hot)
-        for c, mode in enumerate(grid.caches):
-            at = np.flatnonzero(modes == mode)
-            if at.size:
-                taken_PK[at] += _between(self.of_held_TCHK[t], c, grid.held_TH[t], held[at])
+        grid, (modes, hot) = self.grid, options_P2.T
+        taken_PK = _between(self.taken_TLJK[t], modes, grid.cuts_TJ[t], hot)
         return taken_PK, grid.raised(grid.num_rows_T[t], modes, hot)
 
-    def near(self, t: int, old_3: Rows) -> tuple[Rows, Floats, Mask]:
-        """Options at all cuts, those of a cache with one number fixed; their cost and flags."""
-        grid = self.grid
-        if t not in self._without_cache:
-            modes, at = np.nonzero(grid.is_open_TLJ[t] & ~grid.is_cached_L[:, None])
-            numbers_P3 = _columns(modes, grid.cuts_TJ[t, at], grid.cuts_TJ[t, at])
-            of_table = self.of_hot_TLJK[t, modes, at], grid.raised_TLJF[t, modes, at]
-            self._without_cache[t] = numbers_P3, *of_table
-        if not grid.caches:
-            return self._without_cache[t]
-        numbers_P3 = grid.with_cache(t, old_3)
-        both = zip(self._without_cache[t], (numbers_P3, *self.take(t, numbers_P3)), strict=True)
-        numbers_P3, taken_PK, raised_PF = (np.concatenate(pair) for pair in both)
-        return numbers_P3, taken_PK, raised_PF
+    def at_cuts(self, t: int) -> tuple[Rows, Floats, Mask]:
+        """Options at all cuts, int64 (P, 2), their cost and flags."""
+        if t not in self._at_cuts:
+            modes, at = np.nonzero(self.grid.is_open_TLJ[t])
+            options_P2 = np.stack([modes, self.grid.cuts_TJ[t, at]], axis=1)
+            of_table = self.taken_TLJK[t, modes, at], self.grid.raised_TLJF[t, modes, at]
+            self._at_cuts[t] = options_P2, *of_table
+        return self._at_cuts[t]
 
-    def ends(self, t: int, options_P3: Rows, taken_PK: Floats, rest_K: Floats) -> Rows:
-        """Options with as many hot rows, or held rows, as fit in memory; int64 (P, 3)."""
-        grid, (modes, hot, held) = self.grid, options_P3.T
+    def ends(self, t: int, options_P2: Rows, taken_PK: Floats, rest_K: Floats) -> Rows:
+        """Options with as many more hot rows as fit in memory; int64 (P, 2)."""
+        grid, (modes, hot) = self.grid, options_P2.T
         free_PM = self.limits_M - (rest_K + taken_PK)[:, self.memory]
-        is_cached = grid.is_cached_L[modes]
-        max_hot = np.where(is_cached, held - 1, grid.num_rows_T[t])
-        max_hot = np.where(grid.is_pooled_L[modes], 0, np.minimum(max_hot, grid.tables[t].high))
-        max_held = np.where(is_cached, grid.num_rows_T[t], 0)
-        found = []
-        for row_bytes_TLM, low, high in zip(
-            grid.row_bytes_2TLM, (hot, held), (max_hot, max_held), strict=True
-        ):
-            # Memory is linear in the rows.
-            row_PM = row_bytes_TLM[t, modes]
-            room_PM = np.divide(free_PM, row_PM, out=np.full_like(row_PM, 1e18), where=row_PM > 0)
-            fill = np.minimum(low + np.floor(room_PM.min(axis=1)).astype(np.int64), high)
-            new_hot = fill if low is hot else hot
-            new_held = np.where(is_cached, held, fill) if low is hot else fill
-            found.append(_columns(modes, new_hot, new_held)[fill > low])
-        return np.concatenate(found)
+        max_hot = np.where(grid.is_pooled_L[modes], 0, grid.tables[t].high)
+        # Memory is linear in the rows.
+        row_PM = grid.row_bytes_TLM[t, modes]
+        room_PM = np.divide(free_PM, row_PM, out=np.full_like(row_PM, 1e18), where=row_PM > 0)
+        fill = np.minimum(hot + np.floor(room_PM.min(axis=1)).astype(np.int64), max_hot)
+        return np.stack([modes, fill], axis=1)[fill > hot]
 
-    def each(self, options_T3: Rows) -> tuple[Floats, Mask]:
+    def each(self, options_T2: Rows) -> tuple[Floats, Mask]:
         """Cost of one option for each table, float64 (T, K), and its flags, bool (T, F)."""
-        found = [self.take(t, options_T3[t : t + 1]) for t in range(len(options_T3))]
+        found = [self.take(t, options_T2[t : t + 1]) for t in range(len(options_T2))]
         return np.concatenate([of[0] for of in found]), np.concatenate([of[1] for of in found])
 
     def count(self, raised_TF: Mask) -> Rows:
@@ -495,8 +394,8 @@ class _Problem:
         return float(self.seconds(total_K))
 
 
-def _between(curves_LJK: Floats, curve: Rows | int, points_J: Rows, numbers_P: Rows) -> Floats:
-    """A curve of several at numbers of rows, float64 (P, K)."""
+def _between(curves_LJK: Floats, curve: Rows, points_J: Rows, numbers_P: Rows) -> Floats:
+    """A curve of each at numbers of rows, float64 (P, K)."""
     at = np.searchsorted(points_J, numbers_P, "right") - 1
     after = np.minimum(at + 1, points_J.size - 1)
     share_P = (numbers_P - points_J[at]) / np.maximum(points_J[after] - points_J[at], 1)
@@ -512,13 +411,13 @@ class _StartPoint(NamedTuple):
 
     Args:
         step_s: The step's seconds.
-        options_T3: An option for each table, int64 (T, 3).
+        options_T2: An option for each table, int64 (T, 2).
         taken_TK: Their cost without FLAGS.
         prices_M: The prices of memory at which they are cheapest.
     """
 
     step_s: float
-    options_T3: Rows
+    options_T2: Rows
     taken_TK: Floats
     prices_M: Floats
 
@@ -531,8 +430,8 @@ def _search(problem: _Problem, others: Sequence[Rows]) -> tuple[float, Rows]:
     """
     is_few = len(problem.dim_T) <= MAX_FEW_TABLES
     starts = _starts(problem, NUM_STARTS if is_few else 1)
-    from_T3 = [start.options_T3 for start in starts] + [*others] * is_few
-    improved = (_descend(problem, options_T3) for options_T3 in from_T3)
+    from_T2 = [start.options_T2 for start in starts] + [*others] * is_few
+    improved = (_descend(problem, options_T2) for options_T2 in from_T2)
     step_s, best = min(improved, key=lambda entry: entry[0])
     if math.isinf(step_s):
         raise _infeasible(problem, starts[-1])
@@ -551,7 +450,7 @@ def _starts(problem: _Problem, count: int) -> list[_StartPoint]:
         best = min(found, key=lambda start: start.step_s, default=None)
         found += _priced(problem, 1.0, exposed, kinds_DF, best)
     found.sort(key=lambda start: start.step_s)
-    distinct = list({start.options_T3.tobytes(): start for start in found}.values())[:count]
+    distinct = list({start.options_T2.tobytes(): start for start in found}.values())[:count]
     if math.isinf(distinct[0].step_s):
         distinct += _priced(problem, 0.0, 0.0, alike[0], None)
     return distinct
@@ -561,10 +460,12 @@ def _infeasible(problem: _Problem, smallest: _StartPoint) -> InfeasibleError:
     """The error of the options with the least memory."""
     need_M = smallest.taken_TK.sum(axis=0)[problem.memory]
     worst = int((need_M / problem.sizes_M).argmax())
+    slots = ", or give the rows of another placement slots (placement.cold_tier=cached)"
     return InfeasibleError(
         f"{MEMORIES[worst]}: expected at least {math.ceil(need_M[worst])} on each of "
         f"{problem.grid.tables[0].world.num_ranks} ranks for {len(problem.dim_T)} tables, got "
-        f"{problem.limits_M[worst]:.0f}. Raise it, fix fewer rows hot, or use more ranks."
+        f"{problem.limits_M[worst]:.0f}. Raise it, fix fewer rows hot, use more ranks"
+        f"{slots if MEMORIES[worst] == 'device_bytes' else ''}."
     )
 
 
@@ -589,29 +490,18 @@ def _priced(
     is_wanted_TLJ |= is_open_TLJ & ~is_wanted_TLJ.any(axis=(1, 2), keepdims=True)
     prices_K = np.zeros(problem.memory.stop)
     prices_K[0], prices_K[1 : problem.memory.start] = computed, exposed
-    seconds_TLJ = np.where(is_wanted_TLJ, problem.of_hot_TLJK @ prices_K, np.inf)
-    held_s_TCH = problem.of_held_TCHK @ prices_K
+    seconds_TLJ = np.where(is_wanted_TLJ, problem.taken_TLJK @ prices_K, np.inf)
 
     def choose(prices_M: Floats) -> tuple[float, _StartPoint]:
         """The cheapest options and what they cost."""
         costs_TLJ = seconds_TLJ + grid.bytes_TLJM @ (prices_M / problem.sizes_M)
-        held_costs_TCH = held_s_TCH + grid.held_bytes_TCHM @ (prices_M / problem.sizes_M)
-        # For each number of hot rows, the cheapest larger number of held rows.
-        least_TCH = np.minimum.accumulate(held_costs_TCH[..., ::-1], axis=-1)[..., ::-1]
-        costs_TLJ[:, grid.caches] += least_TCH[..., 1::2]
         costs_TP, all_T = costs_TLJ.reshape(len(costs_TLJ), -1), np.arange(len(costs_TLJ))
         modes, at = np.divmod(costs_TP.argmin(axis=1), costs_TLJ.shape[-1])
-        hot, taken_TK = grid.cuts_TJ[all_T, at], problem.of_hot_TLJK[all_T, modes, at]
-        held = hot.copy()
-        for c, mode in enumerate(grid.caches):
-            t = np.flatnonzero(modes == mode)
-            is_more = np.arange(held_costs_TCH.shape[-1]) > 2 * at[t, None]
-            best = np.where(is_more, held_costs_TCH[t, c], np.inf).argmin(axis=1)
-            held[t] = grid.held_TH[t, best]
-            taken_TK[t] += problem.of_held_TCHK[t, c, best]
+        hot, taken_TK = grid.cuts_TJ[all_T, at], problem.taken_TLJK[all_T, modes, at]
         raised_TF = grid.raised_TLJF[all_T, modes, at]
         step_s = problem.step_of(taken_TK, raised_TF)
-        start = _StartPoint(step_s, _columns(modes, hot, held), taken_TK, prices_M.copy())
+        options_T2 = np.stack([modes, hot], axis=1)
+        start = _StartPoint(step_s, options_T2, taken_TK, prices_M.copy())
         return float(costs_TP.min(axis=1).sum()), start
 
     prices_M = problem.unit_s * PRICES[0] ** 2 * np.isfinite(problem.limits_M)
@@ -643,13 +533,13 @@ def _priced(
     return [start]
 
 
-def _descend(problem: _Problem, options_T3: Rows) -> tuple[float, Rows]:
+def _descend(problem: _Problem, options_T2: Rows) -> tuple[float, Rows]:
     """Improves one table at a time, with the others fixed, until no change helps."""
-    options_T3, (taken_TK, raised_TF) = options_T3.copy(), problem.each(options_T3)
-    is_few = len(options_T3) <= MAX_FEW_TABLES
+    options_T2, (taken_TK, raised_TF) = options_T2.copy(), problem.each(options_T2)
+    is_few = len(options_T2) <= MAX_FEW_TABLES
     step_s, used_DF = problem.step_of(taken_TK, raised_TF), problem.count(raised_TF)
     total_K = problem.constant_K + taken_TK.sum(axis=0)
-    order = np.arange(len(options_T3))
+    order = np.arange(len(options_T2))
     if not is_few and not math.isinf(step_s):
         order = np.argsort(-problem.grid.bytes_T, kind="stable")[:MAX_FEW_TABLES]
     for _ in range(MAX_SWEEPS):
@@ -659,26 +549,26 @@ def _descend(problem: _Problem, options_T3: Rows) -> tuple[float, Rows]:
             rest_K = total_K - taken_TK[t]
             used_DF[d] -= raised_TF[t]
             others_F = (used_DF > 0).sum(axis=0) - (used_DF[d] > 0)
-            numbers_P3, taken_PK, raised_PF = problem.near(t, options_T3[t])
+            options_P2, taken_PK, raised_PF = problem.at_cuts(t)
             for is_last in (False, True):  # the second time between the cuts, where memory ends
                 num_raised_PF = others_F + (raised_PF | (used_DF[d] > 0))
                 steps_s = problem.seconds(rest_K + taken_PK + num_raised_PF @ problem.flags_FK)
                 best = int(steps_s.argmin())
                 if steps_s[best] < step_s:  # ties change nothing
-                    step_s, options_T3[t] = float(steps_s[best]), numbers_P3[best]
+                    step_s, options_T2[t] = float(steps_s[best]), options_P2[best]
                     taken_TK[t], raised_TF[t] = taken_PK[best], raised_PF[best]
                 if is_last:
                     break
-                numbers_P3, taken_PK = options_T3[t : t + 1], taken_TK[t : t + 1]
+                options_P2, taken_PK = options_T2[t : t + 1], taken_TK[t : t + 1]
                 if is_few:
-                    numbers_P3 = np.concatenate([numbers_P3, problem.least[t][0]])
+                    options_P2 = np.concatenate([options_P2, problem.least[t][0]])
                     taken_PK = np.concatenate([taken_PK, problem.least[t][1]])
-                numbers_P3 = problem.ends(t, numbers_P3, taken_PK, rest_K)
-                if len(numbers_P3) == 0:
+                options_P2 = problem.ends(t, options_P2, taken_PK, rest_K)
+                if len(options_P2) == 0:
                     break
-                taken_PK, raised_PF = problem.take(t, numbers_P3)
+                taken_PK, raised_PF = problem.take(t, options_P2)
             total_K = rest_K + taken_TK[t]
             used_DF[d] += raised_TF[t]
         if math.isinf(step_s) or step_s >= before * (1 - REL_GAP):
             break
-    return step_s, options_T3
+    return step_s, options_T2

@@ -27,7 +27,7 @@ from hotrec.cost_model.reuse import (
 from hotrec.cost_model.step import with_loader
 from hotrec.cost_model.store import check_host, fit_to_world, read_costs
 from hotrec.planner.machine import DEVICE_RESERVED_FRAC, HOST_RESERVED_FRAC, Machine
-from hotrec.types import TableOutput, Tier
+from hotrec.types import TableOutput
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,6 @@ class Situation:
         device = (1 - DEVICE_RESERVED_FRAC) * machine.device_bytes
         host = (1 - HOST_RESERVED_FRAC) * machine.host_bytes / machine.local_world_size
         return (device if machine.device == "cuda" else 0.0), host
-
-    @property
-    def cold_tier(self) -> Tier:
-        """The default memory tier of cold rows."""
-        return Tier.DEVICE if self.machine.device == "cpu" else Tier.HOST
 
     def beside_loader(self, step: StepPrediction, *, is_routed: bool) -> StepPrediction:
         """Returns a step with the loader's time, on cores that ranks and workers share.

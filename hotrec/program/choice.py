@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchrec.distributed.planner import ParameterConstraints
-from torchrec.distributed.types import CacheStatistics, ShardingPlan
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 
-from hotrec.assemble.constraints import cache_statistics, cold_tier_for, torchrec_constraints
+from hotrec.assemble.constraints import check_tier, torchrec_constraints
 from hotrec.assemble.torchrec_plan import shardings_of, why_inexact
 from hotrec.cost_model.demand import expected_distinct, expected_urgent
 from hotrec.cost_model.forms import Workload
@@ -32,7 +32,6 @@ from hotrec.planner.situation import (
 )
 from hotrec.runtime.memory import read_fingerprint
 from hotrec.types import (
-    DEFAULT_LOAD_FRAC,
     Levels,
     Partition,
     PipelineKind,
@@ -40,7 +39,6 @@ from hotrec.types import (
     Placement,
     Rows,
     TableOutput,
-    Tier,
     TorchrecPlan,
 )
 
@@ -65,7 +63,6 @@ class Choice:
         placement: Hot rows and the place of the others; None for plans of TorchRec.
         batch_size: Batch size per rank that it was chosen for; None if unknown.
         step_s: Predicted seconds of a step; None without a prediction.
-        cache_stats: Statistics of the device caches of host tables, by table.
         is_off: Whether plain TorchRec was requested, whose sharders and planner shard the model.
     """
 
@@ -74,7 +71,6 @@ class Choice:
     placement: Placement | None = None
     batch_size: int | None = None
     step_s: float | None = None
-    cache_stats: Mapping[str, CacheStatistics] = field(default_factory=dict)
     is_off: bool = False
 
     def __str__(self) -> str:
@@ -168,8 +164,7 @@ def choose_given(
     """
     placement = given
     if isinstance(placement, Partition):
-        tier = Tier.DEVICE if machine.device == "cpu" else Tier.HOST_CACHED
-        placement = Placement.alike(placement, tier, DEFAULT_LOAD_FRAC)
+        placement = Placement.alike(placement)
         placement = placement.spread(placement.tables if spreads_rows else ())
     plan = unpredicted(tables.request(GivenTables(placement), kind, "given"), machine)
     why = f"{placement.partition.total_hot} hot rows are given."
@@ -248,7 +243,6 @@ def choose_by_cost(
         placement,
         batch_size=machine.batch_size,
         step_s=decision.prediction.step_s,
-        cache_stats={} if placement is None else cache_statistics(situation, placement),
     )
 
 
@@ -271,6 +265,7 @@ def constraints_of(
 
     On CPU sequences are not data-parallel: FBGEMM's dense kernel does not look up single ids there.
     """
+    check_tier(machine.device, of_torchrec.tier)
     found: dict[str, ParameterConstraints] = {}
     for is_pooled in (True, False):
         may_replicate = is_pooled or machine.device != "cpu"
@@ -279,7 +274,7 @@ def constraints_of(
             [table for table in tables if isinstance(table, EmbeddingBagConfig) is is_pooled],
             TorchrecPlan.table_wise if by_hand else of_torchrec.plan,
             batch_size=machine.batch_size,
-            tier=cold_tier_for(machine.device, of_torchrec.tier),
+            tier=of_torchrec.tier,
             cache_load_factor=of_torchrec.cache_load_frac,
             may_replicate=may_replicate,
         )

@@ -418,7 +418,7 @@ def _shard(
         same_verdict(lambda: use_hot_cold(model, split))
         for sharder in (HotColdSharder, HotColdSequenceSharder):
             sharders.append(sharder(tables.rule, levels=choice.plan.pipeline.levels))
-        constraints = placement_constraints(placement, choice.cache_stats, ranks.device.type)
+        constraints = placement_constraints(placement, ranks.device.type)
     sharding = same_verdict(lambda: make_plan(model, sharders, machine, constraints))
     if ranks.device.type == "cuda":
         check_host_memory(sharding, machine, tables.rule)

@@ -388,7 +388,6 @@ def build_plan(spec: ModelSpec, settled: SettledPlan, machine: Machine, ranks: R
         settled.placement,
         settled.machine(machine),
         ranks.device,
-        settled.cache_stats,
     )
 
 

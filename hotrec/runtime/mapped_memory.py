@@ -33,7 +33,7 @@ def host_view(seen: torch.Tensor) -> torch.Tensor:
         raise RuntimeError(
             f"host memory mapped for {seen.device}: expected the same address on host and device, "
             f"got {flat.data_ptr():#x}, which is other memory on the host. Use "
-            "placement.cold_tier=fused or fused_uvm: this system has no unified addresses."
+            "placement.cold_tier=fused: this system has no unified addresses."
         )
     return torch.frombuffer(memory, dtype=flat.dtype).view(seen.shape)
 

@@ -40,7 +40,6 @@ from hotrec.artifact import (
 )
 from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.canonical import TensorParts, canonical_parts
-from hotrec.embedding.tables import sharded_collections
 from hotrec.runtime.random_state import random_state, set_random_state
 from hotrec.runtime.ranks import (
     Group,
@@ -269,11 +268,9 @@ def load_checkpoint(
 
 
 def _accept(model: nn.Module, parts: TensorParts, num_updates: int) -> None:
-    """Refresh caches and replicas after loading."""
+    """Refresh slots and replicas after loading."""
     parts.set_num_updates(num_updates)
     model.load_state_dict(parts.weights)
-    for _, collection in sharded_collections(model):
-        collection.drop_cached_rows()
 
 
 def open_tensors(path: Path) -> TensorFiles:

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.assemble.constraints import hot_cold_constraints, torchrec_constraints
+from hotrec.assemble.constraints import placement_constraints, torchrec_constraints
 from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
@@ -31,7 +31,7 @@ from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.planner.machine import Machine
 from hotrec.runtime.ranks import Ranks, broadcast_object
-from hotrec.types import ColdTier, OptimizerKind, Partition, TorchrecPlan
+from hotrec.types import OptimizerKind, Partition, Placement, TorchrecPlan, TorchrecTier
 
 NUM_DENSE = 3
 NUM_ROWS = {"t0": 40, "t1": 12, "t2": 7, "t3": 90}
@@ -145,10 +145,10 @@ def build(
     partition: Partition | TorchrecPlan,
     *,
     device: str = "cpu",
-    tier: ColdTier = ColdTier.fused,
+    tier: TorchrecTier = TorchrecTier.fused,
     seed: int = 5,
 ) -> Setup:
-    """A model by a partition or by a TorchRec plan."""
+    """A model by a partition or by a TorchRec plan, whose rows are in a tier."""
     spec, meta = OptimizerSpec(kind, learning_rate=0.2, eps=1e-4), torch.device("meta")
     tables = [
         EmbeddingBagConfig(
@@ -165,7 +165,7 @@ def build(
     if isinstance(partition, Partition):
         collection = HotColdEmbeddingBagCollection(tables, partition, device=meta)
         sharder = HotColdSharder(spec)
-        constraints = hot_cold_constraints(tables, partition, cold_tier=tier, cache_load_factor=0.2)
+        constraints = placement_constraints(Placement.alike(partition), device)
     else:
         collection = EmbeddingBagCollection(tables=tables, device=meta)
         sharder = EmbeddingBagCollectionSharder(fused_params(spec))

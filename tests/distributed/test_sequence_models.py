@@ -41,7 +41,6 @@ from hotrec.planner.request import GivenTables, PlanRequest
 from hotrec.train.checkpoint import Checkpoints, Position, load_checkpoint, save_checkpoint
 from hotrec.train.dense_sync import dense_parameters
 from hotrec.types import (
-    ColdTier,
     OptimizerKind,
     Partition,
     PipelineKind,
@@ -52,6 +51,7 @@ from hotrec.types import (
     TablePlacement,
     Tier,
     TorchrecPlan,
+    TorchrecTier,
 )
 from tests.distributed.setups import mean_over_ranks
 from tests.helpers.ranks import run_ranks
@@ -97,7 +97,7 @@ class Way:
     pipeline: PipelineSpec
     placed: Placement | TorchrecPlan
     device: torch.device = CPU
-    tier: ColdTier = ColdTier.auto  # of TorchRec's plans
+    tier: TorchrecTier = TorchrecTier.fused  # of TorchRec's plans
     is_routed_by_loader: bool = False
     by_tokens: bool = False
     by_owner: bool = False

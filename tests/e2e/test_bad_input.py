@@ -104,8 +104,7 @@ def test_hot_rows_larger_than_memory(refuse: Refuse, copied: Path) -> None:
          "budget_bytes", "2097152000"),
         (["+placement.overrides.t9=hot"], "overrides", "t9"),
         (["optimizer=adam"], "optimizer.kind", "adam"),
-        (["placement=coverage", "placement.cold_tier=fused_uvm"],
-         "placement.cold_tier", "fused_uvm"),
+        (["placement=torchrec", "placement.tier=fused_uvm"], "placement.tier", "fused_uvm"),
     ],
     ids=["budget", "table", "optimizer", "tier"],
 )  # fmt: skip

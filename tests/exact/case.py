@@ -343,9 +343,8 @@ def _level(ids: dict[str, Ids]) -> None:
             found[at] = found[at][:least]
 
 
-# Of cold rows. With a device there is more than one memory, and FBGEMM's cache.
+# Of cold rows.
 TIERS = ("device", "device", "device", "cached")
-CUDA_TIERS = ("device", "host", "host_cached")
 
 
 def deal_to(num: int, rng: np.random.Generator, *values: Any) -> list[Any]:
@@ -424,8 +423,6 @@ def fit(case: Case) -> Case:
         put(is_weighted=False)
         if case.placement != "table_wise":
             put(placement="row_wise")
-    if case.tier == "host_cached":
-        put(slots=0.2)
     if case.tier == "cached" and (not is_ahead or case.partition == "all_hot"):
         put(tier="device")
     if case.tier == "cached":

@@ -48,7 +48,6 @@ from hotrec.train.pipelines import Pipeline, make_pipeline
 from hotrec.train.schedule import set_learning_rates
 from hotrec.types import (
     POPULAR_ROW,
-    ColdTier,
     Exchange,
     Feature,
     HotExchange,
@@ -66,6 +65,7 @@ from hotrec.types import (
     TablePlacement,
     Tier,
     TorchrecPlan,
+    TorchrecTier,
     WireType,
 )
 from tests.distributed.setups import gather, pretend_hosts, shard_task
@@ -113,7 +113,7 @@ def make_placement(case: Case) -> Placement:
             exchange=Exchange.POOLED if is_pooled else Exchange.ROWS,
             sharding=Sharding.TABLE_WISE if is_pooled or is_table_wise else Sharding.ROW_WISE,
             tier=Tier(case.tier),
-            cache_load_frac=None if case.tier in ("device", "host") else case.slots,
+            cache_load_frac=case.slots if case.tier == "cached" else None,
             row_type=WireType[case.row_type],
             row_fetch=RowFetch[case.row_fetch],
             is_spread=case.is_spread,
@@ -148,7 +148,7 @@ def make_constraints(case: Case, placement: Placement) -> Any:
     plan = case.placement.removeprefix("torchrec ")
     if plan != "column_wise":  # the batch decides what an expert replicates
         return torchrec_constraints(
-            table_configs(case), TorchrecPlan(plan), batch_size=20, tier=ColdTier.fused
+            table_configs(case), TorchrecPlan(plan), batch_size=20, tier=TorchrecTier.fused
         )
     constraints = ParameterConstraints(
         sharding_types=[ShardingType.COLUMN_WISE.value],

@@ -82,7 +82,7 @@ def all_cells() -> dict[str, tuple[str, tuple[str, ...]]]:
         "gpu_two_hosts": (one_hot, *CUDA, *a_host, "plan.ranks_per_host=4"),
         "gpu_a100_bags": (bags, *CUDA, "planner.costs=dgx_a100", "plan.world_size=8"),
         "gpu_hot_rows": (bags, *CUDA, *a_host, NO_DECLINE, "placement.hot_budget_mib=1"),
-        "gpu_host_tier": (one_hot, *CUDA, *a_host, small, NO_DECLINE),
+        "gpu_small_device": (one_hot, *CUDA, *a_host, small, NO_DECLINE),
         "gpu_one_rank": (one_hot, *CUDA, "planner.costs=one_gpu_pcie", "plan.world_size=1", small),
         "gpu_slots": (
             *(one_hot, *CUDA, *a_host, *FEW, "pipeline=look_ahead"),

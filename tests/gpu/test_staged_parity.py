@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.test_staged import COLLECTIVES, Results, check_on_cuda
-from tests.exact.case import CUDA_TIERS, draw_cases
+from tests.exact.case import draw_cases
 from tests.exact.training import run_cases
 from tests.helpers.ranks import run_ranks
 from tests.helpers.staged import run_staged
@@ -24,7 +24,7 @@ def check_all(num_cases: int, seed: int) -> tuple[dict[str, str | None], list[st
     """All checks, then generated cases: one spawn of these ranks."""
     verdicts = check_on_cuda(COLLECTIVES)
     hosts = "0" * torch.distributed.get_world_size()
-    cases = draw_cases(hosts, num_cases, seed, tiers=CUDA_TIERS, device="cuda")
+    cases = draw_cases(hosts, num_cases, seed, tiers=("device",), device="cuda")
     return verdicts, run_cases(cases).failures
 
 

@@ -24,9 +24,9 @@ from hotrec.embedding.flat import MAX_BAG_IDS
 from hotrec.embedding.slots import SlotMap
 from hotrec.embedding.table_memory import fused_modules
 from hotrec.runtime.ranks import Ranks, broadcast_object
-from hotrec.types import POPULAR_ROW, HotExchange, OptimizerKind, Tier
+from hotrec.types import POPULAR_ROW, HotExchange, OptimizerKind
 from tests.distributed.test_calibrate import tiny_target
-from tests.exact.case import CUDA_TIERS, PARTITIONS, Case, draw_cases, fit
+from tests.exact.case import PARTITIONS, Case, draw_cases, fit
 from tests.exact.test_checkpoints import run_routes
 from tests.exact.training import run_cases
 from tests.gpu.test_parity import device_routes
@@ -145,7 +145,7 @@ def parity_cases(hosts: str) -> list[Case]:
     """Every pipeline with every optimizer and hot exchange; the rest is drawn."""
     exchanges = (HotExchange.touched_rows, HotExchange.owners, HotExchange.dense)
     kinds = [*product(OptimizerKind, PIPELINES, exchanges)]
-    tiers = (*CUDA_TIERS, "cached", "cached")
+    tiers = ("device", "cached")
     drawn = draw_cases(hosts, len(kinds), 1, tiers, device=str(device()))
     cases = []
     for case, (kind, pipeline, exchange) in zip(drawn, kinds, strict=True):
@@ -159,7 +159,7 @@ def parity_cases(hosts: str) -> list[Case]:
 def training_equals_the_unsplit_reference() -> None:
     cases = parity_cases("0" * dist.get_world_size())
     assert {case.partition for case in cases} == set(PARTITIONS)
-    assert {case.tier for case in cases} == {tier.value for tier in Tier}
+    assert {case.tier for case in cases} == {"device", "cached"}
     assert {case.output for case in cases} == {"bags", "sequences", "packed"}
     assert any(case.adapt for case in cases)
     assert any(case.evaluate for case in cases)
@@ -200,15 +200,16 @@ def calibration_cuts_long_bags() -> None:
             work.run(prepared)
         longest[probe.name] = max(figures(log.entries).longest.values(), default=0)
     assert {"fetch_slot", "fetch_mapped", "return_slot", "pooled_update_device"} <= set(longest)
+    assert {"read_device", "pooled_host", "pooled_miss", "pooled_update_hit"} <= set(longest)
     assert max(longest.values()) <= MAX_BAG_IDS, longest
-    unpooled = ("read_device", "read_host", "read_hit", "read_miss", "update_device")
+    unpooled = ("read_device", "update_device")
     assert min(longest[name] for name in unpooled) > MAX_BAG_IDS // 4, longest
 
 
 def mapped_tables_are_out_of_forks() -> None:
     """Every whole page of rows and states in host memory, in each tier there; none elsewhere."""
     num_rows = {"a": 20_000, "b": 12_000, "c": 60, "d": 9_000}
-    for tier in ("host", "host_cached", "cached", "device"):
+    for tier in ("cached", "device"):
         pipeline = "look_ahead" if tier == "cached" else "sparse_dist"
         training = Training(Run(pipeline, optimizer="adam", tier=tier, num_rows=num_rows), device())
         num_pages = 0

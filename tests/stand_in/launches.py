@@ -19,7 +19,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "look_ahead, device": ("hot_cold", "main", {}),
     "look_ahead, all_cold": ("all_cold", "loader", {}),
     "look_ahead, slots": ("hot_cold", "loader", {"tier": "cached"}),
-    "look_ahead, mapped": ("hot_cold", "loader", {"tier": "fused_uvm"}),
 }
 
 

@@ -191,7 +191,7 @@ class Training:
         rng = np.random.default_rng(3)
         hot = {table: rng.permutation(num).astype(np.int64) for table, num in run.hot.items()}
         partition = Partition(run.num_rows, hot)
-        load = {"host_cached": 0.2, "cached": 0.6}.get(run.tier)
+        load = 0.6 if run.tier == "cached" else None
         of_table = TablePlacement(
             tier=Tier(run.tier), cache_load_frac=load, row_fetch=RowFetch(run.row_fetch)
         )

@@ -87,14 +87,12 @@ BOUNDS = {
     "look_ahead-slots": Bound({"pipeline": "look_ahead", "tier": "cached"}, 2, 12),
     # TorchRec's own lookup of the table that its owner pools waits.
     "look_ahead-pooled": Bound({"pipeline": "look_ahead", "pooled": "c"}, 7, 11),
-    # Models of sequences; one row that most ids are, and a cache that FBGEMM fills on two streams.
+    # Models of sequences; one row that most ids are.
     "hstu": Bound({"pipeline": "look_ahead", "kind": "hstu"}, 0, 4),
     "sasrec": Bound({"pipeline": "sparse_dist", "kind": "sasrec", "routing": "device"}, 2, 5),
     "packed": Bound({"pipeline": "look_ahead", "kind": "packed", **LONG}, 0, 4),
     "packed-parts": Bound(
-        {"pipeline": "look_ahead", "kind": "packed", "micro_batches": True, "tier": "host_cached"},
-        9,
-        14,
+        {"pipeline": "look_ahead", "kind": "packed", "micro_batches": True}, 9, 14
     ),
     "sparse_dist-long": Bound({"pipeline": "sparse_dist", **LONG}, 2, 6),
     "look_ahead-long": Bound({"pipeline": "look_ahead", "routing": "device", **LONG}, 2, 12),
@@ -142,8 +140,8 @@ def test_all_ranks_call_collectives_in_one_order(
 @pytest.mark.parametrize("name", list(BOUNDS))
 def test_no_kernel_gets_a_long_segment(trained: dict[str, list[Trained]], name: str) -> None:
     run = BOUNDS[name].run
-    is_ahead = run["pipeline"] == "look_ahead" and run.get("tier") != "host_cached"
-    lookups = set() if is_ahead else {"stand_in::lookup"}  # FBGEMM's, which look-ahead does without
+    # FBGEMM's lookup, which look-ahead does without.
+    lookups = set() if run["pipeline"] == "look_ahead" else {"stand_in::lookup"}
     for of_rank in trained[name]:
         for step in of_rank.steps:
             assert {*lookups, "aten::_embedding_bag"} <= set(step.longest)
@@ -156,7 +154,6 @@ LAUNCHES = {
     "look_ahead": (175, 0),
     "look_ahead, all_cold": (160, 0),
     "look_ahead, slots": (200, 2),  # one is of the thread that gathers rows
-    "look_ahead, mapped": (210, 1),
     "look_ahead, device": (275, 2),
 }
 

@@ -105,9 +105,8 @@ class ColdExchange:
     a row is urgent, the same for all ranks, so it is updated once. Everything except the
     construction and ``late_rows`` runs on the communication thread.
 
-    A single rank with all rows in its device's memory (``is_alone``) has nothing to fetch ahead: it
-    does not use classes, and reads all rows of s + 1 at once in exchange_urgent(s), after running
-    send_late(s).
+    A single rank on CUDA (``is_alone``) has nothing to fetch ahead: it does not use classes, and
+    reads all rows of s + 1 at once in exchange_urgent(s), after running send_late(s).
 
     With hosts, relays drop the duplicates of their host (``hotrec.embedding.relay``), and every row
     and every gradient crosses twice: between relays and owners, then inside hosts. The owner's
@@ -140,11 +139,7 @@ class ColdExchange:
         self._window = window
         self._device = device
         self._is_cached = any(group.is_cached for group in groups)
-        self.is_alone = (
-            device.type == "cuda"
-            and self._world_size == 1
-            and all(groups[index].owned.is_on_device for index in self._cold)
-        )
+        self.is_alone = device.type == "cuda" and self._world_size == 1
         self._has_classes = depth > 0 and not self.is_alone
         # The last batch that reads the row at each place. A slot is only reused for another row
         # after all updates of that batch, so its value is then valid as well.

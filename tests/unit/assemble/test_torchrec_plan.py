@@ -24,7 +24,6 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from hotrec.assemble.constraints import (
-    hot_cold_constraints,
     placement_constraints,
     torchrec_constraints,
 )
@@ -36,7 +35,6 @@ from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.machine import Machine
 from hotrec.types import (
-    ColdTier,
     Exchange,
     OptimizerKind,
     Partition,
@@ -45,19 +43,21 @@ from hotrec.types import (
     TablePlacement,
     Tier,
     TorchrecPlan,
+    TorchrecTier,
 )
 
 META = torch.device("meta")
 SGD = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1)
 SHARDERS: Any = [HotColdSharder(SGD)]
+DEVICE = TorchrecTier.fused
 NUM_ROWS = {"small": 10, "big": 1000, "owned": 700, "pooled": 60}
 PARTITION = Partition(NUM_ROWS, {"small": np.arange(10), "big": np.arange(50)})
 PLACEMENT = Placement(
     PARTITION,
     {
         "small": TablePlacement(),
-        "big": TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=0.3),
-        "owned": TablePlacement(sharding=Sharding.TABLE_WISE, tier=Tier.HOST),
+        "big": TablePlacement(tier=Tier.CACHED, cache_load_frac=0.3),
+        "owned": TablePlacement(sharding=Sharding.TABLE_WISE),
         "pooled": TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE),
     },
 )
@@ -92,10 +92,10 @@ def machine(world_size: int = 2, device: str = "cpu", **changes: Any) -> Machine
 
 
 def plan_of(
-    variant: TorchrecPlan | None, on: Machine, tier: ColdTier = ColdTier.fused
+    variant: TorchrecPlan | None, on: Machine, tier: TorchrecTier = TorchrecTier.fused
 ) -> dict[str, Any]:
     if variant is None:
-        constraints: Any = hot_cold_constraints(tables(), PARTITION, cold_tier=tier)
+        constraints: Any = placement_constraints(Placement.alike(PARTITION))
         return plan_document(make_plan(Model(PARTITION), SHARDERS, on, constraints))["e"]
     sharders: Any = [EmbeddingBagCollectionSharder(fused_params(SGD))]
     constraints = torchrec_constraints(tables(), variant, batch_size=64, tier=tier)
@@ -108,11 +108,11 @@ def summary(tables: dict[str, Any]) -> dict[str, tuple[str, str]]:
 
 def test_a_placement_becomes_constraints_and_a_plan() -> None:
     expected = HALVES | {
-        "big": ("row_wise", "fused_uvm_caching"),
-        "owned": ("table_wise", "fused_uvm"),
+        "big": ("row_wise", "fused_uvm"),  # the memory behind slots
+        "owned": ("table_wise", "fused"),
         "pooled": ("table_wise", "fused"),
     }
-    constraints = placement_constraints(PLACEMENT)
+    constraints = placement_constraints(PLACEMENT, "cuda")
     assert {name: (c.sharding_types, c.compute_kernels) for name, c in constraints.items()} == {
         name: ([sharding], [kernel]) for name, (sharding, kernel) in expected.items()
     }
@@ -157,21 +157,28 @@ def test_ranks_with_other_hash_seeds_make_the_same_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on", "tier", "message"),
+    ("variant", "on", "tier", "message"),
     [
-        (machine(host_bytes=10_000), ColdTier.fused, "5000 bytes of host memory"),
+        (None, machine(host_bytes=10_000), DEVICE, "5000 bytes of host memory"),
         # A share of the free memory is kept for NCCL, activations and messages.
-        (machine(2, "cuda", device_bytes=10_000), ColdTier.fused, "8500 bytes of device memory"),
-        (machine(2, "cuda", host_bytes=10_000), ColdTier.fused_uvm, "5000 bytes of host memory"),
+        (None, machine(2, "cuda", device_bytes=10_000), DEVICE, "8500 bytes of device memory"),
+        (
+            TorchrecPlan.planner,
+            machine(2, "cuda", host_bytes=10_000),
+            TorchrecTier.fused_uvm,
+            "5000 bytes of host memory",
+        ),
     ],
 )
-def test_tables_that_do_not_fit(on: Machine, tier: ColdTier, message: str) -> None:
+def test_tables_that_do_not_fit(
+    variant: TorchrecPlan | None, on: Machine, tier: TorchrecTier, message: str
+) -> None:
     with pytest.raises(ValueError, match=rf"^plan for 2 ranks .*{message}") as caught:
-        plan_of(None, on, tier)
+        plan_of(variant, on, tier)
     need = re.search(r"got (\d+) bytes", str(caught.value))
     assert need is not None
     assert plan_of(
-        None, replace(on, device_bytes=2 * int(need[1]), host_bytes=3 * int(need[1])), tier
+        variant, replace(on, device_bytes=2 * int(need[1]), host_bytes=3 * int(need[1])), tier
     )
 
 
@@ -184,15 +191,19 @@ def test_tables_that_do_not_fit(on: Machine, tier: ColdTier, message: str) -> No
         (OptimizerKind.adam, 2, 0),
     ],
 )
-@pytest.mark.parametrize("kernel", ["fused", "fused_uvm", "fused_uvm_caching"])
+@pytest.mark.parametrize("tier", [None, *TorchrecTier])
 def test_states_and_gradients_are_counted_where_they_are(
-    kind: OptimizerKind, by_element: int, by_row: int, kernel: str
+    kind: OptimizerKind, by_element: int, by_row: int, tier: TorchrecTier | None
 ) -> None:
     """TorchRec counts neither: it looks for the optimizer on the parameters."""
-    topology = topology_of(machine(2, "cuda"))
-    tier = ColdTier(kernel)
-    constraints = hot_cold_constraints(tables(), PARTITION, cold_tier=tier)
-    sharders: Any = [HotColdSharder(OptimizerSpec(kind, learning_rate=0.1))]
+    topology, spec = topology_of(machine(2, "cuda")), OptimizerSpec(kind, learning_rate=0.1)
+    constraints: Any = placement_constraints(Placement.alike(PARTITION))
+    sharders: Any = [HotColdSharder(spec)]
+    if tier is not None:
+        constraints = torchrec_constraints(
+            tables(), TorchrecPlan.table_wise, batch_size=64, tier=tier
+        )
+        sharders = [EmbeddingBagCollectionSharder(fused_params(spec))]
 
     def storages(estimator: type[EmbeddingStorageEstimator]) -> dict[str, list[Any]]:
         estimators: Any = [
@@ -200,7 +211,7 @@ def test_states_and_gradients_are_counted_where_they_are(
             estimator(topology, constraints),
         ]
         enumerator = EmbeddingEnumerator(topology, 64, constraints, estimators)
-        options = enumerator.enumerate(Model(PARTITION), sharders)
+        options = enumerator.enumerate(Model(None if tier else PARTITION), sharders)
         return {option.name: [shard.storage for shard in option.shards] for option in options}
 
     plain, found = storages(EmbeddingStorageEstimator), storages(TrainedStorageEstimator)
@@ -211,8 +222,10 @@ def test_states_and_gradients_are_counted_where_they_are(
         for name in plain
     }
     element, row = by_element * 4 * 8, by_row * 4
-    # A replica of 50 rows: its state, and gradients in two of DDP's buckets.
-    assert beside["big_hot"] == [(50 * (2 * 4 * 8 + element + row), 0)] * 2
-    # A shard of 350 rows: row-wise state is on the device for every row, no state is cached.
-    of_element = (350 * element, 0) if tier is ColdTier.fused else (0, 350 * element)
-    assert beside["owned"] == [(of_element[0] + 350 * row, of_element[1])] * 2
+    if tier is None:
+        # A replica of 50 rows: its state, and gradients in two of DDP's buckets.
+        assert beside["big_hot"] == [(50 * (2 * 4 * 8 + element + row), 0)] * 2
+        assert beside["owned"] == [(350 * (element + row), 0)] * 2
+    else:  # row-wise state is on the device for every row, no state is cached
+        on_device, on_host = (element, 0) if tier is DEVICE else (0, element)
+        assert beside["owned"] == [(700 * (on_device + row), 700 * on_host)]

@@ -48,7 +48,8 @@ def root_config(*words: str) -> BenchRootConfig:
         "variants.planner_variant.pipeline=look_ahead",
         "variants.planner_variant.num_hot_rows=3",
         "variants.planner_variant.assign=by_owner",
-        "variants.planner_variant.tier=cached",
+        "variants.planner_variant.cold_tier=cached",
+        "variants.look_ahead.tier=fused_uvm",
         "variants.look_ahead.cache_load_frac=1",
     ],
 )

@@ -23,7 +23,7 @@ COSTS = replace(BUILTIN["cpu_1gbit"], overlap=0.0)
 PREDICTED = {stage: 0.001 * (number + 1) for number, stage in enumerate(STAGES)}
 WORKLOAD = Workload(batch_size=512, dense_flops=1e6, bottom_frac=0.2, num_dense_values=10_000)
 QUANTITIES = work_of(
-    lookups=10_000, rows_device=3000, cold_groups=1, hot_rows=1000, union_rows=1500, hot_groups=1
+    lookups=10_000, cold_rows=3000, cold_groups=1, hot_rows=1000, union_rows=1500, hot_groups=1
 )
 
 

@@ -7,14 +7,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrec.cost_model.caches import lfu_hit_frac
 from hotrec.cost_model.costs import REQUIRED, Costs, Line, Link, World
 from hotrec.cost_model.demand import expected_distinct, expected_urgent, prob_drawn
 from hotrec.cost_model.forms import QUANTITIES, Workload
 from hotrec.cost_model.quantities import (
     TableSharding,
     between_hosts_bound_bytes,
-    cached_rows,
     hot_cold_quantities,
     served_by_shard,
     torchrec_quantities,
@@ -130,13 +128,13 @@ def test_bytes_between_hosts_as_counted(kind, levels, monkeypatch):
 @given(
     counts=st.lists(st.integers(0, 20), min_size=2, max_size=20).filter(any),
     num_hot=st.integers(0, 20),
-    tier=st.sampled_from([Tier.DEVICE, Tier.HOST, Tier.HOST_CACHED]),
+    tier=st.sampled_from([Tier.DEVICE, Tier.CACHED]),
     world_size=st.sampled_from([1, 2, 4]),
 )
 def test_quantities_are_of_the_distinct_rows(counts, num_hot, tier, world_size):
     """Those that others own, too; and a group of messages for rows that are cold, and for hot."""
     demand = make_demand(counts, "a", lookups=3.0, world_size=world_size)
-    num_hot, load_frac = min(num_hot, len(counts)), 0.3 if tier is Tier.HOST_CACHED else None
+    num_hot, load_frac = min(num_hot, len(counts)), 0.3 if tier is Tier.CACHED else None
     placed = TablePlacement(tier=tier, cache_load_frac=load_frac)
     world = World(world_size, world_size)
     found = hot_cold_quantities([demand], {"a": num_hot}, {"a": placed}, world, 4)
@@ -145,11 +143,7 @@ def test_quantities_are_of_the_distinct_rows(counts, num_hot, tier, world_size):
     expected = {"lookups": 12, "hot_rows": hot, "union_rows": union, "replica_rows": num_hot}
     expected |= {"cold_groups": int(num_hot < len(counts)), "hot_groups": int(num_hot > 0)}
     expected["urgent_rows"] = expected_urgent(demand, num_hot)
-    if tier is Tier.HOST_CACHED:
-        hit_frac = lfu_hit_frac(demand, cached_rows(demand, placed), num_hot)
-        expected |= {"rows_hit": cold * hit_frac, "rows_miss": cold * (1 - hit_frac)}
-    else:
-        expected["rows_device" if tier is Tier.DEVICE else "rows_host"] = cold
+    expected["cold_rows"] = cold
     expected = {**dict.fromkeys(QUANTITIES, 0.0), **samples.work_of(16, **expected)}
     assert found == pytest.approx(expected, abs=1e-9)
 

@@ -17,7 +17,7 @@ WORLD = World(2, 1)
 WORKLOAD = Workload(512, 1e6, 0.2, 10_000)
 MIXED = work_of(
     lookups=5e3,
-    rows_device=4e3,
+    cold_rows=4e3,
     cold_groups=1,
     hot_rows=1e3,
     union_rows=1.2e3,
@@ -59,7 +59,7 @@ def test_curves_are_exact_at_the_message_sizes_of_the_step(rows: int) -> None:
     sizes = (1e3, 256e3, 1e6, 4e6)
     seconds = tuple(2e-4 + max(0.0, size - 256e3) / 125e6 for size in sizes)
     curve = CollectiveCurve("all_to_all", WORLD, sizes, seconds, (0.0,) * 4)
-    costs, quantities = replace(COSTS, curves=(curve,), overlap=0.0), work_of(rows_device=rows)
+    costs, quantities = replace(COSTS, curves=(curve,), overlap=0.0), work_of(cold_rows=rows)
     sent = rows * 256 / 2
     wanted = 2e-4 + max(0.0, sent - 256e3) / 125e6 + sent * costs.kernels["copy"].per_byte_s
     found = predict_step(costs, WORLD, WORKLOAD, COLD | quantities).stage_s["rows_exchange"]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
 from hotrec.cost_model.demand import TableDemand
 from hotrec.cost_model.forms import QUANTITIES, Workload
-from hotrec.cost_model.memory import cached_row_bytes, replica_row_bytes, shard_row_bytes
+from hotrec.cost_model.memory import replica_row_bytes
 from hotrec.cost_model.quantities import hot_cold_quantities
 from hotrec.cost_model.step import make_step_model
-from hotrec.planner.search import TIERS, Limits
-from hotrec.types import Exchange, Sharding, TablePlacement, Tier
+from hotrec.planner.search import Limits
+from hotrec.types import Exchange, Sharding, TablePlacement
 
 GROUPS = ("cold_groups", "hot_groups", "pooled_groups", "replicated_groups")
 
@@ -163,22 +161,16 @@ def _options(demand, world, limits, is_cpu):
     """(hot rows, placement, memories) of everything a table can do."""
     ranks, size = world.num_ranks, demand.num_rows
     whole = size * demand.row_bytes
-    for exchange, tier in itertools.product(Exchange, TIERS):
-        if is_cpu and tier is not Tier.DEVICE:
-            continue
+    for exchange in Exchange:
         is_pooled = exchange is Exchange.POOLED
-        in_host = is_cpu or tier is not Tier.DEVICE
-        if is_pooled and whole > (limits.host_bytes if in_host else limits.device_bytes):
+        if is_pooled and whole > (limits.host_bytes if is_cpu else limits.device_bytes):
             continue
         by_table = is_pooled or size < ranks
         sharding = Sharding.TABLE_WISE if by_table else Sharding.ROW_WISE
         for hot in range(1 if is_pooled else size + 1):
-            cached = range(1, size - hot + 1) if tier is Tier.HOST_CACHED else [0]
-            for num_cached in cached:
-                frac = num_cached / size if tier is Tier.HOST_CACHED else None
-                placed = TablePlacement(exchange, sharding, tier, frac)
-                numbers = {demand.name: hot}, {demand.name: placed}
-                yield hot, placed, memory_of([demand], *numbers, ranks, is_cpu=is_cpu)
+            placed = TablePlacement(exchange, sharding)
+            numbers = {demand.name: hot}, {demand.name: placed}
+            yield hot, placed, memory_of([demand], *numbers, ranks, is_cpu=is_cpu)
 
 
 def memory_of(demands, num_hot, tables, ranks, *, is_cpu, is_routed_on_device=True):
@@ -186,10 +178,7 @@ def memory_of(demands, num_hot, tables, ranks, *, is_cpu, is_routed_on_device=Tr
     device = host = replica = 0.0
     for d in demands:
         hot, placed = num_hot[d.name], tables[d.name]
-        on_device, in_memory = shard_row_bytes(d, placed.tier)
-        device += hot * replica_row_bytes(d) + d.num_rows * on_device / ranks
-        device += d.num_rows * (placed.cache_load_frac or 0.0) * cached_row_bytes(d) / ranks
-        host += d.num_rows * in_memory / ranks
+        device += hot * replica_row_bytes(d) + d.num_rows * d.row_bytes / ranks
         replica += hot * d.row_bytes
         if placed.exchange is Exchange.ROWS:  # the router
             host += 4 * d.num_rows

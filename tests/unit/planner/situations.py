@@ -17,12 +17,12 @@ from hotrec.planner.predict import Shardings
 from hotrec.planner.situation import Situation
 from hotrec.types import (
     TIER_OF_KERNEL,
-    ColdTier,
     PipelineKind,
     PipelineSpec,
     TablePlacement,
     Tier,
     TorchrecPlan,
+    TorchrecTier,
 )
 from tests.unit.cost_model.samples import make_demand
 
@@ -87,14 +87,14 @@ def split_plan(
 def torchrec_plan(
     plan: TorchrecPlan = TorchrecPlan.planner,
     kind: PipelineKind = PipelineKind.sparse_dist,
-    tier: ColdTier = ColdTier.auto,
+    tier: TorchrecTier = TorchrecTier.fused,
 ) -> Plan:
     return Plan(TorchrecTables(plan, tier), PipelineSpec(kind))
 
 
 def by_table(tables: TorchrecTables, pipeline: PipelineSpec) -> Shardings:
     """Stands in for TorchRec's planner: table-wise, and with a hand the last table replicated."""
-    tier = Tier.DEVICE if tables.tier is ColdTier.auto else TIER_OF_KERNEL[tables.tier]
+    tier = TIER_OF_KERNEL[tables.tier]
     is_cached = tier is Tier.HOST_CACHED
     shardings = {
         name: TableSharding(

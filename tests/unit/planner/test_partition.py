@@ -34,7 +34,7 @@ POPULAR = {
     "big": np.empty(0, POPULAR_ROW),
 }
 TABLES = {
-    "file": TablePlacement(tier=Tier.HOST_CACHED, cache_load_frac=0.3),
+    "file": TablePlacement(tier=Tier.CACHED, cache_load_frac=0.3),
     "t/x": TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE),
     "big": TablePlacement(),
 }

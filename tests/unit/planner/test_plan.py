@@ -10,7 +10,6 @@ import pytest
 
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
 from hotrec.types import (
-    ColdTier,
     Exchange,
     HotExchange,
     PipelineKind,
@@ -20,6 +19,7 @@ from hotrec.types import (
     TablePlacement,
     Tier,
     TorchrecPlan,
+    TorchrecTier,
     WireType,
 )
 from tests.unit.planner.situations import split_plan, torchrec_plan
@@ -47,7 +47,7 @@ PLANS = {
     **{f"split {kind.value}": split_plan(kind) for kind in PipelineKind},
     **{f"torchrec {plan.value}": torchrec_plan(plan) for plan in TorchrecPlan},
     "torchrec": Plan(
-        TorchrecTables(TorchrecPlan.hand_tuned, ColdTier.fused_uvm_caching, 0.4),
+        TorchrecTables(TorchrecPlan.hand_tuned, TorchrecTier.fused_uvm_caching, 0.4),
         PipelineSpec(PipelineKind.prefetch),
         0,
     ),
@@ -93,7 +93,7 @@ def test_each_field_is_in_the_digest() -> None:
     # Slots are of tables whose rows are exchanged row-wise.
     for name, table in changed(placed).items():
         if name in ("exchange", "sharding", "tier"):
-            table = replace(table, tier=Tier.HOST_CACHED, row_fetch=RowFetch.staged)
+            table = replace(table, tier=Tier.CACHED, row_fetch=RowFetch.staged)
         tables = {**SPLIT.tables, "b": table}
         plans.append(replace(split, tables=replace(SPLIT, tables=tables)))
     assert len(changed(placed)) == 7

@@ -18,7 +18,6 @@ from hotrec.planner.request import (
     check_pipeline,
 )
 from hotrec.types import (
-    ColdTier,
     HotExchange,
     Partition,
     PipelineKind,
@@ -26,6 +25,7 @@ from hotrec.types import (
     Placement,
     TablePlacement,
     Tier,
+    TorchrecTier,
 )
 from tests.unit.planner.situations import NUM_ROWS, machine
 
@@ -44,7 +44,7 @@ def given(tier: Tier = Tier.DEVICE, **others: Tier) -> GivenTables:
     return GivenTables(replace(placement, tables={**placement.tables, **tables}))
 
 
-CACHE = TorchrecTables(tier=ColdTier.fused_uvm_caching)
+CACHE = TorchrecTables(tier=TorchrecTier.fused_uvm_caching)
 
 
 def request(tables: Any, kind: PipelineKind = AUTO, **fields: Any) -> PlanRequest:
