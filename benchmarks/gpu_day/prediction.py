@@ -39,10 +39,10 @@ REAL = (
 )  # fmt: skip
 REAL_TRAIN = ("trainer.num_epochs=3", "trainer.max_steps=160", "trainer.num_workers=8")
 REHEARSED = ("experiment=synthetic_smoke",)
-REHEARSED_TRAIN = ("trainer.num_epochs=4", "trainer.max_steps=64")
+REHEARSED_TRAIN = ("trainer.num_epochs=2", "trainer.max_steps=32")
 QUICK = (
     "calibrate.max_bytes=65536", "calibrate.repeats=3", "calibrate.cap_mib=4",
-    "calibrate.budget_s=6",
+    "calibrate.budget_s=1",
 )  # fmt: skip
 IN_MEMORY = ("placement=all_cold", "placement.cold_tier=fused")
 COMPILED = "all cold, compiled"
