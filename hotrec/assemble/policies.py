@@ -1,4 +1,4 @@
-"""Splits of tables by a policy: the hot rows, and the memory and exchange of the cold ones."""
+"""Splits of tables by a policy: the hot rows, and the memory of the cold ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from hotrec.types import (
     DEFAULT_LOAD_FRAC,
     TIER_OF_KERNEL,
     ColdTier,
-    HotExchange,
     Partition,
     Placement,
     PopularRows,
@@ -98,19 +97,17 @@ class Policy:
 
 @dataclass(frozen=True)
 class ColdRows:
-    """The memory of the cold rows of a split, all in one tier, and the exchange of the hot ones.
+    """The memory of the cold rows of a split, all in one tier.
 
     Args:
         tier: Memory of the cold rows.
         cache_load_frac: Cached fraction of the rows; None for the default.
-        hot_exchange: How gradients of hot rows are reduced.
         row_type: Type of the rows behind slots.
         row_fetch: How these rows are fetched to the device.
     """
 
     tier: ColdTier = ColdTier.auto
     cache_load_frac: float | None = None
-    hot_exchange: HotExchange = HotExchange.auto
     row_type: WireType = WireType.fp32
     row_fetch: RowFetch = RowFetch.auto
 
@@ -142,7 +139,6 @@ class ColdRows:
             partition,
             TIER_OF_KERNEL[tier],
             load_frac,
-            is_hot_dense=self.hot_exchange is HotExchange.dense,
             row_type=self.row_type,
             row_fetch=RowFetch.mapped if self.row_fetch is RowFetch.mapped else RowFetch.staged,
         )

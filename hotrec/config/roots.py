@@ -29,7 +29,6 @@ from hotrec.config.groups import (
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
     ColdTier,
-    HotExchange,
     Levels,
     PipelineKind,
     Precision,
@@ -424,7 +423,6 @@ class BenchVariant:
     tier: ColdTier = key("memory of the sharded rows, as in placement", ColdTier.auto)
     cache_load_frac: float = key(CACHE_LOAD, DEFAULT_LOAD_FRAC, gt=0, lt=1)
     num_hot_rows: int | None = key("number of hot rows, the most-read ones", None, ge=0)
-    hot_exchange: HotExchange | None = key("how gradients of hot rows are reduced", None)
     wire: WireType = key(WIRE, WireType.fp32)
     depth: int = key(DEPTH, 1, ge=0, le=16)
     micro_batches: bool = key(MICRO_BATCHES, False)
@@ -520,9 +518,6 @@ class BenchConfig:
     num_hot_rows: int = key("number of hot rows: those that are accessed most", 20000, ge=0)
     profile_samples: int = key(
         "number of samples from which the hot rows are chosen", 1000000, ge=1
-    )
-    hot_exchange: HotExchange = key(
-        "how gradients of hot rows are reduced, as in placement", HotExchange.auto
     )
     routing: BenchRouting = key(
         "where ids are routed: main (timed) or loader (before the step)", BenchRouting.main

@@ -35,7 +35,6 @@ from hotrec.models.zoo import build_architecture
 from hotrec.planner.machine import Machine
 from hotrec.train.pipelines import make_pipeline
 from hotrec.types import (
-    HotExchange,
     ModelKind,
     OptimizerKind,
     Partition,
@@ -74,7 +73,6 @@ class Run:
         row_fetch: how cold rows in tier cached come to the device.
         skew: power of the uniform draw; the higher, the more often low rows are read.
         skews: of tables that have another.
-        exchange: of hot gradients.
         micro_batches: of look_ahead.
         kind: dlrm, hstu, sasrec, or packed for ``LateLinear`` over a packed collection.
     """
@@ -92,7 +90,6 @@ class Run:
     row_fetch: str = "staged"
     skew: float = 2.0
     skews: dict[str, float] = field(default_factory=dict)
-    exchange: str = "auto"
     micro_batches: bool = False
     kind: str = "dlrm"
 
@@ -208,9 +205,8 @@ class Training:
         task = ClickTask(model, world_size)
         kind = OptimizerKind(run.optimizer)
         spec = OptimizerSpec(kind, learning_rate=0.1, eps=1e-3)
-        exchange = HotExchange(run.exchange)
         sharder = HotColdSequenceSharder if run.reads_sequences else HotColdSharder
-        sharders: list[Any] = [sharder(spec, exchange)]
+        sharders: list[Any] = [sharder(spec)]
         machine = Machine(world_size, world_size, device.type, 1 << 30, 1 << 33, 8)
         constraints = placement_constraints(placement, device=device.type)
         plan = make_plan(task, sharders, machine, constraints)
@@ -230,10 +226,7 @@ class Training:
             window=0,
             micro_batches=run.micro_batches,
         )
-        exchange = HotExchange(run.exchange)
-        self.pipeline = make_pipeline(
-            spec, self.model, self.optimizer, device, hot_exchange=exchange
-        )
+        self.pipeline = make_pipeline(spec, self.model, self.optimizer, device)
         self.pipeline.start()
 
     def batch(self, step: int) -> Batch:

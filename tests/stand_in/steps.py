@@ -173,7 +173,6 @@ def main() -> None:
     parser.add_argument("--pipeline", default="sparse_dist")
     parser.add_argument("--routing", default="loader")
     parser.add_argument("--optimizer", default="sgd")
-    parser.add_argument("--exchange", default="auto")
     parser.add_argument("--tier", default="device")
     parser.add_argument("--kind", default="dlrm")
     parser.add_argument("--dims", type=int, default=1)

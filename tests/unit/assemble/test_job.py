@@ -16,7 +16,6 @@ from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
 from hotrec.types import (
-    HotExchange,
     Levels,
     Partition,
     PipelineKind,
@@ -90,12 +89,11 @@ def test_rows_are_spread_in_tables_of_row_numbers(
 
 
 def test_a_policy_decides_the_rows(dataset: Dataset) -> None:
-    words = "placement=all_hot", "placement.routing=device", "placement.hot_exchange=owners"
-    all_hot = request_of(dataset, *words)
+    all_hot = request_of(dataset, "placement=all_hot", "placement.routing=device")
     assert isinstance(all_hot.tables, GivenTables)
     assert all_hot.tables.placement.partition.total_hot == sum(NUM_ROWS.values())
     assert all_hot.tables.slots is None
-    assert (all_hot.hot_exchange, all_hot.is_routed_by_loader) == (HotExchange.owners, False)
+    assert not all_hot.is_routed_by_loader
 
 
 def test_slots_are_chosen_unless_their_number_is_given(dataset: Dataset) -> None:

@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.optimizers import HotOptimizer
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.types import HotExchange, OptimizerKind
+from hotrec.types import OptimizerKind
 
 NUM_ROWS = [7, 1, 5]
 NUM_HOT = sum(NUM_ROWS)
@@ -30,12 +30,10 @@ def bucket(tensor: torch.Tensor) -> Any:
     return SimpleNamespace(buffer=lambda: tensor, index=lambda: 0)
 
 
-def make_replicas(
-    exchange: HotExchange = HotExchange.touched_rows, device: str = "cpu"
-) -> HotReplicas:
+def make_replicas(device: str = "cpu") -> HotReplicas:
     values = torch.randn(NUM_HOT * DIM, generator=torch.Generator().manual_seed(0))
     weight = nn.Parameter(values.to(device))
-    return HotReplicas(weight, NUM_ROWS, DIM, dist.group.WORLD, exchange)
+    return HotReplicas(weight, NUM_ROWS, DIM, dist.group.WORLD)
 
 
 def make_optimizer(kind: OptimizerKind, replicas: HotReplicas) -> HotOptimizer:
@@ -83,9 +81,8 @@ def test_lookup_and_gradient_equal_autograd() -> None:
         assert torch.equal(replicas.weight.grad.view(-1, DIM), plain.grad)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("exchange", list(HotExchange))
-def test_touched_rows_are_reported_once(exchange: HotExchange) -> None:
-    replicas = make_replicas(exchange)
+def test_touched_rows_are_reported_once() -> None:
+    replicas = make_replicas()
     backward(replicas, [6, 0], [0], [4])
     assert replicas.take_updated().sort().values.tolist() == [0, 6, 7, 12]
     assert replicas.take_updated().tolist() == []

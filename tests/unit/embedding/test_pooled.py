@@ -22,7 +22,6 @@ from hotrec.runtime.traffic import find_distinct_rows
 from hotrec.train.dense_sync import count_dense_values
 from hotrec.types import (
     Exchange,
-    HotExchange,
     OptimizerKind,
     Partition,
     Placement,
@@ -185,11 +184,3 @@ def test_weights_of_means_carry_the_length() -> None:
     features.weights().requires_grad_(True)
     with pytest.raises(ValueError, match="without a gradient"):
         collection.router(features)
-
-
-@pytest.mark.parametrize("is_dense", [False, True])
-def test_the_placement_says_how_hot_gradients_travel(one_rank: Ranks, is_dense: bool) -> None:
-    placement = Placement(HOT_U, PLACEMENTS["one"].tables, is_hot_dense=is_dense)
-    model = sharded(placement)
-    [(_, replicas)] = model.module.collection.hot_replicas()
-    assert replicas._exchange is (HotExchange.dense if is_dense else HotExchange.auto)
