@@ -126,8 +126,6 @@ def variants() -> Iterator[tuple[str, ...]]:
     for pipeline in BASES:
         for name in ("sgd", "adagrad"):
             yield pipeline, f"optimizer={name}", f"optimizer={name}"
-        for name in ("touched_rows", "owners", "dense"):
-            yield pipeline, f"hot_exchange={name}", f"placement.hot_exchange={name}"
         yield pipeline, "wire=bf16", "pipeline.wire=bf16"
         for name in ("all_hot", "all_cold"):
             yield pipeline, f"placement={name}", f"placement={name}"

@@ -293,15 +293,6 @@ class WireType(Enum):
     bf16 = "bf16"
 
 
-class HotExchange(Enum):
-    """How gradients of hot rows are reduced: auto chooses in every step."""
-
-    touched_rows = "touched_rows"
-    owners = "owners"
-    dense = "dense"
-    auto = "auto"
-
-
 class TableOutput(Enum):
     """What a collection returns for the ids of a table.
 
@@ -566,13 +557,11 @@ class Placement:
     Args:
         partition: The hot rows.
         tables: Placement of every table.
-        is_hot_dense: Whether all hot rows' gradients are all-reduced, instead of touched rows.
         popular_rows: Rows of CACHED tables that begin in their owner's slots, of POPULAR_ROW.
     """
 
     partition: Partition
     tables: Mapping[str, TablePlacement]
-    is_hot_dense: bool = False
     popular_rows: Mapping[str, PopularRows] = field(default_factory=dict)
 
     @staticmethod
@@ -581,7 +570,6 @@ class Placement:
         tier: Tier = Tier.DEVICE,
         cache_load_frac: float | None = None,
         *,
-        is_hot_dense: bool = False,
         row_type: WireType = WireType.fp32,
         row_fetch: RowFetch = RowFetch.staged,
     ) -> Placement:
@@ -590,7 +578,7 @@ class Placement:
         table = TablePlacement(
             tier=tier, cache_load_frac=load_frac, row_type=row_type, row_fetch=row_fetch
         )
-        return Placement(partition, dict.fromkeys(partition.num_rows, table), is_hot_dense)
+        return Placement(partition, dict.fromkeys(partition.num_rows, table))
 
     def with_fetch(self, row_fetch: RowFetch) -> Placement:
         """The same with another way of fetching rows in CACHED."""

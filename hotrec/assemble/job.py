@@ -495,11 +495,10 @@ def torchrec_tables_of(placement: PlacementConfig) -> TorchrecTables | None:
 
 
 def cold_rows_of(placement: TieredConfig) -> ColdRows:
-    """The memory and exchange of the cold rows."""
+    """The memory of the cold rows."""
     return ColdRows(
         placement.cold_tier,
         placement.cache_load_frac,
-        placement.hot_exchange,
         placement.cold_rows,
         placement.row_fetch,
     )

@@ -165,7 +165,7 @@ def build_unsharded(
         made = HotColdEmbeddingBagCollection if is_pooled else HotColdEmbeddingCollection
         embeddings = made(tables, placed, device=META)
         made = HotColdSharder if is_pooled else HotColdSequenceSharder
-        sharders = [made(spec.embedding, plan.tables.hot_exchange, pipeline.wire, pipeline.levels)]
+        sharders = [made(spec.embedding, pipeline.wire, pipeline.levels)]
         constraints = placement_constraints(placed, machine.device)
     built = build_architecture(spec.architecture, embeddings, spec.seed, dense_device)
     check_modules(built)

@@ -35,7 +35,6 @@ from hotrec.planner.situation import (
 from hotrec.runtime.cores import choose_workers
 from hotrec.runtime.memory import read_fingerprint
 from hotrec.types import (
-    HotExchange,
     Partition,
     PipelineSpec,
     Placement,
@@ -52,7 +51,7 @@ class PolicySplit:
 
     Args:
         policy: Chooses the hot rows.
-        cold: Memory and exchange of the cold rows.
+        cold: Memory of the cold rows.
     """
 
     policy: Policy
@@ -132,15 +131,11 @@ class PlanJob:
 
     def request_for(self, tables: ByCost | GivenTables | TorchrecTables) -> PlanRequest:
         """The request to the planner for these tables."""
-        asked = self.tables
         return PlanRequest(
             tables,
             self.pipeline,
             num_workers=self.order.num_workers,
             name=self.name,
-            hot_exchange=(
-                asked.cold.hot_exchange if isinstance(asked, PolicySplit) else HotExchange.auto
-            ),
             is_routed_by_loader=self.routes_in_loader,
         )
 

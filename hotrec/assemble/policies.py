@@ -1,4 +1,4 @@
-"""Splits of tables by a policy: the hot rows, and the memory and exchange of the cold ones."""
+"""Splits of tables by a policy: the hot rows, and the memory of the cold ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hotrec.planner.machine import Machine
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
     ColdTier,
-    HotExchange,
     Partition,
     Placement,
     PopularRows,
@@ -97,19 +96,17 @@ class Policy:
 
 @dataclass(frozen=True)
 class ColdRows:
-    """The memory of the cold rows of a split, all in one tier, and the exchange of the hot ones.
+    """The memory of the cold rows of a split, all in one tier.
 
     Args:
         tier: Memory of the cold rows.
         cache_load_frac: Fraction of the rows with slots; None for the default.
-        hot_exchange: How gradients of hot rows are reduced.
         row_type: Type of the rows behind slots.
         row_fetch: How these rows are fetched to the device.
     """
 
     tier: ColdTier = ColdTier.fused
     cache_load_frac: float | None = None
-    hot_exchange: HotExchange = HotExchange.auto
     row_type: WireType = WireType.fp32
     row_fetch: RowFetch = RowFetch.auto
 
@@ -141,7 +138,6 @@ class ColdRows:
             partition,
             Tier.CACHED if has_slots else Tier.DEVICE,
             load_frac,
-            is_hot_dense=self.hot_exchange is HotExchange.dense,
             row_type=self.row_type,
             row_fetch=RowFetch.mapped if self.row_fetch is RowFetch.mapped else RowFetch.staged,
         )

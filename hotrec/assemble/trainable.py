@@ -40,7 +40,7 @@ from hotrec.runtime.ranks import all_gather_object, same_verdict
 from hotrec.runtime.traffic import BatchFacts, find_distinct_rows
 from hotrec.train.meters import Tables
 from hotrec.train.pipelines import Pipeline, make_pipeline
-from hotrec.types import HotExchange, Placement, TorchrecTier
+from hotrec.types import Placement, TorchrecTier
 
 
 @dataclass(frozen=True)
@@ -69,16 +69,8 @@ class Trainable:
 
     def pipeline(self) -> Pipeline:
         """A pipeline that trains the model and evaluates it; a collective."""
-        tables, exchange = self.plan.tables, HotExchange.auto
-        if isinstance(tables, SplitTables):
-            exchange = tables.hot_exchange
         return make_pipeline(
-            self.plan.pipeline,
-            self.model,
-            self.optimizer,
-            self.device,
-            self.grad_clip_norm,
-            hot_exchange=exchange,
+            self.plan.pipeline, self.model, self.optimizer, self.device, self.grad_clip_norm
         )
 
     def check_replicas(self) -> None:

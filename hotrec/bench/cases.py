@@ -33,7 +33,7 @@ from hotrec.runtime.ranks import Ranks, barrier, broadcast_object
 from hotrec.runtime.stages import StageClock
 from hotrec.train.interleave import Block
 from hotrec.train.pipelines import Pipeline
-from hotrec.types import HotExchange, Partition, PipelineSpec, Placement, Schema, WireType
+from hotrec.types import Partition, PipelineSpec, Placement, Schema, WireType
 
 IN_LINE = PipelineSpec()
 
@@ -70,7 +70,6 @@ def split_case(
     placement: Placement,
     pipeline: PipelineSpec = IN_LINE,
     *,
-    hot_exchange: HotExchange = HotExchange.auto,
     is_routed_by_loader: bool = False,
     is_by_owner: bool = False,
 ) -> Case:
@@ -78,7 +77,6 @@ def split_case(
     request = PlanRequest(
         GivenTables(placement),
         pipeline,
-        hot_exchange=hot_exchange,
         is_routed_by_loader=is_routed_by_loader,
     )
     return Case(name, Plan(split_of(request, placement), pipeline), placement, is_by_owner)

@@ -134,7 +134,6 @@ def _make_case(
         tables = TorchrecTables(plan, variant.tier, variant.cache_load_frac)
         return Case(name, Plan(tables, pipeline))
     partition = _hot_rows(variant, bench, counts, world_size)
-    exchange = variant.hot_exchange or bench.hot_exchange
 
     def popular(load_frac: float) -> dict[str, PopularRows]:
         return choose_popular_rows(
@@ -147,13 +146,12 @@ def _make_case(
         )
 
     spread = counts if variant.spread_rows else ()
-    cold = ColdRows(variant.cold_tier, variant.cache_load_frac, exchange)
+    cold = ColdRows(variant.cold_tier, variant.cache_load_frac)
     placement = cold.place(partition, device, popular).spread(spread)
     return split_case(
         name,
         placement,
         pipeline,
-        hot_exchange=exchange,
         is_routed_by_loader=bench.routing is BenchRouting.loader,
         is_by_owner=variant.assign is OrderAssign.by_owner,
     )
@@ -224,6 +222,6 @@ def make_benchmark(
         loss_tolerance=bench.loss_tolerance,
         settings={
             **{name: getattr(bench, name) for name in SETTINGS},
-            **{name: getattr(bench, name).name for name in ("pipeline", "routing", "hot_exchange")},
+            **{name: getattr(bench, name).name for name in ("pipeline", "routing")},
         },
     )

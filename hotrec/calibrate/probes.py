@@ -45,7 +45,7 @@ from hotrec.routing.features import RoutedRows
 from hotrec.runtime.mapped_memory import host_view, keep_out_of_forks
 from hotrec.runtime.memory import check_mappable, read_memory
 from hotrec.runtime.wire import Wire
-from hotrec.types import HotExchange, OptimizerKind, RowFetch
+from hotrec.types import OptimizerKind, RowFetch
 
 # At most this many ranks' requests are merged into one lookup.
 MAX_REQUESTING_RANKS = 8
@@ -250,18 +250,6 @@ def _dense_update(workload: CalibrationWorkload, num_values: int, dim: int) -> W
     return Work(lambda _: optimizer.step(), sum(p.numel() for p in params), 0)
 
 
-class _ReplayedWire(Wire):
-    """A wire that sends nothing, and replays this rank's earlier messages as other ranks'."""
-
-    def __init__(self, group: Any, world_size: int) -> None:
-        super().__init__(group)
-        self.world_size = world_size
-        self.messages: list[torch.Tensor] = []
-
-    def all_gather_joined(self, source: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        return self.messages.pop(0)
-
-
 # A timed call, and the function that prepares its argument.
 Timed = tuple[Callable[[Any], object], Callable[[], Any]]
 
@@ -275,12 +263,11 @@ class _Hot:
     weight: nn.Parameter
     num_rows_T: list[int]
     samples: list[KeyedJaggedTensor]
-    num_ranks: int
 
     def replicas(self) -> HotReplicas:
         """A new module on the same weights, with no touched rows."""
         group = self.workload.alone.group
-        return HotReplicas(self.weight, self.num_rows_T, self.dim, group, HotExchange.touched_rows)
+        return HotReplicas(self.weight, self.num_rows_T, self.dim, group)
 
     def slots(self) -> list[torch.Tensor]:
         """Flat slots of the rows of each batch, ascending."""
@@ -302,12 +289,12 @@ def _hot_work(workload: CalibrationWorkload, name: str, num_ids: int, dim: int) 
         routed.rows.split(num_keys)[0]
         for routed in workload.routed(workload.router, workload.samples, num_ids)
     ]
-    # One rank reduces nothing, but costs measured on it may be used to plan for several.
-    num_ranks = max(2, workload.ranks.world_size) if name == "hot_add" else 1
-    hot = _Hot(workload, dim, nn.Parameter(values), num_rows_T, samples, num_ranks)
+    hot = _Hot(workload, dim, nn.Parameter(values), num_rows_T, samples)
     run, prepare = HOT_PROBES[name](hot)
-    mean_rows = sum(features.values().numel() for features in samples) / len(samples)
-    return Work(run, num_ranks * mean_rows, 4 * dim * num_ranks * mean_rows, prepare)
+    num_rows = sum(features.values().numel() for features in samples) / len(samples)
+    if name == "hot_add":  # each row is added up, and comes back
+        num_rows *= 2
+    return Work(run, num_rows, 4 * dim * num_rows, prepare)
 
 
 def _read(hot: _Hot) -> Timed:
@@ -334,28 +321,17 @@ def _pack(hot: _Hot) -> Timed:
 
 
 def _add(hot: _Hot) -> Timed:
-    """The reduction over the ranks; every simulated rank sends one of this rank's batches."""
-    device = hot.workload.device
-    shape = (sum(hot.num_rows_T), hot.dim)
-    gradient = torch.zeros(shape, device=device)
-    wire = _ReplayedWire(hot.workload.alone, hot.num_ranks)
-    reducer = HotReducer([shape], wire, HotExchange.touched_rows, device=device)
-    slots = hot.slots()
-    grads = [torch.randn(slots_U.numel(), hot.dim, device=device) for slots_U in slots]
-    turns = cycle(range(len(slots)))
+    """The reduction of a rank that owns all rows: their sums, and the gathered union."""
+    gradient = torch.zeros((sum(hot.num_rows_T), hot.dim), device=hot.weight.device)
+    reducer = HotReducer([(gradient.shape[0], hot.dim)], Wire(hot.workload.alone))
+    turns = cycle(hot.slots())
 
-    def prepare() -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
-        turn = next(turns)
-        of_ranks = [(turn + rank) % len(slots) for rank in range(hot.num_ranks)]
-        wire.messages = [
-            torch.cat([slots[at] for at in of_ranks]).int(),
-            torch.cat([grads[at].view(-1) for at in of_ranks]),
-        ]
-        return slots[turn], grads[turn], [[slots[at].numel()] for at in of_ranks]
+    def prepare() -> tuple[torch.Tensor, torch.Tensor]:
+        slots_U = next(turns)
+        return slots_U, torch.randn(slots_U.numel(), hot.dim, device=gradient.device)
 
-    def run(prepared: tuple[torch.Tensor, torch.Tensor, list[list[int]]]) -> None:
-        slots_U, grad_UD, counts = prepared
-        [(union, mean_UD)] = reducer.reduce([(slots_U, grad_UD)], counts)
+    def run(touched: tuple[torch.Tensor, torch.Tensor]) -> None:
+        [(union, mean_UD)] = reducer.reduce([touched])
         gradient.index_copy_(0, union, mean_UD)
 
     return run, prepare

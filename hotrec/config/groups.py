@@ -10,7 +10,6 @@ from hotrec.config.fields import Rules, key, option, section
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
     ColdTier,
-    HotExchange,
     ModelKind,
     OptimizerKind,
     RowFetch,
@@ -117,14 +116,8 @@ class CostPlacement(OverridableConfig):
 
 @dataclass
 class TieredConfig(HotColdConfig):
-    """What all placements share in which the user sets the exchange and the cold rows' memory."""
+    """What all placements share in which the user sets the cold rows' memory."""
 
-    hot_exchange: HotExchange = key(
-        "how gradients of hot rows are reduced: touched_rows (all-gather the rows of this step), "
-        "owners (sum at each row's owner, then all-gather), dense (all-reduce all hot rows), or "
-        "auto (the one with the fewest bytes in each step)",
-        HotExchange.auto,
-    )
     cold_tier: ColdTier = key(
         "memory of the cold rows: device (fused), or host behind device slots filled by "
         "pipeline=look_ahead (cached, also on CPU)",

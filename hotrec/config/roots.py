@@ -29,7 +29,6 @@ from hotrec.config.groups import (
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
     ColdTier,
-    HotExchange,
     Levels,
     PipelineKind,
     Precision,
@@ -428,7 +427,6 @@ class BenchVariant:
         CACHE_LOAD.format("fused_uvm_caching or cached"), DEFAULT_LOAD_FRAC, gt=0, lt=1
     )
     num_hot_rows: int | None = key("number of hot rows, the most-read ones", None, ge=0)
-    hot_exchange: HotExchange | None = key("how gradients of hot rows are reduced", None)
     wire: WireType = key(WIRE, WireType.fp32)
     depth: int = key(DEPTH, 1, ge=0, le=1)
     micro_batches: bool = key(MICRO_BATCHES, False)
@@ -530,9 +528,6 @@ class BenchConfig:
     num_hot_rows: int = key("number of hot rows: those that are accessed most", 20000, ge=0)
     profile_samples: int = key(
         "number of samples from which the hot rows are chosen", 1000000, ge=1
-    )
-    hot_exchange: HotExchange = key(
-        "how gradients of hot rows are reduced, as in placement", HotExchange.auto
     )
     routing: BenchRouting = key(
         "where ids are routed: main (timed) or loader (before the step)", BenchRouting.main

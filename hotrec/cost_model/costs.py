@@ -195,7 +195,7 @@ KERNELS: Mapping[str, str] = {
     "pool": "an id pooled from the rows at hand, forward and backward; its 4 D bytes",
     "hot_read": "a distinct row read from the replica; its 4 D bytes",
     "hot_pack": "a touched row of this rank put into the message; its 4 D bytes",
-    "hot_add": "a row of any rank added to the gradient; its 4 D bytes",
+    "hot_add": "a row added up by its owner, or back from one and ordered; its 4 D bytes",
     "hot_update": "a row that any rank touched, updated in the replica; its 4 D bytes",
     "pooled_device": "an id read and pooled by TorchRec's kernel, device memory; its 4 D bytes",
     "pooled_host": "the same, in host memory",

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hotrec.cost_model.costs import Costs, Line
+from hotrec.cost_model.costs import Costs, Line, World
 from hotrec.types import PipelineKind, PipelineSpec
 
 BYTES_PER_ID = 8
 BYTES_PER_FLOAT = 4
+SLOT_BYTES = 4
+# Hot rows that a rank sends in the hot exchange: its own to their owners, and the sums.
+HOT_ROWS = ("hot_rows", "union_rows")
+# Slots and values to the owners, and back.
+NUM_HOT_MESSAGES = 4
 
 
 SPARSE_DIST = PipelineSpec()
@@ -28,7 +33,6 @@ BYTES_OF = {
     "relayed_urgent_rows": "relayed_urgent_bytes",
     "relayed_hot_rows": "relayed_hot_bytes",
     "union_rows": "union_bytes",  # distinct hot rows of any rank
-    "replica_rows": "replica_bytes",  # hot rows, touched or not
     # ids that this rank looks up for all ranks in TorchRec's kernel, which pools them, if they are
     **{f"pooled_ids_{tier}": f"pooled_bytes_{tier}" for tier in TIERS},
     "replicated_ids": "replicated_id_bytes",  # of TorchRec's data-parallel tables
@@ -217,3 +221,23 @@ def add_hot_pack(compute: Form, costs: Costs) -> Form:
     """Add the seconds of putting touched hot rows into messages."""
     line = costs.kernels["hot_pack"]
     return compute.add_line(line, "hot_rows").add("hot_groups", line.fixed_s)
+
+
+def hot_messages(world: World, narrow_frac: float) -> tuple[Form, Form]:
+    """The bytes of the hot exchange among all ranks, or those of a host; and on rails.
+
+    With W ranks, R_r hot rows read by a rank, R_h by a host and ``union`` by any, a rank sends
+    (W-1)/W (R_r + union) rows and slots. On H hosts of G ranks it sends (G-1)/G of these in fp32
+    inside its host, and (H-1)/H (R_h + union) / G on its rail.
+    """
+    peers = world.ranks_per_host if world.has_levels else world.num_ranks
+    among, on_rails = Form(), Form()
+    for rows in HOT_ROWS:
+        frac = (peers - 1) / peers
+        narrow = 1.0 if world.has_levels else narrow_frac
+        among.add(BYTES_OF[rows], frac * narrow).add(rows, frac * SLOT_BYTES)
+    if world.has_levels:
+        frac = (world.num_hosts - 1) / world.num_hosts
+        for rows, share in (("relayed_hot_rows", frac), ("union_rows", frac / peers)):
+            on_rails.add(BYTES_OF[rows], share * narrow_frac).add(rows, share * SLOT_BYTES)
+    return among, on_rails

@@ -6,7 +6,7 @@ pass. All other rows and gradients, ids and the dense layers' gradients travel i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,6 +15,8 @@ from hotrec.cost_model.forms import (
     BYTES_OF,
     BYTES_PER_FLOAT,
     BYTES_PER_ID,
+    HOT_ROWS,
+    NUM_HOT_MESSAGES,
     Form,
     StageForm,
     StepPrediction,
@@ -22,6 +24,7 @@ from hotrec.cost_model.forms import (
     add_compute,
     add_hot_pack,
     add_overhead,
+    hot_messages,
 )
 from hotrec.types import STAGES, Levels, PipelineSpec, RowFetch
 
@@ -30,7 +33,7 @@ from hotrec.types import STAGES, Levels, PipelineSpec, RowFetch
 # deferred. Weight gradients are a third of a layer's work (the others are the forward pass and the
 # gradients of its inputs), and interactions, which have none, take about a quarter of the time.
 OVERLAPPABLE_DENSE_FRAC = 0.25
-POSITION_BYTES, FLAGS_BYTES, SLOT_BYTES = 4, 2, 4
+POSITION_BYTES, FLAGS_BYTES = 4, 2
 # Number of messages of a step: counts, positions, flags.
 NUM_ID_MESSAGES = 3
 # Kernels that move rows into slots and back, and the rows that each moves.
@@ -61,7 +64,7 @@ class _Traffic:
 
 @dataclass(frozen=True)
 class LookAheadModel:
-    """The step of one machine, world, workload and hot exchange.
+    """The step of one machine, world and workload.
 
     With v bytes a value on the wire, U cold, u urgent and H hot distinct rows of a rank, all of
     dimension D, a rank sends in a step
@@ -69,31 +72,25 @@ class LookAheadModel:
         ids_exchange    (W-1)/W U (4 + 1 + 1)     positions, and two flags in reply
         rows_exchange   (W-1)/W U v D             u of them urgent
         grads_exchange  (W-1)/W U v D             and 2 (W-1)/W v of each dense parameter
-        hot_exchange    the fewest bytes of       (W-1) H (v D + 4), gathered;
-                                                  (W-1)/W (H + union) (v D + 4), added up by owners;
-                                                  2 (W-1)/W replica (v D + 1), all of them reduced
+        hot_exchange    (W-1)/W (H + union) (v D + 4)   added up by owners
 
-    On H hosts of G ranks, hot rows are added up inside a host by the owners of their slots: (G-1)/G
-    of H (v D + 4) with v = 4, then one of the three forms among hosts for 1/G of the rows of a
-    host, then (G-1)/G of the union inside. In two levels, of the distinct rows of a host a rank
-    relays 1/G: (H-1)/H of these cross, and (G-1)/G U 4 D are distributed inside.
+    On several hosts of several ranks, see ``hot_messages``. In two levels, of the distinct rows of
+    a host a rank relays 1/G: (H-1)/H of these cross, and (G-1)/G U 4 D are distributed inside.
 
     Messages contain the rows of all dimensions, and are sent one by one between pairs of ranks;
     gloo's all_to_all is slower than that on a slow link. So their time is the smaller of those
     measured for all_to_all and all_gather in this world. Corrections and overheads that were fitted
-    to TorchRec's exchanges do not apply; those of computing stages do. With ``is_hot_dense`` all
-    hot rows are always reduced.
+    to TorchRec's exchanges do not apply; those of computing stages do.
     """
 
     costs: Costs
     world: World
     workload: Workload
     pipeline: PipelineSpec
-    is_hot_dense: bool = False
 
     @cached_property
     def compute(self) -> Mapping[str, Form]:
-        """Computation of each stage; of the hot exchange only what does not depend on its kind."""
+        """Computation of each stage; of the hot exchange only the packing of rows."""
         stages = {name: StageForm() for name in STAGES}
         add_compute(stages, self.costs, self.workload)
         if self.world.num_ranks > 1:
@@ -295,75 +292,22 @@ class LookAheadModel:
         return sum(num_messages * line.fixed_s + line.per_byte_s * size for line, size in lines)
 
     def _hot(self, quantities: Mapping[str, float]) -> _Traffic:
-        def sized(rows: str, num_bytes: str, with_row: int) -> float:
-            values = quantities.get(num_bytes, 0.0) * self.pipeline.narrow_frac
-            return values + with_row * quantities.get(rows, 0.0)
-
-        touched = sized("hot_rows", "hot_bytes", SLOT_BYTES)
-        union = sized("union_rows", "union_bytes", SLOT_BYTES)
-        gathered = (self.world.num_ranks - 1) * touched
-        owned = self._others * (touched + union)
-        reduced = 2 * self._others * sized("replica_rows", "replica_bytes", 1)
+        forms = hot_messages(self.world, self.pipeline.narrow_frac)
+        among, on_rails = (form.value(quantities) for form in forms)
         add = self.costs.kernels["hot_add"]
-        of_rank = add.seconds(quantities.get("hot_rows", 0.0), quantities.get("hot_bytes", 0.0))
-        of_any = add.seconds(quantities.get("union_rows", 0.0), quantities.get("union_bytes", 0.0))
-        if touched <= 0:
+        compute_s = (among + on_rails) * self.costs.kernels["copy"].per_byte_s
+        for rows in HOT_ROWS:
+            compute_s += add.seconds(quantities.get(rows, 0.0), quantities.get(BYTES_OF[rows], 0.0))
+        if among <= 0:
             return _Traffic()
+        between, seconds = among * self._to_others, self._seconds(among, NUM_HOT_MESSAGES)
         if self.world.has_levels:
-            return self._hot_by_host(sized, quantities)
-        if self.is_hot_dense or reduced < min(gathered, owned):
-            line = self.costs.collective("all_reduce", self.world, reduced)
-            num_bytes, seconds, compute_s = reduced, line.seconds(num_bytes=reduced), 0.0
-        elif gathered <= owned:
-            num_bytes, seconds = gathered, self._seconds(gathered, 2)
-            compute_s = self.world.num_ranks * of_rank
-        else:
-            num_bytes, seconds = owned, self._seconds(owned, 4)
-            compute_s = of_rank + of_any
-        compute_s += num_bytes * self.costs.kernels["copy"].per_byte_s
+            between, seconds = on_rails, self._two_levels_s(among, on_rails, NUM_HOT_MESSAGES)
         return _Traffic(
-            num_bytes,
-            num_bytes * self._to_others,  # to all of them, or to none
+            among + on_rails,
+            between,
             critical_s=seconds,
             compute_s=compute_s * self.costs.correction("hot_exchange"),
-        )
-
-    def _hot_by_host(
-        self, sized: Callable[[str, str, int], float], quantities: Mapping[str, float]
-    ) -> _Traffic:
-        """Added up inside hosts in fp32, then among hosts, then gathered inside."""
-        add, hosts, local = self.costs.kernels["hot_add"], self.world.num_hosts, self._inside_frac
-        ranks = self.world.ranks_per_host
-        touched = sized("relayed_hot_rows", "relayed_hot_bytes", SLOT_BYTES)
-        union = sized("union_rows", "union_bytes", SLOT_BYTES) / ranks
-        forms = {
-            "touched": ((hosts - 1) * touched, 2, "all_to_all"),
-            "owners": (self._rail_frac * (touched + union), 4, "all_to_all"),
-            "dense": (
-                2 * self._rail_frac * sized("replica_rows", "replica_bytes", 1) / ranks,
-                2,
-                "all_reduce",
-            ),
-        }
-        name = min(forms, key=lambda form: forms[form][0])
-        on_rails, num_messages, kind = forms["dense" if self.is_hot_dense else name]
-        rail = self.costs.on_rails(kind, self.world, on_rails / num_messages or None)
-        inside = local * sum(
-            quantities.get(num_bytes, 0.0) + SLOT_BYTES * quantities.get(rows, 0.0)
-            for rows, num_bytes in (("hot_rows", "hot_bytes"), ("union_rows", "union_bytes"))
-        )
-        line = self.costs.collective("all_to_all", self.world.inside, inside / 4)
-        of_rank = add.seconds(quantities.get("hot_rows", 0.0), quantities.get("hot_bytes", 0.0))
-        of_any = add.seconds(quantities.get("union_rows", 0.0), quantities.get("union_bytes", 0.0))
-        copy_s = (inside + on_rails) * self.costs.kernels["copy"].per_byte_s
-        return _Traffic(
-            inside + on_rails,
-            on_rails,
-            critical_s=4 * line.fixed_s
-            + line.per_byte_s * inside
-            + num_messages * rail.fixed_s
-            + rail.per_byte_s * on_rails,
-            compute_s=(of_rank + of_any + copy_s) * self.costs.correction("hot_exchange"),
         )
 
     def _seconds(

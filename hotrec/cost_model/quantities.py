@@ -191,7 +191,6 @@ class ReadRows(Generic[Number]):
     """Distinct rows of a table that a step reads, of one split or of many (arrays).
 
     Args:
-        hot: Hot rows, read or not.
         hot_of_rank: Hot rows that a rank reads.
         hot_of_any: Hot rows that any rank reads.
         cold: Cold rows that a rank reads.
@@ -202,7 +201,6 @@ class ReadRows(Generic[Number]):
         urgent_of_host: Of these, those that any rank reads in the next step; 0 likewise.
     """
 
-    hot: Number
     hot_of_rank: Number
     hot_of_any: Number
     cold: Number
@@ -220,7 +218,7 @@ def read_rows(demand: TableDemand, num_hot: int) -> ReadRows[float]:
     urgent = expected_urgent(demand, num_hot)
     host = expected_of_host(demand, num_hot)
     of_host = (0.0, 0.0, 0.0) if host is None else (host.hot, host.cold, host.urgent)
-    return ReadRows(float(num_hot), of_rank, of_any, cold, cold_of_any, urgent, *of_host)
+    return ReadRows(of_rank, of_any, cold, cold_of_any, urgent, *of_host)
 
 
 def table_quantities(
@@ -271,7 +269,6 @@ def table_quantities(
         add("urgent_rows", rows.urgent)
         add("hot_rows", rows.hot_of_rank)
         add("union_rows", rows.hot_of_any)
-        add("replica_rows", rows.hot)
         add("relayed_rows", rows.cold_of_host / world.ranks_per_host)
         add("relayed_urgent_rows", rows.urgent_of_host / world.ranks_per_host)
         add("relayed_hot_rows", rows.hot_of_host / world.ranks_per_host)

@@ -15,6 +15,8 @@ from hotrec.cost_model.costs import Costs, Line, World
 from hotrec.cost_model.forms import (
     BYTES_PER_FLOAT,
     BYTES_PER_ID,
+    HOT_ROWS,
+    NUM_HOT_MESSAGES,
     SPARSE_DIST,
     TIERS,
     Form,
@@ -24,8 +26,9 @@ from hotrec.cost_model.forms import (
     add_compute,
     add_hot_pack,
     add_overhead,
+    hot_messages,
 )
-from hotrec.cost_model.look_ahead import POSITION_BYTES, SLOT_BYTES, LookAheadModel
+from hotrec.cost_model.look_ahead import POSITION_BYTES, LookAheadModel
 from hotrec.types import STAGES, Levels, PipelineKind, PipelineSpec
 
 COVERED = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
@@ -113,7 +116,6 @@ def make_model(
     workload: Workload,
     *,
     pipeline: PipelineSpec,
-    is_hot_dense: bool = False,
     at: Mapping[str, float] | None = None,
 ) -> StepModel | LookAheadModel:
     """Creates the model of a pipeline's step with hot and cold rows, see ``make_step_model``.
@@ -121,10 +123,8 @@ def make_model(
     Look-ahead ignores ``at``: it reads measured collectives at the predicted message sizes.
     """
     if pipeline.is_look_ahead:
-        return LookAheadModel(costs, world, workload, pipeline, is_hot_dense)
-    return make_step_model(
-        costs, world, workload, pipeline=pipeline, is_hot_dense=is_hot_dense, at=at
-    )
+        return LookAheadModel(costs, world, workload, pipeline)
+    return make_step_model(costs, world, workload, pipeline=pipeline, at=at)
 
 
 def _prefetched(lookup: StageForm, dense: Form) -> StageForm:
@@ -144,7 +144,6 @@ def make_step_model(
     workload: Workload,
     *,
     pipeline: PipelineSpec = SPARSE_DIST,
-    is_hot_dense: bool = False,
     at: Mapping[str, float] | None = None,
 ) -> StepModel:
     """Creates the linear model of a step of TorchRec's pipeline.
@@ -153,7 +152,6 @@ def make_step_model(
         pipeline: ``base`` is sparse_dist without overlap of the ids. ``prefetch`` is sparse_dist
             whose device caches fetch the next batch's rows under the dense layers; FBGEMM's
             backward waits for them. Any other counts as sparse_dist.
-        is_hot_dense: Whether hot gradients are exchanged by a dense all-reduce.
         at: Quantities of a step at whose message sizes measured collectives are linearised; None
             for the line that fits all sizes best.
 
@@ -163,7 +161,7 @@ def make_step_model(
     stages = {name: StageForm() for name in STAGES}
     add_compute(stages, costs, workload)
     if world.num_ranks > 1:
-        _add_messages(stages, costs, world, workload, is_hot_dense, at, pipeline)
+        _add_messages(stages, costs, world, workload, at, pipeline)
     _add_covers(stages, workload)
     for name in COVERED:
         # The share that cannot be hidden counts as computation.
@@ -194,7 +192,6 @@ def _add_messages(
     costs: Costs,
     world: World,
     workload: Workload,
-    is_hot_dense: bool,
     at: Mapping[str, float] | None,
     pipeline: PipelineSpec,
 ) -> None:
@@ -205,7 +202,7 @@ def _add_messages(
     rows      all_to_all of the distinct rows, 4 D (W-1)/W each, and their gradients
     pooled    all_to_all of one vector a bag, or one row an id of unpooled tables, which are
               reordered at the price of a copy; and as much for its gradient
-    hot rows  all_gather of (slot, gradient row), (W-1) (4 D + 4) each; or all_reduce of all
+    hot rows  (slot, gradient row) to the owners, and their sums back, (W-1)/W (4 D + 4) each
     dense     all_reduce of every parameter, 2 (W-1)/W 4 each
 
     On H hosts of G ranks, hot rows are added up inside hosts and then among them, see
@@ -252,29 +249,27 @@ def _add_messages(
     stages["other"].send(Form(dense_bytes), line, reduced_frac)
     stages["other"].wire.constant += line.fixed_s
     hot = stages["hot_exchange"]
-    replicated = Form().add("replicated_bytes", 2 * others * narrow_frac)
     add_hot_pack(hot.compute, costs)
+    for rows in HOT_ROWS:
+        hot.compute.add_line(costs.kernels["hot_add"], rows)
+    among, on_rails = hot_messages(world, narrow_frac)
+    num_bytes = _message_bytes(among, at)
     if world.has_levels:
-        _add_hot_by_host(stages, costs, world, is_hot_dense, at, narrow_frac)
-        reduce = costs.collective("all_reduce", world, _message_bytes(replicated, at))
-        hot.send(replicated, reduce, reduced_frac)
+        lines = [
+            (among, costs.collective("all_to_all", world.inside, num_bytes), 0.0),
+            (on_rails, costs.on_rails("all_to_all", world, _message_bytes(on_rails, at)), 1.0),
+        ]
     else:
-        reduced, gathered = Form().add_form(replicated), Form()
-        peers = world.num_ranks - 1
-        if is_hot_dense:
-            reduced.add("replica_bytes", 2 * others * narrow_frac)
-            gathered.add("hot_rows", BYTES_PER_ID * peers)
-        else:
-            gathered.add("hot_bytes", peers * narrow_frac).add("hot_rows", SLOT_BYTES * peers)
-        hot.compute.add_line(costs.kernels["hot_add"], "hot_rows", world.num_ranks)
-        reduce = costs.collective("all_reduce", world, _message_bytes(reduced, at))
-        gather = costs.collective("all_gather", world, _message_bytes(gathered, at))
-        # The number of rows that each rank touches is known once the ids are.
-        ids.compute.add("hot_groups", gather.fixed_s)
-        hot.send(gathered, gather, world.between_hosts_frac("all_gather"))
-        hot.send(reduced, reduce, reduced_frac)
-        hot.wire.add("hot_groups", 2 * gather.fixed_s + (reduce.fixed_s if is_hot_dense else 0.0))
-        hot.compute.add_form(gathered, copy.per_byte_s)
+        # Sent one by one between pairs of ranks, as gloo's all_gather is.
+        line = costs.collective("all_gather", world, num_bytes)
+        lines = [(among, line, world.between_hosts_frac("all_to_all"))]
+    for form, line, to_others in lines:
+        hot.send(form, line, to_others)
+        hot.compute.add_form(form, copy.per_byte_s)
+        hot.wire.add("hot_groups", NUM_HOT_MESSAGES * line.fixed_s)
+    replicated = Form().add("replicated_bytes", 2 * others * narrow_frac)
+    reduce = costs.collective("all_reduce", world, _message_bytes(replicated, at))
+    hot.send(replicated, reduce, reduced_frac)
     hot.wire.add("replicated_groups", reduce.fixed_s)
 
 
@@ -324,42 +319,6 @@ def _add_all_to_all(
     # The relay gathers rows, or adds them up.
     stage.compute.add_form(inside, costs.kernels["copy"].per_byte_s)
     return {"cold_groups": line.fixed_s + rail.fixed_s, "pooled_groups": flat.fixed_s}
-
-
-def _add_hot_by_host(
-    stages: Mapping[str, StageForm],
-    costs: Costs,
-    world: World,
-    is_hot_dense: bool,
-    at: Mapping[str, float] | None,
-    narrow_frac: float,
-) -> None:
-    """Adds the hot exchange inside hosts, in fp32, and among them.
-
-    Between two hosts all touched rows are gathered; more hosts add them up at the owners of slots.
-    """
-    hot, ranks, hosts = stages["hot_exchange"], world.ranks_per_host, world.num_hosts
-    inside, on_rails, rail_frac = Form(), Form(), (hosts - 1) / hosts
-    for rows, num_bytes in (("hot_rows", "hot_bytes"), ("union_rows", "union_bytes")):
-        inside.add(num_bytes, (ranks - 1) / ranks).add(rows, SLOT_BYTES * (ranks - 1) / ranks)
-        hot.compute.add_line(costs.kernels["hot_add"], rows)
-    if is_hot_dense:
-        on_rails.add("replica_bytes", 2 * rail_frac * narrow_frac / ranks)
-    elif hosts == 2:
-        on_rails.add("relayed_hot_bytes", narrow_frac).add("relayed_hot_rows", SLOT_BYTES)
-    else:
-        on_rails.add("relayed_hot_bytes", rail_frac * narrow_frac)
-        on_rails.add("relayed_hot_rows", rail_frac * SLOT_BYTES)
-        on_rails.add("union_bytes", rail_frac * narrow_frac / ranks)
-        on_rails.add("union_rows", rail_frac * SLOT_BYTES / ranks)
-    line = costs.collective("all_to_all", world.inside, _message_bytes(inside, at))
-    kind = "all_reduce" if is_hot_dense else "all_to_all"
-    rail = costs.on_rails(kind, world, _message_bytes(on_rails, at))
-    for form, of_form, to_others in ((inside, line, 0.0), (on_rails, rail, 1.0)):
-        hot.send(form, of_form, to_others)
-        hot.compute.add_form(form, costs.kernels["copy"].per_byte_s)
-    # Inside, positions and values to the owners of slots, and those of the union back.
-    hot.wire.add("hot_groups", 4 * line.fixed_s + 2 * rail.fixed_s)
 
 
 def _message_bytes(sent_bytes: Form, at: Mapping[str, float] | None) -> float | None:

@@ -7,7 +7,6 @@ that the batch touched to ``HotReducer``, which look-ahead calls without DDP.
 # No `from __future__ import annotations`: DDP reads the hook's annotations as objects.
 
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,44 +16,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.hot_reduce import HotReducer
-from hotrec.runtime.comm_thread import CommunicationThread, HostInts
+from hotrec.runtime.comm_thread import CommunicationThread
 from hotrec.runtime.hosts import TwoLevelWire, make_two_levels
 from hotrec.runtime.ranks import Group, finish_others, world_size
 from hotrec.runtime.stages import mark
 from hotrec.runtime.traffic import counted_by_sender
 from hotrec.runtime.wire import Wire
-from hotrec.types import HotExchange, WireType
-
-
-class HotRowCounts:
-    """Gathers the number of hot rows that each rank's batch touches.
-
-    Started early, so that backward does not wait for a small message behind large ones or, on CUDA,
-    for all queued work of the device.
-    """
-
-    def __init__(self, num_rows: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._own = torch.full((1,), num_rows, device=device)
-        self._all = self._own.new_empty(dist.get_world_size(group))
-        self._work = dist.all_gather_into_tensor(self._all, self._own, group, async_op=True)
-        self._counts: HostInts | None = None
-        if device.type == "cuda":
-            self._work.wait()  # blocks the stream, not the host
-            self._counts = HostInts(self._all)
-
-    def wait(self) -> list[int]:
-        if self._counts is None:
-            self._work.wait()
-            self._counts = HostInts(self._all)
-        return self._counts.wait()
-
-
-@dataclass(frozen=True)
-class _Touched:
-    """Distinct flat slots int64 (U,); ``counts`` is None if no gradient will follow."""
-
-    slots_U: torch.Tensor
-    counts: HotRowCounts | None
+from hotrec.types import WireType
 
 
 class _ReadHot(torch.autograd.Function):
@@ -66,19 +34,19 @@ class _ReadHot(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: torch.Tensor, replicas: "HotReplicas", touched: "_Touched"
+        ctx: Any, weight: torch.Tensor, replicas: "HotReplicas", slots_U: torch.Tensor
     ) -> torch.Tensor:
-        ctx.replicas, ctx.touched = replicas, touched
-        return replicas.rows.index_select(0, touched.slots_U)
+        ctx.replicas, ctx.slots_U = replicas, slots_U
+        return replicas.rows.index_select(0, slots_U)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
         mark("grads_exchange")
         weight = ctx.replicas.weight
-        ctx.replicas.touched.append(ctx.touched)
+        ctx.replicas.touched.append(ctx.slots_U)
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-        weight.grad.view(-1, ctx.replicas.dim).index_add_(0, ctx.touched.slots_U, grads[0])
+        weight.grad.view(-1, ctx.replicas.dim).index_add_(0, ctx.slots_U, grads[0])
         mark("hot_exchange")
         return None, None, None
 
@@ -87,7 +55,7 @@ class HotReplicas:
     """This rank's replica of the hot rows of one embedding dimension.
 
     ``weight`` is the flat parameter float (H * D,) of TorchRec's dense kernel, whose tables have
-    ``num_rows_T`` hot rows; DDP's hook reduces its gradient by ``exchange``.
+    ``num_rows_T`` hot rows; DDP's hook reduces its gradient.
     """
 
     def __init__(
@@ -96,7 +64,6 @@ class HotReplicas:
         num_rows_T: list[int],
         dim: int,
         group: dist.ProcessGroup,
-        exchange: HotExchange,
         wire_type: WireType = WireType.fp32,
     ) -> None:
         self.weight = weight
@@ -104,7 +71,6 @@ class HotReplicas:
         self.dim = dim
         self._group = group
         self._world_size = dist.get_world_size(group)
-        self._exchange = exchange
         self._wire_type = wire_type
         # Made by the first training forward; look-ahead uses its own reducer.
         self._reducer: HotReducer | None = None
@@ -112,12 +78,11 @@ class HotReplicas:
         self._own_group: Group | None = None
         self._hosts: TwoLevelWire | None = None
         self.begins_T = table_begins(num_rows_T).to(weight.device)
-        # Slots with gradients of backward passes that the hook has not reduced.
-        self.touched: list[_Touched] = []
+        # Distinct flat slots int64 (U,) with gradients of backward passes that the hook has not
+        # reduced.
+        self.touched: list[torch.Tensor] = []
         self._updated: list[torch.Tensor] = []
         self._reduced: tuple[torch.Tensor, torch.Tensor] | None = None
-        # Counts of the batch whose rows are read next.
-        self.next_counts: HotRowCounts | None = None
 
     @property
     def rows(self) -> torch.Tensor:
@@ -127,19 +92,10 @@ class HotReplicas:
     def __call__(self, features: KeyedJaggedTensor) -> torch.Tensor:
         """Read float (U, D) at distinct slots of each table, instead of FBGEMM's dense lookup."""
         slots_U = flat_rows(features, self.begins_T)
-        counts, self.next_counts = self.next_counts, None
-        if counts is None:
-            counts = self.gather_counts(slots_U.numel())
-        out: torch.Tensor = _ReadHot.apply(self.weight, self, _Touched(slots_U, counts))
-        return out
-
-    def gather_counts(self, num_rows: int) -> HotRowCounts | None:
-        """Start to gather the number of hot rows of each rank; None if no gradient will follow."""
-        if not torch.is_grad_enabled() or self._world_size == 1:
-            return None
-        if self._reducer is None:
+        if self._reducer is None and self._world_size > 1 and torch.is_grad_enabled():
             self._reducer = self._make_reducer()
-        return HotRowCounts(num_rows, self._group, self.weight.device)
+        out: torch.Tensor = _ReadHot.apply(self.weight, self, slots_U)
+        return out
 
     def _make_reducer(self) -> HotReducer:
         """Create the hook's reducer; a collective on CPU, where the reducer runs in a thread."""
@@ -155,7 +111,7 @@ class HotReplicas:
             with counted_by_sender():
                 self._hosts = make_two_levels(self._wire_type, "hot gradients")
         shapes = [(sum(self.num_rows_T), self.dim)]
-        return HotReducer(shapes, wire, self._exchange, device, self._hosts)
+        return HotReducer(shapes, wire, self._hosts)
 
     def close(self) -> None:
         """Stop the hook's thread and close its groups; the next training forward makes new ones."""
@@ -223,18 +179,15 @@ class HotReplicas:
                 f"of one hot parameter, got {buffer.numel()}. Report this with the output of "
                 "`hotrec doctor`."
             )
-        slots_U, counts = self._take_touched()
-        if self._thread is not None and counts is not None:
+        slots_U = self._take_touched()
+        if self._thread is not None:
             # Backward continues with the update of the cold rows; DDP waits at the end of it. The
             # future returned by `then` propagates exceptions of its function.
             started: torch.futures.Future[None] = torch.futures.Future()
-            reduced = started.then(lambda _: self._reduce_rows(buffer, slots_U, counts.wait()))
+            reduced = started.then(lambda _: self._reduce_rows(buffer, slots_U))
             self._thread.submit(lambda: started.set_result(None))
             return reduced
-        if counts is None:
-            self._updated = [slots_U]
-        else:
-            self._reduce_rows(buffer, slots_U, counts.wait())
+        self._reduce_rows(buffer, slots_U)
         # On CUDA DDP waits for the current stream.
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[buffer.device] if buffer.is_cuda else None
@@ -243,30 +196,25 @@ class HotReplicas:
         return future
 
     @torch.no_grad()
-    def _reduce_rows(
-        self, buffer: torch.Tensor, slots_U: torch.Tensor, num_rows_W: list[int]
-    ) -> torch.Tensor:
-        assert self._reducer is not None
-        grad_HD = buffer.view(-1, self.dim)
-        touched = (slots_U, grad_HD.index_select(0, slots_U))
-        # Untouched rows of the buffer are zero, so a dense reduction can use it.
-        [(union, mean_UD)] = self._reducer.reduce([touched], [[num] for num in num_rows_W], buffer)
-        # The union includes this rank's own rows.
-        grad_HD.index_copy_(0, union, mean_UD)
-        self._updated = [union]
+    def _reduce_rows(self, buffer: torch.Tensor, slots_U: torch.Tensor) -> torch.Tensor:
+        if self._reducer is not None:
+            grad_HD = buffer.view(-1, self.dim)
+            touched = (slots_U, grad_HD.index_select(0, slots_U))
+            # The union includes this rank's own rows.
+            [(slots_U, mean_UD)] = self._reducer.reduce([touched])
+            grad_HD.index_copy_(0, slots_U, mean_UD)
+        self._updated = [slots_U]
         return buffer
 
-    def _take_touched(self) -> tuple[torch.Tensor, HotRowCounts | None]:
-        """Return and clear the slots to reduce, and the ranks' slot counts (None for one rank)."""
+    def _take_touched(self) -> torch.Tensor:
+        """Return and clear the slots to reduce."""
         touched, self.touched = self.touched, []
         if len(touched) == 1 and not self._updated:
-            return touched[0].slots_U, touched[0].counts
+            return touched[0]
         # With gradient accumulation, rows reduced by an earlier backward may still await their
         # update. Every rank sends those too; otherwise the mean would count them once per rank that
         # touches them again.
-        slots_U = torch.cat([part.slots_U for part in touched] + self._updated).unique()
-        with torch.enable_grad():
-            return slots_U, self.gather_counts(slots_U.numel())
+        return torch.cat(touched + self._updated).unique()
 
     @torch.no_grad()
     def checksum(self) -> torch.Tensor:

@@ -34,7 +34,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from hotrec.embedding.cached_rows import is_cached, refresh_slots, use_cached_rows
 from hotrec.embedding.cpu_rows import use_cpu_rows
 from hotrec.embedding.fused import fused_params
-from hotrec.embedding.hot_rows import HotReplicas, HotRowCounts
+from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.messages import row_counts
 from hotrec.embedding.owned_rows import Joined, OwnedRows, RequestedRows, RowOwners
 from hotrec.embedding.pooling import CopyRows
@@ -52,7 +52,7 @@ from hotrec.runtime.comm_thread import HostInts
 from hotrec.runtime.hosts import TwoLevelWire
 from hotrec.runtime.ranks import all_gather_object
 from hotrec.runtime.stages import mark
-from hotrec.types import HotExchange, Placement, RowOrder, Rows, WireType
+from hotrec.types import Placement, RowOrder, Rows, WireType
 
 
 class IdsRequest(Awaitable[Awaitable["IdsRequest"]]):
@@ -180,7 +180,6 @@ class ShardSettings:
     env: ShardingEnv
     device: torch.device
     spec: OptimizerSpec
-    exchange: HotExchange
     wire_type: WireType
     module_fqn: str | None
     hosts: TwoLevelWire | None = None  # for unpooled rows in two levels
@@ -200,7 +199,7 @@ def _hook_up(
             "Use the pinned torchrec (see `hotrec doctor`)."
         )
     weights, group = replaced[0].fbgemm.weights, settings.env.process_group
-    replicas = HotReplicas(weights, num_rows_T, dim, group, settings.exchange, settings.wire_type)
+    replicas = HotReplicas(weights, num_rows_T, dim, group, settings.wire_type)
     replaced[0].replace(replicas)
     # FBGEMM's buffers are constants; DDP would broadcast them in every forward pass.
     lookup.broadcast_buffers = False
@@ -334,9 +333,6 @@ class ShardedRows(RowCollection):
         begins_U = torch.repeat_interleave(self.hot.begins_T, lengths_T, output_size=num_hot)
         return rows.values()[:num_hot] + begins_U
 
-    def gather_hot_counts(self, rows: KeyedJaggedTensor) -> HotRowCounts | None:
-        """``HotReplicas.gather_counts`` for the rows that the batch reads, hot tables first."""
-        return None if self.hot is None else self.hot.gather_counts(self.num_hot(rows))
 
     def refresh_cached_rows(self, written: Mapping[str, Rows]) -> None:
         """Refetch slots after rows in host memory were written, by table, between steps."""
@@ -344,13 +340,10 @@ class ShardedRows(RowCollection):
         for lookup in self._cold_lookups:
             refresh_slots(lookup, stored)
 
-    def start_lookups(
-        self, rows: KeyedJaggedTensor, request: AnyRequest | None, hot_counts: HotRowCounts | None
-    ) -> StartedRows:
+    def start_lookups(self, rows: KeyedJaggedTensor, request: AnyRequest | None) -> StartedRows:
         """Look up this rank's rows and start to send them to the ranks that requested them.
 
-        Takes a batch's rows, hot tables first, and the results of ``request`` and
-        ``gather_hot_counts`` for them.
+        Takes a batch's rows, hot tables first, and the result of ``request`` for them.
         """
         hot, cold = None, None
         # Cold rows first: they are sent while hot rows are read. Backward runs in reverse order,
@@ -367,7 +360,6 @@ class ShardedRows(RowCollection):
             )
             mark("rows_exchange")
         if self.hot is not None:
-            self.hot.next_counts = hot_counts
             [lookup] = [p for p in lookups(self) if isinstance(p, DistributedDataParallel)]
             num_cold = len(self._keys) - self._num_hot
             hot = lookup(rows.split([self._num_hot, num_cold])[0]).view(-1, self.dim)

@@ -43,7 +43,7 @@ from hotrec.embedding.collection import (
     route,
 )
 from hotrec.embedding.fused import check_optimizer, fused_params
-from hotrec.embedding.hot_rows import HotReplicas, HotRowCounts
+from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.pooled import ShardedPooledBags
 from hotrec.embedding.row_exchange import (
     COLD_SHARDINGS,
@@ -59,7 +59,7 @@ from hotrec.routing.popularity import Popularity
 from hotrec.routing.router import Router
 from hotrec.runtime.hosts import TwoLevelWire, gather_hosts
 from hotrec.runtime.stages import mark
-from hotrec.types import HotExchange, Levels, Partition, RowOrder, Rows, WireType
+from hotrec.types import Levels, Partition, RowOrder, Rows, WireType
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,6 @@ class HotColdContext(EmbeddingCollectionContext):
         super().__init__()
         self.routed: RoutedFeatures | None = None
         self.requests: list[AnyRequest | None] = []
-        self.hot_counts: list[HotRowCounts | None] = []
 
     def record_stream(self, stream: torch.Stream) -> None:
         super().record_stream(stream)
@@ -192,7 +191,6 @@ class ShardedHotColdCollection(
         mark("route")
         awaitables: list[Any] = []
         for rows, group in zip(self.sharded_rows(), ctx.routed.groups, strict=True):
-            ctx.hot_counts.append(rows.gather_hot_counts(group.rows))
             request = rows.request(group.rows)
             ctx.requests.append(request)
             if request is not None:
@@ -231,9 +229,9 @@ class ShardedHotColdCollection(
         if self.pooled is not None:
             pooled = self.pooled.start_lookups(list(dist_input)[num:], ctx.sharding_contexts[num:])
         started = [
-            rows.start_lookups(group.rows, request, hot_counts)
-            for rows, group, request, hot_counts in zip(
-                self.sharded_rows(), ctx.routed.groups, ctx.requests, ctx.hot_counts, strict=True
+            rows.start_lookups(group.rows, request)
+            for rows, group, request in zip(
+                self.sharded_rows(), ctx.routed.groups, ctx.requests, strict=True
             )
         ]
         return started, pooled
@@ -301,7 +299,6 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdCollection[Any]]):
 
     Args:
         spec: The update rule of both halves.
-        exchange: How gradients of hot rows are reduced; None for the placement's choice.
         wire_type: The type in which rows, pooled vectors and their gradients are sent.
         levels: How unpooled rows travel between hosts; where two do not apply, in one.
     """
@@ -311,13 +308,11 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdCollection[Any]]):
     def __init__(
         self,
         spec: OptimizerSpec,
-        exchange: HotExchange | None = None,
         wire_type: WireType = WireType.fp32,
         levels: Levels = Levels.one,
     ) -> None:
         super().__init__(fused_params(spec))
         self._spec = spec
-        self._exchange = exchange
         self._wire_type = wire_type
         self._levels = levels
 
@@ -338,10 +333,6 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdCollection[Any]]):
         device = device or torch.device("cpu")
         has_cold = any(group.cold_tables for group in module.router.groups.values())
         check_optimizer(self._spec, device, has_cold=has_cold or module.pooled is not None)
-        exchange = self._exchange
-        if exchange is None:
-            is_dense = module.placement.is_hot_dense
-            exchange = HotExchange.dense if is_dense else HotExchange.auto
         hosts = None
         if has_cold and self._levels is Levels.two:
             found = gather_hosts()
@@ -349,9 +340,7 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdCollection[Any]]):
                 hosts = TwoLevelWire(found.hosts, self._wire_type, "rows")
             if env.rank == 0:
                 logger.info("pipeline.levels=two: rows travel %s", found.why)
-        settings = ShardSettings(
-            env, device, self._spec, exchange, self._wire_type, module_fqn, hosts
-        )
+        settings = ShardSettings(env, device, self._spec, self._wire_type, module_fqn, hosts)
         sharded = self._sharded_type(module, params, settings)
         if hosts is not None:
             weakref.finalize(sharded, hosts.close)

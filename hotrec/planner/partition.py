@@ -105,7 +105,7 @@ def write_partition(
                 "parameters": dict(parameters),
                 "planned_for": dict(planned_for or {}),
                 "num_rows": {table: int(n) for table, n in partition.num_rows.items()},
-                "placement": {"is_hot_dense": placement.is_hot_dense, "tables": tables},
+                "placement": tables,
                 **summary,
             },
             made_from={"dataset": dataset_hash, "profile": profile_hash},
@@ -153,11 +153,10 @@ def read_placement(path: Path) -> tuple[Placement, Artifact]:
                 row_fetch=RowFetch(table.get("row_fetch", RowFetch.staged.value)),
                 is_spread=bool(table.get("is_spread", False)),
             )
-            for name, table in content["placement"]["tables"].items()
+            for name, table in content["placement"].items()
         }
-        is_hot_dense = bool(content["placement"]["is_hot_dense"])
         popular_rows = _read_rows(artifact, POPULAR_ROWS)
-        return Placement(partition, tables, is_hot_dense, popular_rows), artifact
+        return Placement(partition, tables, popular_rows), artifact
 
 
 def most_accessed(
@@ -183,4 +182,4 @@ def most_accessed(
         for table, rows in counts.items()
     }
     partition = Partition({table: int(c.size) for table, c in counts.items()}, hot_rows, policy)
-    return Placement(partition, dict(split.tables), split.is_hot_dense)
+    return Placement(partition, dict(split.tables))

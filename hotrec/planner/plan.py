@@ -13,7 +13,6 @@ from typing import Any
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
     Exchange,
-    HotExchange,
     Levels,
     PipelineKind,
     PipelineSpec,
@@ -34,25 +33,18 @@ class SplitTables:
     Args:
         num_hot: The number of hot rows of each table.
         tables: The placement of the other rows of each table.
-        hot_exchange: How gradients of hot rows are reduced.
         is_routed_by_loader: Whether loader workers split the ids; otherwise the ranks do.
         rows: Digest of the hot rows; empty if they are the profile's most accessed rows.
     """
 
     num_hot: Mapping[str, int]
     tables: Mapping[str, TablePlacement]
-    hot_exchange: HotExchange = HotExchange.auto
     is_routed_by_loader: bool = False
     rows: str = ""
 
     @property
     def total_hot(self) -> int:
         return sum(self.num_hot.values())
-
-    @property
-    def is_hot_dense(self) -> bool:
-        """Whether the gradients of all hot rows are all-reduced, touched or not."""
-        return self.hot_exchange is HotExchange.dense
 
     @property
     def has_slots(self) -> bool:
@@ -157,10 +149,7 @@ class Plan:
         tables = document["tables"]
         if document["is_hotrec"]:
             placed = {name: _table(table) for name, table in tables["tables"].items()}
-            exchange = HotExchange(tables["hot_exchange"])
-            of_tables: SplitTables | TorchrecTables = SplitTables(
-                **{**tables, "tables": placed, "hot_exchange": exchange}
-            )
+            of_tables: SplitTables | TorchrecTables = SplitTables(**{**tables, "tables": placed})
         else:
             kinds = {"plan": TorchrecPlan(tables["plan"]), "tier": TorchrecTier(tables["tier"])}
             of_tables = TorchrecTables(**{**tables, **kinds})

@@ -142,7 +142,6 @@ def predict_split(
         world,
         situation.workload,
         pipeline=pipeline,
-        is_hot_dense=split.is_hot_dense,
         at=quantities,
     )
     num_gradients = 0 if pipeline.is_look_ahead else NUM_LASTING_GRADIENTS

@@ -30,7 +30,6 @@ from hotrec.planner.situation import Situation
 from hotrec.planner.slots import check_slots, choose_slots
 from hotrec.types import (
     Exchange,
-    HotExchange,
     Levels,
     PipelineKind,
     PipelineSpec,
@@ -142,7 +141,6 @@ def split_of(request: PlanRequest, placement: Placement) -> SplitTables:
     return SplitTables(
         {table: partition.num_hot(table) for table in partition.num_rows},
         placement.tables,
-        HotExchange.dense if placement.is_hot_dense else request.hot_exchange,
         request.is_routed_by_loader,
         partition.digest,
     )
@@ -289,9 +287,8 @@ def fastest_split(
             hot_range={name: (number, number) for name, number in by_cost.fixed_hot.items()},
             pipeline=pipeline,
         )
-        exchange = HotExchange.dense if choice.is_hot_dense else HotExchange.auto
         tables = spread_tables(choice.tables, by_cost.spread)
-        add(SplitTables(choice.num_hot, tables, exchange, request.is_routed_by_loader))
+        add(SplitTables(choice.num_hot, tables, request.is_routed_by_loader))
         if any(t.exchange is Exchange.POOLED for t in choice.tables.values()):
             # The search assumes a balanced load, but a few pooled tables do not spread evenly.
             limits = dataclasses.replace(limits, may_pool=False)
@@ -302,10 +299,7 @@ def fastest_split(
         for best, _ in tuple(found):
             for share in HOT_SHARES:
                 num_hot = hottest_share(demands, best.num_hot, share, by_cost.fixed_hot)
-                # With sparse hot exchange the trainer still chooses a dense reduction in steps
-                # where that sends fewer bytes.
-                smaller = dataclasses.replace(best, num_hot=num_hot, hot_exchange=HotExchange.auto)
-                if not add(smaller).fits(situation):
+                if not add(dataclasses.replace(best, num_hot=num_hot)).fits(situation):
                     found.pop()
     split, prediction = min(found, key=lambda one: one[1].step_s)
     return Plan(split, pipeline, request.num_workers), prediction

@@ -9,7 +9,6 @@ from typing import Protocol
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import TorchrecTables
 from hotrec.types import (
-    HotExchange,
     Levels,
     PipelineKind,
     PipelineSpec,
@@ -128,7 +127,6 @@ class PlanRequest:
         kinds: The pipelines that can train the model.
         num_workers: Loader workers of a rank; None if batches are made beforehand.
         name: The configured placement, for messages.
-        hot_exchange: How gradients of hot rows are reduced.
         is_routed_by_loader: Whether loader workers split the ids.
     """
 
@@ -137,7 +135,6 @@ class PlanRequest:
     kinds: tuple[PipelineKind, ...] = tuple(PipelineKind)
     num_workers: int | None = None
     name: str = ""
-    hot_exchange: HotExchange = HotExchange.auto
     is_routed_by_loader: bool = False
 
     @property

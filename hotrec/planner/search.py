@@ -92,7 +92,6 @@ class Choice:
 
     num_hot: Mapping[str, int]
     tables: Mapping[str, TablePlacement]
-    is_hot_dense: bool
     prediction: StepPrediction
     quantities: Mapping[str, float]
 
@@ -133,24 +132,14 @@ def search_placement(
         for demand, span in zip(demands, ranges, strict=True)
     ]
     grid = _Grid(tables)
-    found: list[tuple[float, bool, StepModel, Rows]] = []
-    # One rank exchanges nothing, so both exchanges of hot rows are equal.
-    for is_hot_dense in (False, True)[: min(world.num_ranks, 2)]:
-        model = make_step_model(
-            costs,
-            world,
-            workload,
-            pipeline=pipeline.with_kind(PipelineKind.sparse_dist),
-            is_hot_dense=is_hot_dense,
-            at=at,
-        )
-        step_s, options_T2 = _search(_Problem(grid, model, limits), [entry[-1] for entry in found])
-        found.append((step_s, is_hot_dense, model, options_T2))
-    _, is_hot_dense, model, options_T2 = min(found, key=lambda entry: entry[0])
+    model = make_step_model(
+        costs, world, workload, pipeline=pipeline.with_kind(PipelineKind.sparse_dist), at=at
+    )
+    options_T2 = _search(_Problem(grid, model, limits))
     num_hot = {d.name: int(hot) for d, hot in zip(demands, options_T2[:, 1], strict=True)}
     placed = {d.name: grid.place(t, options_T2[t]) for t, d in enumerate(demands)}
     quantities = hot_cold_quantities(demands, num_hot, placed, world, workload.batch_size)
-    return Choice(num_hot, placed, is_hot_dense, model.predict(quantities), quantities)
+    return Choice(num_hot, placed, model.predict(quantities), quantities)
 
 
 class _Table:
@@ -211,7 +200,7 @@ class _Table:
         _, all_q, all_any, all_host = self._sums_4J[:, -1]
         none = 0 * hot
         of_host = hot_host, all_host - hot_host, none
-        rows = ReadRows(hot, hot_q, hot_any, all_q - hot_q, all_any - hot_any, none, *of_host)
+        rows = ReadRows(hot_q, hot_any, all_q - hot_q, all_any - hot_any, none, *of_host)
         placed = TablePlacement(exchange, Sharding.TABLE_WISE)
         done = table_quantities(demand, placed, rows, self.world, self._workload.batch_size)
         bytes_PM = mean_bytes(
@@ -422,20 +411,19 @@ class _StartPoint(NamedTuple):
     prices_M: Floats
 
 
-def _search(problem: _Problem, others: Sequence[Rows]) -> tuple[float, Rows]:
-    """Returns the shortest step found and its options; ``others`` are additional starts.
+def _search(problem: _Problem) -> Rows:
+    """Returns the options of the shortest step found.
 
     Raises:
         InfeasibleError: If nothing fits.
     """
     is_few = len(problem.dim_T) <= MAX_FEW_TABLES
     starts = _starts(problem, NUM_STARTS if is_few else 1)
-    from_T2 = [start.options_T2 for start in starts] + [*others] * is_few
-    improved = (_descend(problem, options_T2) for options_T2 in from_T2)
+    improved = (_descend(problem, start.options_T2) for start in starts)
     step_s, best = min(improved, key=lambda entry: entry[0])
     if math.isinf(step_s):
         raise _infeasible(problem, starts[-1])
-    return step_s, best
+    return best
 
 
 def _starts(problem: _Problem, count: int) -> list[_StartPoint]:

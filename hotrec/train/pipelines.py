@@ -38,7 +38,7 @@ from hotrec.routing.features import RoutedFeatures
 from hotrec.runtime.stages import backward_point, mark, mark_backward, named_range
 from hotrec.train.dense_sync import DenseSync, dense_parameters
 from hotrec.train.traced import attributes_kept, first_line
-from hotrec.types import HotExchange, PipelineKind, PipelineSpec
+from hotrec.types import PipelineKind, PipelineSpec
 
 # The model's detached outputs: loss (), logits (B,), labels (B,).
 Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -336,7 +336,6 @@ class LookAheadPipeline(Pipeline):
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         spec: PipelineSpec,
-        hot_exchange: HotExchange,
         grad_clip_norm: float | None = None,
     ) -> None:
         super().__init__("look_ahead", model, device)
@@ -350,12 +349,7 @@ class LookAheadPipeline(Pipeline):
         self._hot = parts.get("hot")
         self._micro_batches = spec.micro_batches
         self._rows = RowsAhead(
-            model,
-            device,
-            depth=spec.depth,
-            window=spec.window,
-            wire_type=spec.wire,
-            hot_exchange=hot_exchange,
+            model, device, depth=spec.depth, window=spec.window, wire_type=spec.wire
         )
         self._feature_names = self._rows.feature_names
         try:
@@ -525,7 +519,6 @@ def make_pipeline(
     device: torch.device,
     grad_clip_norm: float | None = None,
     *,
-    hot_exchange: HotExchange = HotExchange.auto,
     may_read_late: bool = False,
 ) -> Pipeline:
     """Make the pipeline that trains a sharded model with its optimizer; a collective.
@@ -539,15 +532,13 @@ def make_pipeline(
         device: The device of the model.
         grad_clip_norm: Clips the joint norm of the dense layers' mean gradients to this value; None
             disables clipping. Rows are not clipped: their owners update them in backward.
-        hot_exchange: How look_ahead reduces gradients of hot rows; for others it is set in their
-            tables.
         may_read_late: Whether sparse_dist reads features that the model computes in its forward.
 
     Raises:
         ValueError: if the kind is auto, or does not fit the model.
     """
     if spec.is_look_ahead:
-        return LookAheadPipeline(model, optimizer, device, spec, hot_exchange, grad_clip_norm)
+        return LookAheadPipeline(model, optimizer, device, spec, grad_clip_norm)
     if spec.kind.value not in TORCHREC_PIPELINES:
         kinds = [PipelineKind.look_ahead.value, *TORCHREC_PIPELINES]
         raise ValueError(f"pipeline: expected one of {kinds}, got {spec.kind.value}. Choose one.")

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RECORD = REPOSITORY / "benchmarks/results/same_training.json"
 # Between AVX2 and AVX-512 no loss of these cases differed.
 ELSEWHERE = 1e-4
-# Each pipeline, with two ranks, and what has state of its own; the script checks all 65 cases.
+# Each pipeline, with two ranks, and what has state of its own; the script checks all cases.
 CASES = (
     "look_ahead/ranks=2",
     "sparse_dist/ranks=2",

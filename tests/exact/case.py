@@ -66,7 +66,6 @@ class Case:
         optimizer: Of the rows.
         placement: How the other rows are served.
         pipeline: What trains; ``depth``, ``micro_batches``, ``window`` are those of look-ahead.
-        exchange: How gradients of hot rows are reduced.
         levels: Whether rows cross the network once per host.
         wire: The type in which rows and gradients travel. In 16 bits a case is only near the
             unsplit model, but repeats bit for bit.
@@ -104,7 +103,6 @@ class Case:
     depth: int = 1
     micro_batches: bool = False
     window: int = 0
-    exchange: str = "touched_rows"
     levels: str = "one"
     wire: str = "fp32"
     tier: str = "device"
@@ -368,7 +366,6 @@ def draw_cases(
         "placement": deal(*PLACEMENTS, "row_wise", "mixed", "table_wise"),
         "pipeline": deal(*PIPELINES, *PIPELINES[-3:]),
         "window": deal(0, 0, 1, 3),
-        "exchange": deal("touched_rows", "owners", "dense", "auto"),
         "levels": deal("one", *["two"] * 3) if len(set(hosts)) > 1 else deal("one"),
         "wire": deal(*["fp32"] * 7, "bf16"),
         "tier": deal(*tiers),

@@ -9,11 +9,13 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from hotrec.embedding.hot_reduce import HotReducer, Shapes, hot_bytes
+from hotrec.cost_model.costs import World
+from hotrec.cost_model.forms import BYTES_OF, hot_messages
+from hotrec.embedding.hot_reduce import HotReducer, Shapes
 from hotrec.runtime.hosts import TwoLevelWire
 from hotrec.runtime.traffic import count_sent_bytes
 from hotrec.runtime.wire import Wire
-from hotrec.types import HotExchange, WireType
+from hotrec.types import WireType
 from tests.distributed.setups import assert_same_on_ranks, gather
 
 # By wire, the error of each value that is rounded once, and its bytes.
@@ -126,10 +128,10 @@ SLOTS: dict[str, Callable[[int, int, int, torch.Generator], torch.Tensor]] = {
 
 
 def make_reducer(
-    shapes: Shapes, exchange: HotExchange, wire_type: WireType, hosts: TwoLevelWire | None = None
+    shapes: Shapes, wire_type: WireType, hosts: TwoLevelWire | None = None
 ) -> HotReducer:
     assert dist.group.WORLD is not None
-    return HotReducer(shapes, Wire(dist.group.WORLD, wire_type), exchange, hosts=hosts)
+    return HotReducer(shapes, Wire(dist.group.WORLD, wire_type), hosts)
 
 
 def touched_by(shapes: Shapes, case: str, rank: int, scale: float = 1.0) -> list[Rows]:
@@ -159,65 +161,47 @@ def check_means(reducer: HotReducer, shapes: Shapes, wire_type: WireType) -> Non
         assert_same_on_ranks(torch.cat([grad.flatten() for _, grad in found]))
 
 
-def every_reduction_gives_the_mean() -> None:
-    for exchange, wire_type in product(HotExchange, WIRES):
+def owners_give_the_mean() -> None:
+    for wire_type in WIRES:
         for shapes in (SHAPES, [(1, 1)]):
-            check_means(make_reducer(shapes, exchange, wire_type), shapes, wire_type)
+            check_means(make_reducer(shapes, wire_type), shapes, wire_type)
 
 
 def slots_survive_a_rounding_wire() -> None:
     """Beyond what 16-bit floats can hold."""
     rank, size = world()
     slots = torch.tensor([2049, 70_001, 2_999_999]) - torch.tensor([0, 0, rank])
-    for exchange in HotExchange:
-        reducer = make_reducer([(3_000_000, 2)], exchange, WireType.bf16)
-        [(union, _)] = reducer.reduce([(slots, torch.ones(3, 2))])
-        assert union.tolist() == [2049, 70_001, *range(3_000_000 - size, 3_000_000)]
+    reducer = make_reducer([(3_000_000, 2)], WireType.bf16)
+    [(union, _)] = reducer.reduce([(slots, torch.ones(3, 2))])
+    assert union.tolist() == [2049, 70_001, *range(3_000_000 - size, 3_000_000)]
 
 
-def sent_by(reducer: HotReducer, touched: list[Rows]) -> tuple[int, HotExchange]:
-    """Bytes of the rank that sends most, without the counts, and what was chosen."""
-    counts = gather([slots.numel() for slots, _ in touched])
-    with count_sent_bytes() as traffic:
-        plan = reducer.plan([slots for slots, _ in touched], counts)
-        plan.reduce([grad for _, grad in touched])
-    assert len(set(gather(plan.exchange.value))) == 1
-    return max(gather(traffic.total_bytes)), plan.exchange
-
-
-def formulas_are_what_is_sent_and_auto_sends_least() -> None:
+def hot_rows_send_what_is_predicted() -> None:
     rank, size = world()
-    nothing = touched_by(LARGE, "nothing", rank)
     for wire_type, case in product(WIRES, ("overlapping", "disjoint", "all_rows")):
-        touched = touched_by(LARGE, case, rank)
-        counts = gather([slots.numel() for slots, _ in touched])
         of_ranks = [touched_by(LARGE, case, peer) for peer in range(size)]
-        union = [torch.cat([one[at][0] for one in of_ranks]).unique().numel() for at in range(2)]
-        expected, sent = hot_bytes(LARGE, counts, union, WIRES[wire_type][1]), {}
-        for named in expected:
-            sent[named], _ = sent_by(make_reducer(LARGE, named, wire_type), touched)
-            # Owners are even but for chance; the rest are counts.
-            assert abs(sent[named] - expected[named]) <= 0.06 * expected[named] + 64 * size, named
-        auto = make_reducer(LARGE, HotExchange.auto, wire_type)
-        sent_by(auto, touched)  # from here on the union is known,
-        sent_by(auto, nothing)  # which an empty step does not change
-        assert sent_by(auto, touched)[0] == min(sent.values()), (wire_type, case)
-
-
-def dense_finds_the_union_by_the_shorter_message() -> None:
-    """Slots of few touched rows, else a flag for every row."""
-    _, size = world()
-    for num_touched in (1, 300):
-        reducer = make_reducer([(1200, 8)], HotExchange.dense, WireType.fp32)
-        rows = torch.arange(num_touched), torch.ones(num_touched, 8)
-        sent, _ = sent_by(reducer, [rows])
-        values, flags = (2 * n * 1200 * (size - 1) // size for n in (4 * 8, 1))
-        assert sent - values == min(4 * num_touched * (size - 1), flags)
+        quantities = dict.fromkeys(BYTES_OF.values(), 0.0) | dict.fromkeys(BYTES_OF, 0.0)
+        for at, (_, dim) in enumerate(LARGE):
+            slots = [one[at][0] for one in of_ranks]
+            nums = {
+                "hot_rows": max(part.numel() for part in slots),
+                "union_rows": torch.cat(slots).unique().numel(),
+            }
+            for rows, num in nums.items():
+                quantities[rows] += num
+                quantities[BYTES_OF[rows]] += 4 * dim * num
+        among, _ = hot_messages(World(size, size), WIRES[wire_type][1] / 4)
+        expected = among.value(quantities)
+        reducer = make_reducer(LARGE, wire_type)
+        with count_sent_bytes() as traffic:
+            reducer.reduce(of_ranks[rank])
+        # Owners are even but for chance; the rest are counts.
+        sent = max(gather(traffic.total_bytes))
+        assert abs(sent - expected) <= 0.06 * expected + 96 * size, (wire_type, case)
 
 
 HOT: list[Callable[[], None]] = [
-    every_reduction_gives_the_mean,
+    owners_give_the_mean,
     slots_survive_a_rounding_wire,
-    formulas_are_what_is_sent_and_auto_sends_least,
-    dense_finds_the_union_by_the_shorter_message,
+    hot_rows_send_what_is_predicted,
 ]

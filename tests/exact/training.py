@@ -50,7 +50,6 @@ from hotrec.types import (
     POPULAR_ROW,
     Exchange,
     Feature,
-    HotExchange,
     Levels,
     OptimizerKind,
     Partition,
@@ -165,7 +164,7 @@ class Training:
         self.case, self.device = case, torch.device(case.device)
         self.placement = make_placement(case)
         spec = OptimizerSpec(OptimizerKind[case.optimizer], learning_rate=RATE, eps=EPS)
-        given = (spec, HotExchange[case.exchange], WireType[case.wire], Levels[case.levels])
+        given = (spec, WireType[case.wire], Levels[case.levels])
         meta, tables, late = torch.device("meta"), case.tables(), None
         embeddings: Any
         sharder: Any
@@ -286,9 +285,8 @@ class Training:
             micro_batches=self.case.micro_batches,
         )
         self._pipeline = make_pipeline(
-            spec, self.model, self.optimizer, self.device, self.case.clip or None,
-            hot_exchange=HotExchange[self.case.exchange],
-        )  # fmt: skip
+            spec, self.model, self.optimizer, self.device, self.case.clip or None
+        )
         return self._pipeline
 
     def _train(self, step_on: Callable[..., Any], start: Any, flush: Any) -> list[float]:

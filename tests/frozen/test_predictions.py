@@ -106,7 +106,7 @@ def all_cells() -> dict[str, tuple[str, tuple[str, ...]]]:
         "cpu_override": (bags, *CPU, *a_gbit, "+placement.overrides.t0=0.01", "pipeline=base"),
         "cpu_coverage_bf16": (
             *(one_hot, *CPU, *a_gbit, "placement=coverage", "pipeline=look_ahead"),
-            *("pipeline.wire=bf16", "pipeline.depth=0", "placement.hot_exchange=owners"),
+            *("pipeline.wire=bf16", "pipeline.depth=0"),
         ),
         "cpu_torchrec": (one_hot, *CPU, *a_gbit, "placement=torchrec"),
     }

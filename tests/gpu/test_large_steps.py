@@ -36,7 +36,6 @@ from hotrec.planner.machine import Machine
 from hotrec.runtime.ranks import Ranks
 from hotrec.train.pipelines import make_pipeline
 from hotrec.types import (
-    HotExchange,
     OptimizerKind,
     Partition,
     PipelineKind,
@@ -136,15 +135,15 @@ def train(
     embeddings = HotColdEmbeddingBagCollection(configs(), placement, device=torch.device("meta"))
     task, spec = ClickTask(Click(embeddings), 1), OptimizerSpec(kind, RATE, EPS)
     task.model.out.to(device)
-    is_ahead, exchange = pipeline_kind == "look_ahead", HotExchange.touched_rows
-    sharders = [HotColdSharder(spec, exchange)]
+    is_ahead = pipeline_kind == "look_ahead"
+    sharders = [HotColdSharder(spec)]
     machine = Machine(1, 1, device.type, 1 << 30, 1 << 33, BATCH_SIZE)
     plan = make_plan(task, sharders, machine, placement_constraints(placement))
     model = shard(task, plan, sharders, device, data_parallel=not is_ahead)
     initialize_embeddings(model, SEED)
     optimizer = make_optimizer(model, spec, OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1))
     of_pipeline = PipelineSpec(PipelineKind[pipeline_kind], window=0)
-    pipeline = make_pipeline(of_pipeline, model, optimizer, device, hot_exchange=exchange)
+    pipeline = make_pipeline(of_pipeline, model, optimizer, device)
     pipeline.start()
     stream = (make_batch(step) for step in range(NUM_STEPS))
     losses = [pipeline.progress(stream)[0] for _ in range(NUM_STEPS)]

@@ -30,7 +30,7 @@ from hotrec.train.parts import Parts
 from hotrec.train.pipelines import make_pipeline
 from hotrec.train.saver import Saver
 from hotrec.train.watch import Watch
-from hotrec.types import HotExchange, PipelineKind, PipelineSpec
+from hotrec.types import PipelineKind, PipelineSpec
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ def train_model(
     cadence: Cadence,
     lr_factor: Callable[[int], float],
     pipeline_kind: str = "sparse_dist",
-    hot_exchange: HotExchange = HotExchange.auto,
     grad_clip_norm: float | None = None,
     eval_batches: Mapping[str, Iterable[Batch]] | None = None,
     checkpoints: Checkpoints | None = None,
@@ -84,7 +83,6 @@ def train_model(
         optimizer,
         ranks.device,
         grad_clip_norm,
-        hot_exchange=hot_exchange,
     )
     counts = Counts(count_dense_values(model), inspect_batch, count_tables, count_caches)
     metrics = Metrics(

@@ -36,7 +36,6 @@ from hotrec.planner.machine import Machine
 from hotrec.train.pipelines import make_pipeline
 from hotrec.types import (
     Exchange,
-    HotExchange,
     ModelKind,
     OptimizerKind,
     Partition,
@@ -75,7 +74,6 @@ class Run:
         row_fetch: how cold rows in tier cached come to the device.
         skew: power of the uniform draw; the higher, the more often low rows are read.
         skews: of tables that have another.
-        exchange: of hot gradients.
         micro_batches: of look_ahead.
         pooled: a table whose columns its owner sends pooled, in the default group; "" for none.
         kind: dlrm, hstu, sasrec, or packed for ``LateLinear`` over a packed collection.
@@ -94,7 +92,6 @@ class Run:
     row_fetch: str = "staged"
     skew: float = 2.0
     skews: dict[str, float] = field(default_factory=dict)
-    exchange: str = "auto"
     micro_batches: bool = False
     pooled: str = ""
     kind: str = "dlrm"
@@ -222,9 +219,8 @@ class Training:
         task = ClickTask(model, world_size)
         kind = OptimizerKind(run.optimizer)
         spec = OptimizerSpec(kind, learning_rate=0.1, eps=1e-3)
-        exchange = HotExchange(run.exchange)
         sharder = HotColdSequenceSharder if run.reads_sequences else HotColdSharder
-        sharders: list[Any] = [sharder(spec, exchange)]
+        sharders: list[Any] = [sharder(spec)]
         machine = Machine(world_size, world_size, device.type, 1 << 30, 1 << 33, 8)
         constraints = placement_constraints(placement, device=device.type)
         plan = make_plan(task, sharders, machine, constraints)
@@ -236,9 +232,7 @@ class Training:
         spec_of = PipelineSpec(
             PipelineKind[run.pipeline], depth=run.depth, window=0, micro_batches=run.micro_batches
         )
-        self.pipeline = make_pipeline(
-            spec_of, self.model, self.optimizer, device, hot_exchange=exchange
-        )
+        self.pipeline = make_pipeline(spec_of, self.model, self.optimizer, device)
         self.pipeline.start()
 
     def batch(self, step: int) -> Batch:

@@ -66,7 +66,6 @@ class PrefetchedBatch:
     # Float (U, D), hot rows first; allocated at the request, filled while the batch waits.
     rows: list[torch.Tensor] = field(default_factory=list)
     request: RowRequest | None = None  # None if no cold rows are exchanged
-    hot_counts: RowCounts | None = None  # [rank][group with hot rows], if they are exchanged here
     hot_slots: list[torch.Tensor] = field(default_factory=list)  # of the same groups
     hot_plan: HotPlan | None = None  # None without hot rows, and in evaluation
     first_rows: CommunicationFuture[None] | None = None  # all rows but the urgent ones
@@ -131,7 +130,6 @@ class ColdExchange:
     ) -> None:
         self._groups = groups
         self._cold = [index for index, group in enumerate(groups) if group.owners is not None]
-        self._hot = [index for index, group in enumerate(groups) if group.hot is not None]
         self._dims = [groups[index].dim for index in self._cold]
         self._wires = wires
         self._world_size = math.prod(wire.world_size for wire in wires)
@@ -154,30 +152,22 @@ class ColdExchange:
         enter(COMMUNICATION, "ids_exchange")
         with named_range("ids_exchange"):
             requested = self._find_owners(batch)
-            if len(self._wires) == 1:
-                batch.request = self._send_to_owners(batch, requested)
-            elif requested:
-                batch.request = self._send_to_relays(requested)
-            if self._window and batch.request is not None:
+            if not requested:
+                return
+            is_flat = len(self._wires) == 1
+            send = self._send_to_owners if is_flat else self._send_to_relays
+            batch.request = send(requested)
+            if self._window:
                 for index, positions_R in zip(self._cold, batch.request.positions, strict=True):
                     self._groups[index].owned.foresee(positions_R, batch.number)
 
-    def _send_to_owners(
-        self, batch: PrefetchedBatch, requested: list[RequestedRows]
-    ) -> RowRequest | None:
+    def _send_to_owners(self, requested: list[RequestedRows]) -> RowRequest:
         [wire] = self._wires
-        num_requested: RowCounts = [[] for _ in range(wire.world_size)]
         if wire.world_size == 1:
             num_requested = [[part.positions_U.numel() for part in requested]]
-        elif requested:
+        else:
             num_requested = _counts(requested)
-        num_hot = [batch.num_hot[index] for index in self._hot]
-        # The same message includes the number of touched hot rows, for the hot reducer.
-        counts = self._exchange_counts(wire, [[*row, *num_hot] for row in num_requested])
-        batch.hot_counts = [row[len(requested) :] for row in counts]
-        if not requested:
-            return None
-        hop = Hop(num_requested, [row[: len(requested)] for row in counts])
+        hop = Hop(num_requested, self._exchange_counts(wire, num_requested))
         positions = self._send_positions(wire, [part.positions_U for part in requested], hop)
         return RowRequest(requested, [hop], positions)
 

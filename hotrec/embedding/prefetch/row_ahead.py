@@ -30,7 +30,7 @@ from hotrec.runtime.ranks import (
 from hotrec.runtime.stages import mark, named_range
 from hotrec.runtime.watchdog import COMMUNICATION, enter, leave
 from hotrec.runtime.wire import Wire
-from hotrec.types import HotExchange, WireType
+from hotrec.types import WireType
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,6 @@ class RowsAhead:
         window: The number of further batches announced to the owners of cached rows, which keep
             those rows in slots; ignored without cached rows.
         wire_type: The type in which rows and gradients are sent.
-        hot_exchange: How gradients of hot rows are reduced.
 
     Raises:
         ValueError: if the model has no hot/cold collection, or the depth is out of range.
@@ -79,7 +78,6 @@ class RowsAhead:
         depth: int = 1,
         window: int = 0,
         wire_type: WireType = WireType.fp32,
-        hot_exchange: HotExchange = HotExchange.auto,
     ) -> None:
         self._collections = [collection for _, collection in sharded_collections(model)]
         if not self._collections:
@@ -119,9 +117,7 @@ class RowsAhead:
             assert self._hosts is not None
             wires = [self._hosts.rail, self._hosts.inside]
         self._wires = wires
-        self._reducer = (
-            HotReducer(shapes, wire, hot_exchange, device, self._hosts) if has_reducer else None
-        )
+        self._reducer = HotReducer(shapes, wire, self._hosts) if has_reducer else None
         # Starts to find whether rows were written between steps, on any rank; a collective.
         self.ask_for_writes: Callable[[], Callable[[], bool]] = lambda: lambda: False
         self._start()
@@ -408,7 +404,7 @@ class RowsAhead:
         if self._reducer is not None and batch.will_update:
             enter(COMMUNICATION, "hot_exchange")
             with named_range("hot slots"):
-                batch.hot_plan = self._reducer.plan(batch.hot_slots, batch.hot_counts)
+                batch.hot_plan = self._reducer.plan(batch.hot_slots)
 
     def _reduce_hot(self, batch: PrefetchedBatch, gradients: Gradients) -> list[SparseGradient]:
         """Average the gradients of touched hot rows, on the communication thread."""

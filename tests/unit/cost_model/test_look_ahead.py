@@ -24,7 +24,6 @@ MIXED = work_of(
     urgent_rows=2e3,
     hot_rows=3e3,
     union_rows=4e3,
-    replica_rows=1e4,
     hot_groups=1,
 )
 CALM = MIXED | work_of(urgent_rows=0.0)
@@ -55,7 +54,8 @@ def test_bytes_are_those_of_the_exchanges(wire, value):
         "rows_exchange": 12e3 * row_bytes / 2,
         # The dense layers' gradients are exchanged by hotrec as well, with those of the rows.
         "grads_exchange": 12e3 * row_bytes / 2 + 100_000 * value,
-        "hot_exchange": 3e3 * (row_bytes + 4),
+        # To owners, and their sums back.
+        "hot_exchange": (3e3 + 4e3) / 2 * (row_bytes + 4),
     }
     assert sent == pytest.approx({**dict.fromkeys(STAGES, 0.0), **expected})
     step_s = predict(costs=with_link(3e7), pipeline=pipeline).step_s

@@ -21,7 +21,6 @@ MIXED = work_of(
     cold_groups=1,
     hot_rows=1e3,
     union_rows=1.2e3,
-    replica_rows=1e4,
     hot_groups=1,
 )
 COLD = {name: value for name, value in MIXED.items() if not name.startswith(("hot", "union", "re"))}
@@ -47,10 +46,8 @@ def test_bytes_are_those_of_the_exchanges() -> None:
     sent = predict_step(COSTS, WORLD, WORKLOAD, MIXED).sent_bytes
     assert sent["ids_exchange"] == pytest.approx(4e3 * 4 / 2)
     assert sent["rows_exchange"] == sent["grads_exchange"] == pytest.approx(4e3 * 256 / 2)
-    assert sent["hot_exchange"] == pytest.approx(1e3 * 260)
+    assert sent["hot_exchange"] == pytest.approx(2.2e3 / 2 * 260)
     assert sent["other"] == pytest.approx(10_000 * 4)
-    dense = predict_step(COSTS, WORLD, WORKLOAD, MIXED, is_hot_dense=True).sent_bytes
-    assert dense["hot_exchange"] == pytest.approx(1e4 * 256 + 1e3 * 8)
 
 
 @pytest.mark.parametrize("rows", [100, 1_000, 20_000])

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from hotrec.embedding.hot_rows import HotReplicas
-from hotrec.types import HotExchange
 
 NUM_ROWS = [7, 1, 5]
 DIM = 8
@@ -20,8 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def make_replicas() -> HotReplicas:
     values = torch.randn(sum(NUM_ROWS) * DIM, generator=torch.Generator().manual_seed(0))
-    weight = nn.Parameter(values)
-    return HotReplicas(weight, NUM_ROWS, DIM, dist.group.WORLD, HotExchange.owners)
+    return HotReplicas(nn.Parameter(values), NUM_ROWS, DIM, dist.group.WORLD)
 
 
 @pytest.mark.parametrize(

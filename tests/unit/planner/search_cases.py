@@ -140,12 +140,7 @@ def brute_force(demands, costs, world, workload, limits):
     fits = (memory <= sizes * (1 + 1e-9)).all(axis=-1)
     if not fits.any():
         return None
-    return min(
-        float(
-            _seconds(make_step_model(costs, world, workload, is_hot_dense=dense), total)[fits].min()
-        )
-        for dense in (False, True)
-    )
+    return float(_seconds(make_step_model(costs, world, workload), total)[fits].min())
 
 
 def _seconds(model, total):

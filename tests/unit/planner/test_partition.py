@@ -10,7 +10,6 @@ from hotrec.planner.plan import SplitTables
 from hotrec.types import (
     POPULAR_ROW,
     Exchange,
-    HotExchange,
     Partition,
     Placement,
     Sharding,
@@ -42,7 +41,7 @@ TABLES = {
 
 def write(path):
     return write_partition(
-        Placement(PARTITION, TABLES, is_hot_dense=True, popular_rows=POPULAR),
+        Placement(PARTITION, TABLES, POPULAR),
         path,
         parameters={"budget_bytes": 5},
         summary={"total": {}},
@@ -54,12 +53,12 @@ def write(path):
 def test_the_most_accessed_rows_are_hot():
     """As many of each table as the split has, rows that were never seen last, ties by number."""
     tables = {**TABLES, "t/x": TablePlacement()}
-    split = SplitTables({"file": 2, "t/x": 1, "big": 10}, tables, HotExchange.dense)
+    split = SplitTables({"file": 2, "t/x": 1, "big": 10}, tables)
     found = most_accessed(split, COUNTS, PROFILE.build_histograms(), "by cost")
     rows = {"file": [0, 2], "t/x": [0], "big": [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]}
     assert {table: found.partition.hot(table).tolist() for table in COUNTS} == rows
     assert found.partition.num_rows == PARTITION.num_rows
-    assert (found.tables, found.is_hot_dense) == (tables, True)
+    assert found.tables == tables
     assert found.partition.policy == "by cost"
 
 
@@ -71,7 +70,7 @@ def test_artifact_round_trip(tmp_path):
     assert again.content["parameters"] == {"budget_bytes": 5}
     found = placement.partition
     assert (found.policy, found.num_rows) == ("by hand", PARTITION.num_rows)
-    assert (placement.tables, placement.is_hot_dense) == (TABLES, True)
+    assert placement.tables == TABLES
     assert {t: found.hot(t).tolist() for t in found.num_rows} == {
         t: PARTITION.hot(t).tolist() for t in found.num_rows
     }

@@ -11,7 +11,6 @@ import pytest
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
 from hotrec.types import (
     Exchange,
-    HotExchange,
     PipelineKind,
     PipelineSpec,
     RowFetch,
@@ -37,7 +36,6 @@ SPLIT = SplitTables(
             row_fetch=RowFetch.mapped,
         ),
     },
-    HotExchange.dense,
     is_routed_by_loader=True,
     rows="0123",
 )

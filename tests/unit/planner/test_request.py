@@ -18,7 +18,6 @@ from hotrec.planner.request import (
     check_pipeline,
 )
 from hotrec.types import (
-    HotExchange,
     Partition,
     PipelineKind,
     PipelineSpec,
@@ -126,11 +125,9 @@ def test_pipelines_that_cannot_train_the_tables_are_refused(
 
 
 def test_other_hot_rows_are_another_plan() -> None:
-    """As many rows of each table, but not the same ones; and a dense exchange stays dense."""
+    """As many rows of each table, but not the same ones."""
     placement = given().placement
     other = replace(placement, partition=Partition(NUM_ROWS, {"C2": np.array([4, 2])}))
     ours, theirs = (split_of(request(given()), of) for of in (placement, other))
     assert ours.num_hot == theirs.num_hot
     assert Plan(ours).digest != Plan(theirs).digest
-    dense = split_of(request(given()), replace(placement, is_hot_dense=True))
-    assert dense.hot_exchange is HotExchange.dense
