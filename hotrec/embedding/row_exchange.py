@@ -333,7 +333,6 @@ class ShardedRows(RowCollection):
         begins_U = torch.repeat_interleave(self.hot.begins_T, lengths_T, output_size=num_hot)
         return rows.values()[:num_hot] + begins_U
 
-
     def refresh_cached_rows(self, written: Mapping[str, Rows]) -> None:
         """Refetch slots after rows in host memory were written, by table, between steps."""
         stored = {t: order.stored(written[t]) for t, order in self.orders.items() if t in written}

@@ -19,7 +19,7 @@ TIERS = ("device", "cached")
 
 @pytest.mark.parametrize("kind", [kind.value for kind in OptimizerKind])
 def test_hot_cold_equals_unsplit_reference(gpu: Ranks, kind: str) -> None:
-    cases = draw_cases("0", 30, seed=18, tiers=TIERS, device="cuda", optimizer=kind)
+    cases = draw_cases("0", 45, seed=18, tiers=TIERS, device="cuda", optimizer=kind)
     assert {case.tier for case in cases} == {*TIERS}
     assert {case.partition for case in cases} == set(PARTITIONS)
     assert {case.placement for case in cases} == set(PLACEMENTS)
