@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_day.kernels import COLD_TIERS, check_step, default_steps
+from benchmarks.gpu_day.kernels import check_step, default_steps
 from benchmarks.gpu_day.record import OK, NotHereError, Parts, Summary, Table
 from benchmarks.gpu_day.stage import Day, main
 from benchmarks.gpu_day.tbe import map_host_memory
@@ -350,8 +350,9 @@ def run(day: Day) -> None:
     for name, measure in parts.items():
         day.record.part(name, measure)
     with process_group(device="cuda") as ranks:
-        kinds, num_tiers = list(OptimizerKind), len(COLD_TIERS)
+        kinds = list(OptimizerKind)
         steps = list(default_steps(kinds))
+        num_tiers = len(steps) // len(kinds)
         # Each memory once, with the optimizers in turn.
         some = [steps[at % len(kinds) * num_tiers + at] for at in range(num_tiers)]
         for kind, name, tier in day.pick(steps, some):

@@ -64,7 +64,7 @@ def test_bytes_add_up_and_keep_to_the_bound(figures: dict[str, Any]) -> None:
         assert case["embedding_bytes_over_bound"] > (0.25 if "bf16" in name else 0.5), name
         # The dense layers' gradients are all-reduced in every case, in 16 bits by shares.
         assert case[by]["all_reduce"] >= dense or name == "look_ahead_bf16", name
-    assert cases["all_cold"][by]["all_gather"] == cases["all_hot"][by]["all_to_all"] == 0
+    assert cases["all_cold"][by]["all_gather"] == 0
     # The full gradients of the replicated tables (40, 7 and 3 rows of 64 floats) are counted too.
     replicated = 2 * 4 * 64 * (40 + 7 + 3) / 2
     reduced = [cases[name][by]["all_reduce"] for name in ("table_wise", "hand_tuned")]
