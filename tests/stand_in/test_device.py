@@ -76,8 +76,8 @@ LONG = {
 }
 # One of each is for the number of hot rows that an owner adds up, see ``RowSums``.
 BOUNDS = {
-    "sparse_dist-loader": Bound({"pipeline": "sparse_dist", "routing": "loader"}, 3, 5),
-    "sparse_dist-device": Bound({"pipeline": "sparse_dist", "routing": "device"}, 3, 7),
+    "sparse_dist-loader": Bound({"pipeline": "sparse_dist", "routing": "loader"}, 3, 4),
+    "sparse_dist-device": Bound({"pipeline": "sparse_dist", "routing": "device"}, 3, 6),
     "base-loader": Bound({"pipeline": "base", "routing": "loader"}, 4, 4),
     "look_ahead-loader": Bound({"pipeline": "look_ahead", "routing": "loader"}, 2, 6),
     "look_ahead-device": Bound({"pipeline": "look_ahead", "routing": "device"}, 2, 8),
@@ -95,7 +95,7 @@ BOUNDS = {
     "packed-parts": Bound(
         {"pipeline": "look_ahead", "kind": "packed", "micro_batches": True}, 9, 15
     ),
-    "sparse_dist-long": Bound({"pipeline": "sparse_dist", **LONG}, 3, 7),
+    "sparse_dist-long": Bound({"pipeline": "sparse_dist", **LONG}, 3, 6),
     "look_ahead-long": Bound({"pipeline": "look_ahead", "routing": "device", **LONG}, 2, 12),
 }
 MOST_IN_A_SEGMENT = 256
