@@ -187,7 +187,7 @@ class TestCheckpoint:
     def test_names(self, run_dir: Path, refuse: Refuse) -> None:
         for key, name in (("checkpoint", "step-9"), ("split", "dev")):
             said = refuse("evaluate", "run_dir=runs/one", f"{key}={name}")
-            assert re.search(rf"{key}: expected .*got '{name}'", said), said
+            assert re.search(rf"{key}: expected .*'{name}'", said), said
 
 
 @pytest.mark.slow

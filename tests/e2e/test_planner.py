@@ -145,7 +145,7 @@ def test_what_if_sweep(calibrated: Path) -> None:
     # The table says what the jobs have found.
     assert len(outcome.stderr.splitlines()) < 40
     assert " I hotrec.assemble" not in outcome.stderr
-    assert " I hotrec.assemble" in (calibrated / "runs/what_if/0/log.txt").read_text()
+    assert " I hotrec.assemble" in (calibrated / "runs/what_if/1/log.txt").read_text()
 
 
 def test_a_trial_chooses_and_changes_no_loss(calibrated: Path) -> None:

@@ -479,7 +479,7 @@ def write(name: str, text: str) -> Callable[[Path], object]:
         ((*EXPORT, "checkpoint=step-9"), None, r"checkpoint: expected auto, latest, best"),
         (("export", "output=days"), None, r"days: expected an empty directory or a model export"),
         ((*PREDICT[:2], "input=[days]", "output=days"), None, r"days: expected an empty directory"),
-        ((*EXPORT, "export.eval_split=dev"), None, r"export.eval_split: expected .*got 'dev'"),
+        ((*EXPORT, "export.eval_split=dev"), None, r"export.eval_split: expected .*'dev'"),
         (EXPORT, alter_vocabulary, r"vocab/item.arrow"),
         ((*PREDICT, "input=[days]"), alter_vocabulary, r"vocab/item.arrow"),
         ((*PREDICT, "input=[days]"), edit_config, r"data.source.columns.price"),
