@@ -350,8 +350,7 @@ def run(day: Day) -> None:
     for name, measure in parts.items():
         day.record.part(name, measure)
     with process_group(device="cuda") as ranks:
-        kinds = list(OptimizerKind)
-        steps = list(default_steps(kinds))
+        kinds, steps = list(OptimizerKind), list(default_steps(OptimizerKind))
         num_tiers = len(steps) // len(kinds)
         # Each memory once, with the optimizers in turn.
         some = [steps[at % len(kinds) * num_tiers + at] for at in range(num_tiers)]
