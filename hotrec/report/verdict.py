@@ -128,9 +128,9 @@ def _of_hot_rows(hot: Run, cold: Run, comparison: Comparison) -> str:
     what += f"{show_frac(plan.replicated_frac)} of the lookups copied to every rank, a step takes"
     sent = [run.sent_bytes for run in (hot, cold)]
     saved = sent[1].get("all_to_all", 0.0) - sent[0].get("all_to_all", 0.0)
-    added = sent[0].get("all_reduce", 0.0) - sent[1].get("all_reduce", 0.0)
+    added = sum(sent[0].values()) - sum(sent[1].values()) + saved
     why = f"they take {show_bytes(saved)} from the all-to-all and add {show_bytes(added)} to the "
-    why += "all-reduce of each rank and step"
+    why += "other collectives of each rank and step"
     if ratio.is_less:
         return f"Hot rows pay here: {what} {ratio.size} less than without; {why}."
     if ratio.is_more:

@@ -19,7 +19,8 @@ from tests.unit.report.runs import SUMMARY, TORCHREC, write_run
 COLD = {**SUMMARY, "name": "cost", "placement": "cost", "hot_rows": 0, "hot_rows_frac": 0.0}
 COLD |= {"sent_bytes": {"all_to_all": 2.2e6, "all_reduce": 0.5e6}, "sent_bytes_total": 2.7e6}
 HOT = {**COLD, "placement": "coverage", "hot_rows": 1650, "hot_rows_frac": 0.039}
-HOT |= {"sent_bytes": {"all_to_all": 1.7e6, "all_reduce": 0.9e6}, "sent_bytes_total": 2.6e6}
+HOT |= {"sent_bytes": {"all_to_all": 1.7e6, "all_reduce": 0.6e6, "all_gather": 0.3e6}}
+HOT |= {"sent_bytes_total": 2.6e6}
 STEPS_MS = {"cold": 36.0, "planner": 45.0, "hot": 38.0}
 
 
