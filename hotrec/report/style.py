@@ -52,7 +52,7 @@ PART_LOOKS: Mapping[str, tuple[str, str]] = {
 }
 # Labels of parts whose names do not explain them.
 PART_LABELS: Mapping[str, str] = {
-    "hot_exchange": "all-reduce of dense layers and hot rows",
+    "hot_exchange": "gradients of dense layers and hot rows",
     "replicated": "rows on every rank",
     "own": "rows of this rank, for its own samples",
     "all_to_all": "all-to-all",
