@@ -11,8 +11,9 @@ from torchrec.distributed.types import (
     CacheParams,
     ShardingType,
 )
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 
+from hotrec.planner.plan import TorchrecTables
 from hotrec.routing.features import hot_name
 from hotrec.types import (
     Exchange,
@@ -25,6 +26,7 @@ from hotrec.types import (
 
 # FBGEMM's modules hold the rows behind our slots, in host memory.
 KERNEL_BEHIND_SLOTS = {"cpu": TorchrecTier.fused, "cuda": TorchrecTier.fused_uvm}
+_SHARDED = ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.COLUMN_WISE
 
 
 def check_tier(device: str, tier: TorchrecTier) -> None:
@@ -84,65 +86,52 @@ def _replicated() -> ParameterConstraints:
     )
 
 
-def _cache_params(load_factor: float | None, *, is_prefetched: bool) -> CacheParams:
-    """Returns the parameters of an LRU device cache of a host table.
-
-    LFU would exclude prefetching (FBGEMM asserts it), need 8 bytes for every row instead of every
-    slot, and never evict rows that were popular once.
-    """
-    return CacheParams(
-        algorithm=CacheAlgorithm.LRU,
-        load_factor=load_factor,
-        prefetch_pipeline=True if is_prefetched else None,
-    )
-
-
 def torchrec_constraints(
     tables: Sequence[BaseEmbeddingConfig],
-    variant: TorchrecPlan,
+    asked: TorchrecTables,
     *,
     batch_size: int,
-    tier: TorchrecTier = TorchrecTier.fused,
-    cache_load_factor: float | None = None,
+    device: str = "cpu",
     is_prefetched: bool = False,
-    may_replicate: bool = True,
 ) -> dict[str, ParameterConstraints] | None:
-    """Constraints of a plan for unsplit tables; None leaves every choice to the planner.
+    """Constraints of one of TorchRec's plans; None leaves every choice to the planner.
 
-    ``HAND_TUNED``: tables with fewer rows than the batch data-parallel, the rest table-wise.
+    ``hand_tuned``: tables with fewer rows than the batch data-parallel, the rest table-wise. On CPU
+    no table of sequences is data-parallel: FBGEMM looks up its single ids in another order.
 
     Args:
-        batch_size: Batch of a rank, read by ``HAND_TUNED``.
-        tier: Memory tier of the rows.
-        cache_load_factor: Cached fraction of the rows. None for FBGEMM's default.
+        tables: The unsplit tables.
+        asked: The plan.
+        batch_size: Batch of a rank, read by ``hand_tuned``.
+        device: "cpu" or "cuda".
         is_prefetched: Whether TorchRec's prefetch pipeline fills the UVM cache.
-        may_replicate: Whether tables may be data-parallel.
 
     Raises:
-        ValueError: If the plan needs data-parallel tables, and there may be none.
+        ValueError: If the device has no such memory.
     """
-    if variant is TorchrecPlan.planner and tier is TorchrecTier.fused and may_replicate:
-        return None
-    if variant is TorchrecPlan.hand_tuned and not may_replicate:
-        raise ValueError(
-            "placement.plan: expected planner or table_wise for sequences on CPU, where FBGEMM "
-            "looks data-parallel tables up in another order, got hand_tuned. Set "
-            "placement.plan=table_wise."
+    check_tier(device, asked.tier)
+    is_free = asked.plan is TorchrecPlan.planner
+    cache = None
+    if asked.tier is TorchrecTier.fused_uvm_caching:
+        # LFU would exclude prefetching (FBGEMM asserts it), need 8 bytes for every row instead of
+        # every slot, and never evict rows that were popular once.
+        prefetch = True if is_prefetched else None
+        cache = CacheParams(
+            CacheAlgorithm.LRU, load_factor=asked.cache_load_frac, prefetch_pipeline=prefetch
         )
-    is_cached = tier is TorchrecTier.fused_uvm_caching
-    types: list[str] | None = [ShardingType.TABLE_WISE.value]
-    if variant is TorchrecPlan.planner:
-        sharded = ShardingType.TABLE_WISE, ShardingType.ROW_WISE, ShardingType.COLUMN_WISE
-        types = None if may_replicate else [kind.value for kind in sharded]
-    return {
-        table.name: _replicated()
-        if variant is TorchrecPlan.hand_tuned and table.num_embeddings < batch_size
-        else ParameterConstraints(
-            sharding_types=types,
-            compute_kernels=[tier.value],
-            cache_params=_cache_params(cache_load_factor, is_prefetched=is_prefetched)
-            if is_cached
-            else None,
+    found = {}
+    for table in tables:
+        may_replicate = isinstance(table, EmbeddingBagConfig) or device != "cpu"
+        is_small = may_replicate and table.num_embeddings < batch_size
+        if is_free and may_replicate and asked.tier is TorchrecTier.fused:
+            continue
+        if asked.plan is TorchrecPlan.hand_tuned and is_small:
+            found[table.name] = _replicated()
+            continue
+        types: list[str] | None = [ShardingType.TABLE_WISE.value]
+        if is_free:
+            types = None if may_replicate else [kind.value for kind in _SHARDED]
+        found[table.name] = ParameterConstraints(
+            sharding_types=types, compute_kernels=[asked.tier.value], cache_params=cache
         )
-        for table in tables
-    }
+    return found or None

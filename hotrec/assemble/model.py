@@ -21,11 +21,7 @@ from torchrec.modules.embedding_configs import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from hotrec.assemble.constraints import (
-    check_tier,
-    placement_constraints,
-    torchrec_constraints,
-)
+from hotrec.assemble.constraints import placement_constraints, torchrec_constraints
 from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.embedding.collection import (
     HotColdCollection,
@@ -150,15 +146,12 @@ def build_unsharded(
         codecs = wire_codecs(pipeline.wire)
         made = EmbeddingBagCollectionSharder if is_pooled else EmbeddingCollectionSharder
         sharders = [made(fused_params(spec.embedding), codecs)]
-        check_tier(machine.device, plan.tables.tier)
         constraints = torchrec_constraints(
             tables,
-            plan.tables.plan,
+            plan.tables,
             batch_size=machine.batch_size,
-            tier=plan.tables.tier,
-            cache_load_factor=plan.tables.cache_load_frac,
+            device=machine.device,
             is_prefetched=pipeline.kind is PipelineKind.prefetch,
-            may_replicate=is_pooled or machine.device != "cpu",
         )
     else:
         assert placed is not None, plan.label

@@ -15,14 +15,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torchrec.distributed.types import ShardingPlan
+
 from hotrec.artifact import Artifact, ArtifactError, check_made_from, read_record
+from hotrec.assemble.job import Job, torchrec_tables_of
 from hotrec.assemble.model import build_unsharded
-from hotrec.assemble.plan_job import PlanJob, SavedSplit
-from hotrec.assemble.torchrec_plan import shardings_of, why_inexact
-from hotrec.cost_model.costs import Costs, CostsError
+from hotrec.assemble.plan_job import (
+    costs_on,
+    loader_on,
+    make_request,
+    policy_parameters,
+    request_for,
+    situation_of,
+    trial_facts,
+)
+from hotrec.assemble.torchrec_plan import shardings_by
+from hotrec.config.groups import CostPlacement, SavedPlacement, TorchrecPlacement
+from hotrec.cost_model.costs import CostsError
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.profile import Profile, read_profile
-from hotrec.data.chunks import Dataset
 from hotrec.planner.document import prediction_document
 from hotrec.planner.machine import Machine
 from hotrec.planner.partition import (
@@ -32,7 +43,6 @@ from hotrec.planner.partition import (
     write_partition,
 )
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
-from hotrec.planner.predict import Shardings
 from hotrec.planner.propose import (
     Decision,
     in_doubt,
@@ -47,10 +57,8 @@ from hotrec.runtime.run_dir import PARTITION, PREDICTION
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
     Partition,
-    PipelineKind,
     PipelineSpec,
     Placement,
-    TorchrecPlan,
 )
 
 logger = logging.getLogger(__name__)
@@ -66,7 +74,6 @@ class SettledPlan:
             plans.
         artifact: The partition's directory, or None without a placement.
         prediction: The document of ``hotrec.planner.document``, or None without a prediction.
-        costs: The costs of the prediction.
         max_bytes: Predicted memory of the fullest rank, by MEMORIES; empty without a prediction.
         step_s: Predicted seconds of a step.
     """
@@ -75,13 +82,8 @@ class SettledPlan:
     placement: Placement | None
     artifact: Artifact | None = None
     prediction: dict[str, Any] | None = None
-    costs: Costs | None = None
     max_bytes: tuple[float, ...] = ()
     step_s: float = math.nan
-
-    def machine(self, machine: Machine) -> Machine:
-        """Returns the machine with hotrec's costs, or TorchRec's for its own plans."""
-        return machine if self.placement is None else replace(machine, costs=self.costs)
 
     @property
     def partition(self) -> Partition | None:
@@ -101,24 +103,20 @@ class Proposal:
     """The candidates of a run with their predictions, on one process; see ``make_proposal``.
 
     Args:
-        job: The planner's inputs from the job.
-        request: The request to the planner, with the profile.
-        dataset: The dataset.
+        job: The job.
+        request: The request to the planner.
         machine: The ranks.
-        placement: The configured placement; None to choose by cost, or for TorchRec's plans.
-        artifact: The saved partition that was configured.
+        saved: The saved partition that was configured.
         counted: The profile and its artifact; None without one.
         histograms: The profile's histogram of every table.
         situation: The predicted situation; None without predictions.
         decision: The choice by prediction; None without predictions.
     """
 
-    job: PlanJob
+    job: Job
     request: PlanRequest
-    dataset: Dataset
     machine: Machine
-    placement: Placement | None
-    artifact: Artifact | None
+    saved: Artifact | None
     counted: tuple[Profile, Artifact] | None = None
     histograms: Mapping[str, CountHistogram] = field(default_factory=dict)
     situation: Situation | None = None
@@ -135,21 +133,16 @@ class Proposal:
         return {plan.digest: self._settled(plan) for plan in plans}
 
     def _settled(self, plan: Plan) -> SettledPlan:
-        assert self.situation is not None
-        assert self.decision is not None
+        if self.situation is None or self.decision is None:
+            return SettledPlan(plan, getattr(self.request.tables, "placement", None))
         assert self.counted is not None
         prediction, placement = self.decision.predictions[plan], self.decision.placement
         if placement is None and isinstance(plan.tables, SplitTables):
             policy = f"least step, {self.situation.costs.name}"
             counts = self.counted[0].counts
             placement = most_accessed(plan.tables, counts, self.histograms, policy)
-        return SettledPlan(
-            plan,
-            placement,
-            costs=self.situation.costs,
-            max_bytes=prediction.max_bytes,
-            step_s=prediction.step_s,
-        )
+        max_bytes, step_s = prediction.max_bytes, prediction.step_s
+        return SettledPlan(plan, placement, max_bytes=max_bytes, step_s=step_s)
 
     def predicted_s(self, num_steps: int) -> tuple[float, float]:
         """Predicted seconds of ``num_steps`` steps of the best candidate, and their upper end."""
@@ -170,15 +163,15 @@ class Proposal:
         """The file for a trial of these candidates with this model, data and machine."""
         assert self.situation is not None
         facts = {
-            **self.job.trial_facts,
+            **trial_facts(self.job),
             "versions": read_fingerprint(self.situation.machine.device),
             # New costs stand for a new machine, or the same one in another state.
             "costs": self.situation.costs.to_json(),
-            "dataset": self.dataset.artifact.content_hash,
-            "machine": replace(self.situation.machine, costs=None, host_bytes=0, device_bytes=0),
+            "dataset": self.job.dataset.artifact.content_hash,
+            "machine": replace(self.situation.machine, host_bytes=0, device_bytes=0),
             "candidates": sorted(self.candidates),
         }
-        return trial_file(self.job.folders["trials"], facts)
+        return trial_file(Path(self.job.config.paths.trials), facts)
 
     def _words(self, name: str) -> dict[str, str]:
         """The label or the title of every plan, by digest."""
@@ -192,17 +185,13 @@ class Proposal:
             output: Directory for a new partition. A saved one is not copied.
             trial: Measurements of the candidates.
         """
-        if self.situation is None or self.decision is None:
-            plan = unpredicted(self.request, self.machine)
-            settled = SettledPlan(plan, self.placement)
+        decision = self.decision
+        if self.situation is None or decision is None:
+            settled = self._settled(unpredicted(self.request, self.machine))
         else:
-            decision = self.decision
             if trial is not None:
-                decision = replace(
-                    decision,
-                    chosen=self.candidates[trial.chosen].plan,
-                    why=trial.why(self._words("title")),
-                )
+                chosen, why = self.candidates[trial.chosen].plan, trial.why(self._words("title"))
+                decision = replace(decision, chosen=chosen, why=why)
             logger.info("%s", decision.why)
             settled = self._settled(decision.chosen)
             assert self.counted is not None
@@ -214,7 +203,7 @@ class Proposal:
                 trial=trial,
             )
             settled = replace(settled, prediction=document)
-        artifact = self.artifact
+        artifact = self.saved
         if artifact is None and settled.placement is not None:
             artifact = self._write(settled.placement, output)
         return replace(settled, artifact=artifact)
@@ -225,22 +214,19 @@ class Proposal:
         return write_partition(
             placement,
             output,
-            parameters=self.job.parameters,
+            parameters=policy_parameters(self.job),
             summary=summarize_partition(placement.partition, profile, self.job.spec.row_bytes),
-            dataset_hash=self.dataset.artifact.content_hash,
+            dataset_hash=self.job.dataset.artifact.content_hash,
             profile_hash=profile_artifact.content_hash,
             planned_for=_planned_for(self.machine),
         )
 
 
-def make_proposal(
-    job: PlanJob, dataset: Dataset, machine: Machine, *, is_plan: bool = False
-) -> Proposal:
+def make_proposal(job: Job, machine: Machine, *, is_plan: bool = False) -> Proposal:
     """Predicts the candidates of a job, on one process.
 
     Args:
-        job: The planner's inputs from the job.
-        dataset: Its dataset.
+        job: The job.
         machine: The ranks to plan for.
         is_plan: Whether to also predict TorchRec's plans, for ``hotrec plan``.
 
@@ -249,62 +235,37 @@ def make_proposal(
         ValueError: If the policy cannot be satisfied, the rows do not fit the memory, or the costs
             for a cost-based choice are of another kind of machine.
     """
-    placement, artifact = None, None
-    if isinstance(job.tables, SavedSplit):
-        placement, artifact = read_placement(job.tables.directory)
-        check_made_from(artifact, dataset.artifact)
-        _warn_of_another_situation(artifact, machine)
-
-    def proposal(request: PlanRequest, **of_profile: Any) -> Proposal:
-        placed = getattr(request.tables, "placement", None)
-        return Proposal(job, request, dataset, machine, placed, artifact, **of_profile)
-
+    asked, dataset = job.config.placement, job.dataset
+    is_by_cost = isinstance(asked, CostPlacement)
+    placement, saved = None, None
+    if isinstance(asked, SavedPlacement):
+        placement, saved = read_placement(Path(asked.partition_dir))
+        check_made_from(saved, dataset.artifact)
+        _warn_of_another_situation(saved, machine)
     try:
-        profile, profile_artifact = read_profile(job.folders["profile"])
+        profile, profile_artifact = read_profile(Path(job.config.paths.profile))
         check_made_from(profile_artifact, dataset.artifact)
     except ArtifactError as error:
-        if not isinstance(job.tables, SavedSplit | TorchrecTables):
+        if not isinstance(asked, SavedPlacement | TorchrecPlacement):
             raise
         # As text: the traceback of an error in a kept log record would keep the dataset open.
         logger.info("no prediction: %s", str(error))
-        return proposal(job.request(dataset, machine, None, placement))
-    request = job.request(dataset, machine, profile, placement)
-    histograms = profile.build_histograms()
-    without = proposal(request, counted=(profile, profile_artifact), histograms=histograms)
-    costs = job.costs_on(machine)
-    workers, _ = job.loader_on(machine, costs[0])
-    request = replace(request, num_workers=workers)
+        return Proposal(job, make_request(job, machine, None, placement), machine, saved)
+    request, histograms = make_request(job, machine, profile, placement), profile.build_histograms()
+    without = Proposal(job, request, machine, saved, (profile, profile_artifact), histograms)
+    costs = costs_on(job, machine)
+    request = replace(request, num_workers=loader_on(job, machine, costs[0])[0])
 
-    reads_sequences = job.spec.architecture.reads_sequences
+    def shard(tables: TorchrecTables, pipeline: PipelineSpec) -> ShardingPlan:
+        return build_unsharded(job.spec, Plan(tables, pipeline), None, machine).plan(machine)
 
-    def describe(machine: Machine) -> Situation:
-        return job.situation(machine, profile, histograms, costs)
-
-    def shardings(tables: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:
-        is_theirs, is_by_hand = tables == job.tables, tables.plan is TorchrecPlan.hand_tuned
-        if reads_sequences and is_by_hand and machine.device == "cpu" and not is_theirs:
-            return "FBGEMM looks its data-parallel tables up in another order on a CPU"
-        # An optimizer that the device cannot train is an error, tables that do not fit are not.
-        unsharded = build_unsharded(job.spec, Plan(tables, pipeline), None, machine)
-        try:
-            sharding = unsharded.plan(machine)
-        except ValueError as error:
-            return str(error)
-        found = shardings_of(
-            sharding,
-            {table.name for table in dataset.schema.tables},
-            tables.cache_load_frac,
-            is_prefetched=pipeline.kind is PipelineKind.prefetch,
-        )
-        inexact = why_inexact(found, machine, job.spec.embedding)
-        # Who asks for a plan of TorchRec's gets it; a choice must not change what is trained.
-        return inexact if inexact is not None and isinstance(job.tables, ByCost) else found
-
+    names, rule = job.spec.row_bytes, job.spec.embedding
     try:
-        situation = describe(machine)
+        situation = situation_of(job, machine, profile, histograms, costs)
+        shardings = shardings_by(shard, names, machine, rule, is_exact=is_by_cost)
         decision = propose(request, situation, shardings, with_baselines=is_plan)
     except CostsError as error:
-        if isinstance(job.tables, ByCost):
+        if is_by_cost:
             raise
         logger.warning("no prediction: %s", error)
         if (slots := getattr(request.tables, "slots", None)) is not None and slots.place:
@@ -312,97 +273,62 @@ def make_proposal(
                 "no prediction: using the default placement.cache_load_frac=%s", DEFAULT_LOAD_FRAC
             )
         return without
-    return replace(
-        without,
-        request=request,
-        placement=decision.placement,
-        situation=situation,
-        decision=decision,
-    )
+    return replace(without, request=request, situation=situation, decision=decision)
 
 
-def read_settled_plan(job: PlanJob, run_dir: Path, machine: Machine) -> SettledPlan:
+def read_settled_plan(job: Job, run_dir: Path, machine: Machine) -> SettledPlan:
     """Reads the plan that a run recorded when it started.
 
     Args:
-        job: The planner's inputs from the job of the run.
+        job: The job of the run.
         run_dir: Its directory.
         machine: The ranks, in case the run recorded no prediction and its pipeline is auto.
 
     Raises:
-        ArtifactError: If its partition is missing or altered.
+        ArtifactError: If the record or its partition is missing or altered.
     """
-    recorded = _read_recorded(job, run_dir)
-    placement, artifact = _partition_of(recorded, job, run_dir)
-    tables = recorded.torchrec if placement is None else GivenTables(placement)
-    assert tables is not None, run_dir
-    request = job.request_for(tables)
-    if recorded.kind is not None:
-        request = replace(request, pipeline=request.pipeline.with_kind(recorded.kind))
-    plan = unpredicted(request, machine)
-    return SettledPlan(plan, placement, artifact, recorded.prediction)
+    prediction, recorded = _read_recorded(job, run_dir)
+    placement, artifact = recorded_partition(job, run_dir)
+    tables: GivenTables | TorchrecTables | None = torchrec_tables_of(job.config.placement)
+    if placement is not None:
+        tables = GivenTables(placement)
+    elif tables is None:
+        assert recorded is not None, run_dir
+        assert isinstance(recorded.tables, TorchrecTables), run_dir
+        tables = recorded.tables
+    request = request_for(job, tables)
+    if recorded is not None:
+        request = replace(request, pipeline=request.pipeline.with_kind(recorded.pipeline.kind))
+    return SettledPlan(unpredicted(request, machine), placement, artifact, prediction)
 
 
-def recorded_partition(
-    job: PlanJob, run_dir: Path
-) -> tuple[Placement, Artifact] | tuple[None, None]:
+def recorded_partition(job: Job, run_dir: Path) -> tuple[Placement, Artifact] | tuple[None, None]:
     """The partition that a run trained, with its place; None and None for TorchRec's plans.
 
     Raises:
         ArtifactError: If it is missing or altered.
     """
-    return _partition_of(_read_recorded(job, run_dir), job, run_dir)
-
-
-def _partition_of(
-    recorded: _Recorded, job: PlanJob, run_dir: Path
-) -> tuple[Placement, Artifact] | tuple[None, None]:
-    if recorded.torchrec is not None:
+    asked, (_, recorded) = job.config.placement, _read_recorded(job, run_dir)
+    is_declined = recorded is not None and isinstance(recorded.tables, TorchrecTables)
+    if isinstance(asked, TorchrecPlacement) or (isinstance(asked, CostPlacement) and is_declined):
         return None, None
-    asked = job.tables
-    saved = asked.directory if isinstance(asked, SavedSplit) else run_dir / PARTITION
-    return read_placement(saved)
+    if isinstance(asked, SavedPlacement):
+        return read_placement(Path(asked.partition_dir))
+    return read_placement(run_dir / PARTITION)
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    """A run's record of its plan.
-
-    Args:
-        prediction: The prediction document; None if the run made none.
-        kind: The chosen pipeline; None without a prediction.
-        torchrec: The plan of TorchRec that it trained; None for split tables.
-    """
-
-    prediction: dict[str, Any] | None
-    kind: PipelineKind | None
-    torchrec: TorchrecTables | None
-
-
-def _read_recorded(job: PlanJob, run_dir: Path) -> _Recorded:
-    path, is_by_cost = run_dir / PREDICTION, isinstance(job.tables, ByCost)
-    torchrec = job.tables if isinstance(job.tables, TorchrecTables) else None
-    if not path.exists():
-        if is_by_cost:
-            raise ArtifactError(
-                f"{path}: expected the recorded plan of the run, got no such file. Start a new run."
-            )
-        return _Recorded(None, None, torchrec)
+def _read_recorded(job: Job, run_dir: Path) -> tuple[dict[str, Any] | None, Plan | None]:
+    """The prediction document of a run and the plan that it chose; None and None without one."""
+    path = run_dir / PREDICTION
+    if not path.exists() and not isinstance(job.config.placement, CostPlacement):
+        return None, None
     try:
         prediction = json.loads(read_record(path))
-        kind, chosen = _recorded_plan(prediction)
+        return prediction, Plan.from_json(prediction["plan"])
     except (OSError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise ArtifactError(
             f"{path}: expected the recorded plan of the run, got {error!r}. Start a new run."
         ) from error
-    return _Recorded(prediction, kind, chosen if is_by_cost else torchrec)
-
-
-def _recorded_plan(prediction: Mapping[str, Any]) -> tuple[PipelineKind, TorchrecTables | None]:
-    """The pipeline that a run chose, and the plan of TorchRec, if it chose one."""
-    plan = Plan.from_json(prediction["plan"])
-    tables = plan.tables if isinstance(plan.tables, TorchrecTables) else None
-    return plan.pipeline.kind, tables
 
 
 def _planned_for(machine: Machine) -> dict[str, int]:
@@ -414,7 +340,6 @@ def _planned_for(machine: Machine) -> dict[str, int]:
 
 
 def _warn_of_another_situation(artifact: Artifact, machine: Machine) -> None:
-    # Partitions of earlier versions do not record what they were planned for.
     planned_for = artifact.content.get("planned_for") or {}
     differences = ", ".join(
         f"{name} {value} instead of {planned_for[name]}"

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+from hotrec.config.groups import (
+    AllColdPlacement,
+    AllHotPlacement,
+    BudgetPlacement,
+    CoveragePlacement,
+    FaePlacement,
+    FractionPlacement,
+    FreqCachePlacement,
+    PolicyConfig,
+    ScarsPlacement,
+    TieredConfig,
+)
+from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.forms import BYTES_PER_FLOAT
 from hotrec.cost_model.memory import NUM_REPLICA_GRADIENTS
 from hotrec.cost_model.profile import Profile
 from hotrec.planner.counted import CountedTables
 from hotrec.planner.machine import Machine
+from hotrec.planner.paper_policies import choose_fae, choose_freq_cache, choose_scars
+from hotrec.planner.policies import (
+    choose_all_cold,
+    choose_all_hot,
+    choose_budget,
+    choose_coverage,
+    choose_fraction,
+)
+from hotrec.runtime.memory import MIB
 from hotrec.types import (
     DEFAULT_LOAD_FRAC,
     ColdTier,
@@ -22,76 +44,95 @@ from hotrec.types import (
 )
 
 
-@dataclass(frozen=True)
-class PolicyInputs:
-    """Inputs of a policy besides the counts.
+def choose_hot(
+    placement: TieredConfig,
+    profile: Profile,
+    machine: Machine,
+    row_bytes: Mapping[str, int],
+    dim: int,
+    costs: Costs | None = None,
+) -> Partition:
+    """Choose the hot rows by the configured policy.
 
     Args:
+        placement: The policy.
         profile: The profile.
-        machine: The ranks, with costs for a policy that needs them.
+        machine: The ranks.
         row_bytes: Bytes of one row of each table, with its optimizer state.
         dim: Dimension D of the tables.
+        costs: Costs of the machine, for SCARS.
+
+    Raises:
+        ValueError: If it cannot be satisfied, or its hot rows exceed the device's memory.
     """
-
-    profile: Profile
-    machine: Machine
-    row_bytes: Mapping[str, int]
-    dim: int
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.machine.batch_size * self.machine.world_size
-
-    @property
-    def row_seconds(self) -> tuple[float, float]:
-        """Seconds to send a cold row and its gradient, and a hot row in a dense all-reduce."""
-        assert self.machine.costs is not None
-        costs, world = self.machine.costs, self.machine.world
-        num_bytes = 2 * (world.num_ranks - 1) / world.num_ranks * BYTES_PER_FLOAT * self.dim
-        to_all, reduce = (costs.collective(k, world) for k in ("all_to_all", "all_reduce"))
-        return num_bytes * to_all.per_byte_s, num_bytes * reduce.per_byte_s
-
-
-@dataclass(frozen=True)
-class Policy:
-    """A policy: it chooses the hot rows.
-
-    Args:
-        choose: Chooses the hot rows of the counted tables.
-        overrides: Per table: hot, cold, a number of rows, or a fraction of its rows.
-        small_table_rows: Tables with at most this number of rows are all hot.
-        needs_costs: Whether it reads the costs of the machine.
-    """
-
-    choose: Callable[[CountedTables, PolicyInputs], Partition]
-    overrides: Mapping[str, str | int | float] = field(default_factory=dict)
-    small_table_rows: int = 0
-    needs_costs: bool = False
-
-    def partition(self, inputs: PolicyInputs) -> Partition:
-        """Choose the hot rows.
-
-        Raises:
-            ValueError: If it cannot be satisfied, or its hot rows exceed the device's memory.
-        """
-        tables = CountedTables.of(
-            inputs.profile.counts,
-            min_count=inputs.profile.sampling.min_count,
-            overrides=self.overrides,
-            small_table_rows=self.small_table_rows,
-        )
-        partition = self.choose(tables, inputs)
-        # Users budget for rows and their optimizer state; the gradients must fit too.
-        grads = NUM_REPLICA_GRADIENTS * BYTES_PER_FLOAT * inputs.dim
-        sizes = inputs.row_bytes.items()
-        hot_bytes = sum(partition.num_hot(table) * (size + grads) for table, size in sizes)
-        if hot_bytes > inputs.machine.replica_bytes:
-            raise ValueError(
-                f"partition ({partition.policy}): expected hot rows, with optimizer state and "
-                f"gradients, of at most {inputs.machine.replica_bytes} bytes, the device's memory, "
-                f"got {hot_bytes}. Choose fewer hot rows."
+    limit = machine.replica_bytes
+    budget = getattr(placement, "hot_budget_mib", None)
+    budget_bytes = limit if budget is None else int(budget * MIB)
+    given = placement if isinstance(placement, PolicyConfig) else PolicyConfig(placement.kind)
+    tables = CountedTables.of(
+        profile.counts,
+        min_count=profile.sampling.min_count,
+        overrides=given.overrides,
+        small_table_rows=given.small_table_rows,
+    )
+    match placement:
+        case FractionPlacement(hot_frac=hot_frac, per_table=per_table):
+            partition = choose_fraction(tables, hot_frac=hot_frac, per_table=per_table)
+        case CoveragePlacement(coverage_frac=coverage, per_table=per_table):
+            partition = choose_coverage(tables, coverage=coverage, per_table=per_table)
+        case BudgetPlacement():
+            if budget_bytes > limit:
+                raise ValueError(
+                    f"budget_bytes: expected at most the {limit} bytes of device memory, got "
+                    f"{budget_bytes}. Lower the hot budget."
+                )
+            partition = choose_budget(tables, budget_bytes=budget_bytes, row_bytes=row_bytes)
+        case FaePlacement(small_table_mib=small):
+            partition = choose_fae(
+                tables,
+                budget_bytes=budget_bytes,
+                row_bytes=row_bytes,
+                small_table_bytes=int(small * MIB),
             )
-        return partition
+        case FreqCachePlacement(cached_frac=frac):
+            dims = dict.fromkeys(profile.counts, dim)
+            partition = choose_freq_cache(tables, dims=dims, cached_frac=frac)
+        case ScarsPlacement():
+            assert costs is not None, placement
+            cold_row_s, hot_row_s = _row_seconds(costs, machine, dim)
+            partition = choose_scars(
+                tables,
+                memory_bytes=budget_bytes,
+                row_bytes=row_bytes,
+                num_samples=profile.num_samples,
+                global_batch_size=machine.batch_size * machine.world_size,
+                cold_row_s=cold_row_s,
+                hot_row_s=hot_row_s,
+            )
+        case AllHotPlacement():
+            partition = choose_all_hot(profile.counts)
+        case AllColdPlacement():
+            partition = choose_all_cold(profile.counts)
+        case _:
+            raise AssertionError(placement)
+    # Users budget for rows and their optimizer state; the gradients must fit too.
+    grads = NUM_REPLICA_GRADIENTS * BYTES_PER_FLOAT * dim
+    hot_bytes = sum(partition.num_hot(table) * (size + grads) for table, size in row_bytes.items())
+    if hot_bytes > limit:
+        raise ValueError(
+            f"partition ({partition.policy}): expected hot rows, with optimizer state and "
+            f"gradients, of at most {limit} bytes, the device's memory, got {hot_bytes}. Choose "
+            "fewer hot rows."
+        )
+    return partition
+
+
+def _row_seconds(costs: Costs, machine: Machine, dim: int) -> tuple[float, float]:
+    """Seconds to send a cold row and its gradient, and a hot row in a dense all-reduce."""
+    world = machine.world
+    num_bytes = 2 * (world.num_ranks - 1) / world.num_ranks * BYTES_PER_FLOAT * dim
+    to_all, reduce = (costs.collective(k, world) for k in ("all_to_all", "all_reduce"))
+    return num_bytes * to_all.per_byte_s, num_bytes * reduce.per_byte_s
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -25,46 +24,31 @@ from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
     ModuleSharder,
-    ParameterSharding,
     ShardingPlan,
     ShardingType,
-    ShardMetadata,
 )
 
 from hotrec.assemble.constraints import check_tier
-from hotrec.assemble.topology import topology_of
 from hotrec.cost_model.forms import BYTES_PER_FLOAT
 from hotrec.cost_model.memory import NUM_REPLICA_GRADIENTS
 from hotrec.cost_model.quantities import TableSharding
+from hotrec.embedding.fused import kind_of_kernel
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.machine import DEVICE_RESERVED_FRAC, Machine
+from hotrec.planner.plan import TorchrecTables
 from hotrec.planner.predict import Shardings
+from hotrec.planner.propose import ShardingsOf
 from hotrec.types import (
-    DEFAULT_LOAD_FRAC,
     TIER_OF_KERNEL,
     OptimizerKind,
+    PipelineKind,
+    PipelineSpec,
     Tier,
     TorchrecTier,
 )
 
-# FBGEMM's device cache: its associativity, and the sets it can count
-# (split_table_batched_embeddings_ops_training.py).
-CACHE_WAYS = 32
-MAX_CACHE_SETS = 2**24 - 1
 _TIERS = {"dense": Tier.DEVICE, **{kernel.value: tier for kernel, tier in TIER_OF_KERNEL.items()}}
 HOST_KERNELS = (TorchrecTier.fused_uvm.value, TorchrecTier.fused_uvm_caching.value)
-# State of FBGEMM's optimizers: floats per float of a row, and floats per row.
-STATE_FLOATS: Mapping[str, tuple[int, int]] = {
-    "SGD": (0, 0),
-    "EXACT_SGD": (0, 0),
-    "LARS_SGD": (1, 0),
-    "EXACT_ADAGRAD": (1, 0),
-    "EXACT_ROWWISE_ADAGRAD": (0, 1),
-    "ADAM": (2, 0),
-    "PARTIAL_ROWWISE_ADAM": (1, 1),
-    "LAMB": (2, 0),
-    "PARTIAL_ROWWISE_LAMB": (1, 1),
-}
 
 
 def make_plan(
@@ -80,8 +64,7 @@ def make_plan(
         constraints: Constraints by table (``placement_constraints``, ``torchrec_constraints``).
 
     Raises:
-        ValueError: If the tables do not fit the machine under the constraints, or the machine's
-            costs are of another kind of machine.
+        ValueError: If the tables do not fit the machine under the constraints.
     """
     topology, batch_size = topology_of(machine), machine.batch_size
     for constraint in (constraints or {}).values():
@@ -102,28 +85,65 @@ def make_plan(
         storage_reservation=FixedPercentageStorageReservation(percentage=DEVICE_RESERVED_FRAC),
     )
     try:
-        plan = planner.plan(model, list(sharders))
+        return planner.plan(model, list(sharders))
     except PlannerError as error:
-        shortfall = _describe_shortfall(enumerator.enumerate(model, list(sharders)), topology)
         # The last of its twenty lines names the shard that was too large.
-        theirs = " ".join(str(error).rpartition("Last planner error:")[2].split())
+        theirs = " ".join(str(error).rpartition("Last planner error:")[2].split()).rstrip(".")
+        memory = topology.devices[0].storage
         raise ValueError(
-            f"plan for {topology.world_size} ranks on {topology.compute_device}: {shortfall} "
-            f"TorchRec's planner: {theirs}"
+            f"plan for {machine.world_size} ranks on {machine.device}: expected tables that fit "
+            f"{memory.hbm} bytes of device and {memory.ddr} bytes of host memory per rank, got "
+            f"{theirs}. Use fewer hot rows, more ranks, another tier, or row-wise sharding of the "
+            "largest table."
         ) from error
-    check_caches(plan)
-    return plan
 
 
-def why_inexact(shardings: Shardings, machine: Machine, rule: OptimizerSpec) -> str | None:
-    """Why unsplit tables, sharded like this, do not train the unsplit model; None if they do."""
-    is_cut = any(len(of.blocks(machine.world)) > 1 for of in shardings.values())
-    if is_cut and rule.kind is OptimizerKind.rowwise_adagrad:
-        return (
-            "its column-wise shards have one state for each part of a row, so that it would not "
-            "train the weights of the unsplit model"
-        )
-    return None
+def topology_of(machine: Machine) -> Topology:
+    """TorchRec's description of a machine, with TorchRec's own figures of bandwidths."""
+    return Topology(
+        world_size=machine.world_size,
+        local_world_size=machine.local_world_size,
+        compute_device=machine.device,
+        hbm_cap=machine.device_bytes if machine.device == "cuda" else 0,
+        ddr_cap=machine.host_bytes // machine.local_world_size,
+    )
+
+
+def shardings_by(
+    make: Callable[[TorchrecTables, PipelineSpec], ShardingPlan],
+    names: Collection[str],
+    machine: Machine,
+    rule: OptimizerSpec,
+    *,
+    is_exact: bool = True,
+) -> ShardingsOf:
+    """How the planner of plans finds TorchRec's shardings of unsplit tables, or why there are none.
+
+    Args:
+        make: Runs TorchRec's planner.
+        names: The tables.
+        machine: The ranks.
+        rule: The update rule of the rows.
+        is_exact: Whether the tables must train the unsplit model: a choice must not change what is
+            trained, but who asks for a plan of TorchRec's gets it.
+    """
+
+    def find(tables: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:
+        try:
+            plan = make(tables, pipeline)
+        except ValueError as error:
+            return str(error)
+        is_prefetched = pipeline.kind is PipelineKind.prefetch
+        found = shardings_of(plan, names, tables.cache_load_frac, is_prefetched=is_prefetched)
+        is_cut = any(len(of.blocks(machine.world)) > 1 for of in found.values())
+        if is_exact and is_cut and rule.kind is OptimizerKind.rowwise_adagrad:
+            return (
+                "its column-wise shards have one state for each part of a row, so that it would "
+                "not train the weights of the unsplit model"
+            )
+        return found
+
+    return find
 
 
 def shardings_of(
@@ -166,27 +186,6 @@ def shardings_of(
     return shardings
 
 
-def _describe_shortfall(options: Sequence[ShardingOption], topology: Topology) -> str:
-    """Describes the memory with the largest deficit, with the needs of the smallest options."""
-    memory, world_size = topology.devices[0].storage, topology.world_size
-    capacity = {"host": memory.ddr}
-    if topology.compute_device != "cpu":
-        capacity = {"device": int((1 - DEVICE_RESERVED_FRAC) * memory.hbm), **capacity}
-    least: dict[str, dict[str, int]] = {}
-    for option in options:
-        storages = [shard.storage for shard in option.shards if shard.storage is not None]
-        sizes = {"device": sum(s.hbm for s in storages), "host": sum(s.ddr for s in storages)}
-        found = least.setdefault(option.name, sizes)
-        least[option.name] = min(found, sizes, key=lambda sizes: [sizes[kind] for kind in capacity])
-    need = {kind: -(-sum(s[kind] for s in least.values()) // world_size) for kind in capacity}
-    kind = max(capacity, key=lambda kind: need[kind] - capacity[kind])
-    return (
-        f"expected the tables to fit {capacity[kind]} bytes of {kind} memory per rank, got "
-        f"{need[kind]} bytes on average over the ranks. Use fewer hot rows, more ranks, another "
-        "tier, or row-wise sharding of the largest table."
-    )
-
-
 class OrderedEnumerator(EmbeddingEnumerator):
     """TorchRec's enumerator, whose options have the same order in every process.
 
@@ -213,8 +212,8 @@ class TrainedStorageEstimator(EmbeddingStorageEstimator):
 
         replica         4 R D of gradients, and as much again at the first steps: in iteration 3
                         DDP recreates its bucket while the old one still exists; the state
-        element-wise    state of a shard, where its rows are: FBGEMM's device cache holds none of it
-        row-wise        state of a shard, 4 R: on the device, for any location of the rows
+        shard           the state, where its rows are: FBGEMM's device cache holds none of it; one
+                        float a row is on the device, for any location of the rows
     """
 
     def __init__(self, topology: Topology, *given: Any, **named: Any) -> None:
@@ -226,98 +225,45 @@ class TrainedStorageEstimator(EmbeddingStorageEstimator):
 
         The map from an option's module to its sharder comes by position in TorchRec 1.6, by keyword
         in 1.8.
-
-        Raises:
-            ValueError: If a sharder's optimizer has a state of unknown size.
         """
         super().estimate(sharding_options, *given, **named)
         [sharders] = [*given, *named.values()]
         for option in sharding_options:
             params = getattr(sharders[option.module_type_key], "fused_params", None) or {}
-            state = state_floats(params.get("optimizer"))
+            rule = OptimizerSpec(kind_of_kernel(params.get("optimizer")), learning_rate=0.0)
             for shard in option.shards:
                 assert shard.storage is not None, option.name
-                shard.storage += self._beside(option, shard.size, state)
-
-    def _beside(self, option: ShardingOption, size: list[int], state: tuple[int, int]) -> Storage:
-        num_rows, dim = size
-        by_element = BYTES_PER_FLOAT * num_rows * dim
-        element_wise, row_wise = state[0] * by_element, state[1] * BYTES_PER_FLOAT * num_rows
-        if option.sharding_type == ShardingType.DATA_PARALLEL.value:
-            row_wise += NUM_REPLICA_GRADIENTS * by_element
-        if self._is_on_cpu:
-            return Storage(hbm=0, ddr=element_wise + row_wise)
-        if option.compute_kernel in HOST_KERNELS:
-            return Storage(hbm=row_wise, ddr=element_wise)
-        return Storage(hbm=element_wise + row_wise, ddr=0)
+                num_rows, dim = shard.size
+                state = num_rows * rule.state_bytes_per_row(dim)
+                is_on_host = option.compute_kernel in HOST_KERNELS and not _is_by_row(rule)
+                if option.sharding_type == ShardingType.DATA_PARALLEL.value:
+                    state += NUM_REPLICA_GRADIENTS * BYTES_PER_FLOAT * num_rows * dim
+                shard.storage += (
+                    Storage(hbm=0, ddr=state)
+                    if self._is_on_cpu or is_on_host
+                    else Storage(hbm=state, ddr=0)
+                )
 
 
-def state_floats(optimizer: Any) -> tuple[int, int]:
-    """Floats of state of FBGEMM's OptimType (None: SGD), per float of a row and per row."""
-    name = "EXACT_SGD" if optimizer is None else optimizer.name
-    if name not in STATE_FLOATS:
-        raise ValueError(
-            f"sharder fused_params optimizer: expected one of {sorted(STATE_FLOATS)} (of known "
-            f"memory), got {name}. Train with one of these."
-        )
-    return STATE_FLOATS[name]
+def _is_by_row(rule: OptimizerSpec) -> bool:
+    """Whether FBGEMM keeps the optimizer state on the device, for any location of the rows."""
+    return rule.kind is OptimizerKind.rowwise_adagrad
 
 
-def _shards(
-    plan: ShardingPlan,
-) -> Iterator[tuple[str, ParameterSharding, ShardMetadata, int]]:
-    """Yields the module, sharding and rank of each shard; replicated tables have none."""
-    for path, tables in plan.plan.items():
-        assert isinstance(tables, EmbeddingModuleShardingPlan), type(tables)
-        for sharding in tables.values():
-            spec = sharding.sharding_spec
-            if isinstance(spec, EnumerableShardingSpec):
-                for shard, rank in zip(spec.shards, sharding.ranks or [], strict=True):
-                    yield path, sharding, shard, rank
-
-
-def check_caches(plan: ShardingPlan) -> None:
-    """Checks that no device cache has more sets than FBGEMM can index.
-
-    All tables in one of FBGEMM's modules share one cache, with 32 slots per set.
-
-    Raises:
-        ValueError: If a rank's caches of one collection have too many.
-    """
-    rows: dict[tuple[str, int], float] = defaultdict(float)
-    for path, sharding, shard, rank in _shards(plan):
-        if sharding.compute_kernel == TorchrecTier.fused_uvm_caching.value:
-            cache = sharding.cache_params
-            load_factor = None if cache is None else cache.load_factor
-            share = DEFAULT_LOAD_FRAC if load_factor is None else load_factor
-            rows[path, rank] += share * shard.shard_sizes[0]
-    for (path, rank), num_cached in rows.items():
-        num_sets = math.ceil(num_cached / CACHE_WAYS)
-        if num_sets >= MAX_CACHE_SETS:
-            raise ValueError(
-                f"plan device caches of {path or 'the model'} on rank {rank}: expected fewer than "
-                f"{MAX_CACHE_SETS} sets of {CACHE_WAYS} rows, got {num_sets} for "
-                f"{int(num_cached)} cached rows. Cache a smaller share of them, or use more ranks."
-            )
-
-
-def host_tier_bytes(
-    plan: ShardingPlan, ranks_per_host: int, state_bytes: Callable[[int], int]
-) -> int:
+def host_tier_bytes(plan: ShardingPlan, ranks_per_host: int, rule: OptimizerSpec) -> int:
     """Returns the host memory that the devices of the fullest host map for a plan's host tiers.
 
     Args:
         ranks_per_host: Ranks of a host, which are consecutive.
-        state_bytes: Returns the bytes of a row's optimizer state for an embedding dim. A state of
-            one float stays on the device.
+        rule: The update rule of the rows.
     """
     hosts: dict[int, int] = defaultdict(int)
-    for _, sharding, shard, rank in _shards(plan):
-        if sharding.compute_kernel in HOST_KERNELS:
-            num_rows, dim = shard.shard_sizes
-            state = state_bytes(dim)
-            row_bytes = BYTES_PER_FLOAT * dim + (state if state > BYTES_PER_FLOAT else 0)
-            hosts[rank // ranks_per_host] += num_rows * row_bytes
+    for tables in plan_document(plan).values():
+        for facts in tables.values():
+            for shard in facts["shards"] if facts["compute_kernel"] in HOST_KERNELS else ():
+                num_rows, dim = shard["sizes"]
+                row_bytes = BYTES_PER_FLOAT * dim if _is_by_row(rule) else rule.bytes_per_row(dim)
+                hosts[rank_of_shard(shard) // ranks_per_host] += num_rows * row_bytes
     return max(hosts.values(), default=0)
 
 

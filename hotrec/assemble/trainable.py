@@ -180,7 +180,7 @@ def check_host_memory(plan: ShardingPlan, machine: Machine, rule: OptimizerSpec)
     Raises:
         ValueError: If they exceed the free memory.
     """
-    mapped = host_tier_bytes(plan, machine.local_world_size, rule.state_bytes_per_row)
+    mapped = host_tier_bytes(plan, machine.local_world_size, rule)
     # The smallest free memory of all hosts, so that all ranks decide alike.
     check_mappable("plan host tiers", mapped, min(all_gather_object(read_memory()[1])))
 

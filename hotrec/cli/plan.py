@@ -14,7 +14,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from hotrec.assemble.job import chosen_device, plan_job
+from hotrec.assemble.job import chosen_device, make_job
 from hotrec.assemble.machine import make_machine
 from hotrec.assemble.model import build_unsharded
 from hotrec.assemble.planning import SettledPlan, make_proposal
@@ -24,7 +24,6 @@ from hotrec.config.roots import Config, PlannerConfig
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.outline import write_outline
 from hotrec.data.chunks import Dataset
-from hotrec.data.encode import tables_of_row_numbers
 from hotrec.planner.machine import Machine
 from hotrec.report.plan_page import write_plan_page
 from hotrec.runs.record import write_plan
@@ -57,16 +56,11 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
     machine = _machine(config)
     # Each job of a sweep keeps its own partition.
     output = run_dir / PARTITION if _is_in_sweep() else Path(config.paths.partition)
-    job = plan_job(config, dataset.schema, tables_of_row_numbers(dataset))
-    proposal = make_proposal(job, dataset, machine, is_plan=True)
+    job = make_job(config, dataset)
+    proposal = make_proposal(job, machine, is_plan=True)
     settled = proposal.settle(output, proposal.recorded_trial if config.plan.trial else None)
-    unsharded = build_unsharded(
-        proposal.job.spec,
-        settled.plan,
-        settled.placement,
-        machine,
-    )
-    sharding = unsharded.plan(settled.machine(machine))
+    unsharded = build_unsharded(job.spec, settled.plan, settled.placement, machine)
+    sharding = unsharded.plan(machine)
     text = write_plan(sharding, run_dir, settled.prediction)
     figures: dict[str, Any] = {
         "command": "plan",

@@ -36,6 +36,11 @@ _CLASS_OF_KIND: dict[OptimizerKind, type[torch.optim.Optimizer]] = {
 }
 
 
+def kind_of_kernel(optimizer: EmbOptimType | None) -> OptimizerKind:
+    """The update rule of FBGEMM's optimizer; SGD where none is named."""
+    return OptimizerKind.sgd if optimizer is None else _KIND_OF_FBGEMM[optimizer]
+
+
 def rule_of(
     optimizer_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]
 ) -> OptimizerSpec:

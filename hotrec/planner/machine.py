@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hotrec.cost_model.costs import Costs, World
+from hotrec.cost_model.costs import World
 
 # Fraction of a device's free memory for everything but tables: NCCL and CUDA buffers, activations,
 # messages, ids, fragmentation. Of 80 GB it is 12 GB.
@@ -24,7 +24,6 @@ class Machine:
         device_bytes: Free memory of each rank's device; ignored on CPU.
         host_bytes: Memory of a host, shared by its ranks.
         batch_size: Batch of a rank.
-        costs: Costs with the bandwidths for TorchRec's planner; None for its datasheet figures.
         ranks_per_domain: Ranks that exchange as one host (``HOTREC_RANKS_PER_HOST``); None for
             those of a host.
         irregular: Why hosts of several ranks exchange in one level; empty if they are alike.
@@ -36,7 +35,6 @@ class Machine:
     device_bytes: int
     host_bytes: int
     batch_size: int
-    costs: Costs | None = None
     ranks_per_domain: int | None = None
     irregular: str = ""
 

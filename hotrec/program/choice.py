@@ -7,12 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 
-from hotrec.assemble.constraints import check_tier, torchrec_constraints
-from hotrec.assemble.torchrec_plan import shardings_of, why_inexact
+from hotrec.assemble.torchrec_plan import shardings_by
 from hotrec.cost_model.demand import expected_distinct, expected_urgent
 from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.profile import Profile
@@ -21,7 +19,6 @@ from hotrec.planner.document import balance_of_owners
 from hotrec.planner.machine import Machine
 from hotrec.planner.partition import most_accessed
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
-from hotrec.planner.predict import Shardings
 from hotrec.planner.propose import propose, unpredicted
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
 from hotrec.planner.situation import (
@@ -114,7 +111,7 @@ class Tables:
         rule: Their update rule.
         num_dense_values: Parameters of the dense layers.
         kinds: The pipelines that ``auto`` may choose, because they support the model.
-        plan: Runs TorchRec's planner on the unsplit model under constraints.
+        plan: Runs TorchRec's planner on the unsplit model.
         packed: Names of the tables whose rows the model copies to the ids itself.
     """
 
@@ -122,7 +119,7 @@ class Tables:
     rule: OptimizerSpec
     num_dense_values: int
     kinds: Sequence[PipelineKind]
-    plan: Callable[[Mapping[str, ParameterConstraints] | None], ShardingPlan]
+    plan: Callable[[TorchrecTables, PipelineSpec], ShardingPlan]
     packed: Collection[str] = ()
 
     @property
@@ -222,14 +219,7 @@ def choose_by_cost(
             100 * num_urgent / num_rows if num_rows else 0,
         )
 
-    def shardings(of_torchrec: TorchrecTables, pipeline: PipelineSpec) -> Shardings | str:
-        try:
-            sharding = tables.plan(constraints_of(of_torchrec, tables.configs, machine))
-        except ValueError as error:
-            return str(error)
-        shards = shardings_of(sharding, found, of_torchrec.cache_load_frac)
-        return why_inexact(shards, machine, tables.rule) or shards
-
+    shardings = shardings_by(tables.plan, found, machine, tables.rule)
     decision = propose(tables.request(by_cost, kind, "cost"), situation, shardings)
     plan, placement = decision.chosen, None
     if isinstance(plan.tables, SplitTables):
@@ -256,27 +246,3 @@ def _warn_if_uneven(
             "%.2f times if rows are spread over them: pass spread_rows=True to hotrec.parallelize",
             *(most["ordered"], most["spread"]),
         )
-
-
-def constraints_of(
-    of_torchrec: TorchrecTables, tables: Sequence[BaseEmbeddingConfig], machine: Machine
-) -> dict[str, ParameterConstraints] | None:
-    """The constraints of one of TorchRec's plans.
-
-    On CPU sequences are not data-parallel: FBGEMM's dense kernel does not look up single ids there.
-    """
-    check_tier(machine.device, of_torchrec.tier)
-    found: dict[str, ParameterConstraints] = {}
-    for is_pooled in (True, False):
-        may_replicate = is_pooled or machine.device != "cpu"
-        by_hand = of_torchrec.plan is TorchrecPlan.hand_tuned and not may_replicate
-        constraints = torchrec_constraints(
-            [table for table in tables if isinstance(table, EmbeddingBagConfig) is is_pooled],
-            TorchrecPlan.table_wise if by_hand else of_torchrec.plan,
-            batch_size=machine.batch_size,
-            tier=of_torchrec.tier,
-            cache_load_factor=of_torchrec.cache_load_frac,
-            may_replicate=may_replicate,
-        )
-        found |= constraints or {}
-    return found or None

@@ -18,7 +18,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from hotrec.assemble.constraints import placement_constraints
+from hotrec.assemble.constraints import placement_constraints, torchrec_constraints
 from hotrec.assemble.machine import make_machine
 from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.assemble.trainable import check_host_memory
@@ -45,7 +45,6 @@ from hotrec.program.choice import (
     choose_by_cost,
     choose_given,
     choose_off,
-    constraints_of,
 )
 from hotrec.program.features import allow_one_call, take_losses
 from hotrec.program.guard import guard
@@ -69,7 +68,7 @@ from hotrec.runtime.memory import MIB
 from hotrec.runtime.ranks import Ranks, broadcast_object, joined_ranks, same_verdict
 from hotrec.train.dense_sync import check_modules, share_first
 from hotrec.train.traced import features_read
-from hotrec.types import OptimizerKind, Partition, PipelineKind, Placement
+from hotrec.types import OptimizerKind, Partition, PipelineKind, PipelineSpec, Placement
 
 logger = logging.getLogger(__name__)
 
@@ -199,13 +198,19 @@ def parallelize(  # noqa: PLR0913
             )
 
         found = broadcast_object(same_verdict(make_machine_here))
-        sharders = default_sharders()
+
+        def plan_of(theirs: TorchrecTables, _: PipelineSpec) -> ShardingPlan:
+            constraints = torchrec_constraints(
+                tables.configs, theirs, batch_size=found.batch_size, device=found.device
+            )
+            return make_plan(model, default_sharders(), found, constraints)
+
         tables = Tables(
             configs=tables_of(collections),
             rule=rule,
             num_dense_values=_count_dense(model),
             kinds=_fitting_pipelines(model, collections),
-            plan=partial(make_plan, model, sharders, found),
+            plan=plan_of,
             packed=[table.name for table in tables_of(list(filter(is_packed, collections)))],
         )
         budget = None if hot_budget_mib is None else hot_budget_mib * MIB
@@ -409,17 +414,19 @@ def _shard(
     model: nn.Module, choice: Choice, tables: Tables, machine: Machine, ranks: Ranks
 ) -> DistributedModelParallel:
     """Split the tables if the choice has hot rows, plan and shard."""
-    sharders, placement = default_sharders(), choice.placement
-    if placement is None:
-        assert isinstance(choice.plan.tables, TorchrecTables)
-        constraints = constraints_of(choice.plan.tables, tables.configs, machine)
-    else:
-        split = placement
-        same_verdict(lambda: use_hot_cold(model, split))
+    sharders, plan, placement = default_sharders(), choice.plan, choice.placement
+
+    def make() -> ShardingPlan:
+        if placement is None:
+            assert isinstance(plan.tables, TorchrecTables)
+            return tables.plan(plan.tables, plan.pipeline)
+        use_hot_cold(model, placement)
         for sharder in (HotColdSharder, HotColdSequenceSharder):
-            sharders.append(sharder(tables.rule, levels=choice.plan.pipeline.levels))
+            sharders.append(sharder(tables.rule, levels=plan.pipeline.levels))
         constraints = placement_constraints(placement, ranks.device.type)
-    sharding = same_verdict(lambda: make_plan(model, sharders, machine, constraints))
+        return make_plan(model, sharders, machine, constraints)
+
+    sharding = same_verdict(make)
     if ranks.device.type == "cuda":
         check_host_memory(sharding, machine, tables.rule)
     is_ahead = choice.pipeline is PipelineKind.look_ahead

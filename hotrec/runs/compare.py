@@ -70,19 +70,19 @@ class _RecordedRun:
             )
         dataset = open_dataset(config.paths, find_latest(run_dir / CHECKPOINTS))
         paths = replace(config.paths, dataset=str(dataset.artifact.path))
-        job = make_job(replace(config, paths=paths), run_dir, dataset)
+        job = make_job(replace(config, paths=paths), dataset)
         trainer = {name: getattr(config.trainer, name) for name in _TRAINER}
         order = {name: getattr(of, "name", of) for name, of in vars(config.order).items()}
         del order["assign"]  # of the samples of the same batches
         facts = {**job.facts(None), **trainer, "order": order}
-        return cls(run_dir, job, read_settled_plan(job.planned, run_dir, machine), facts)
+        return cls(run_dir, job, read_settled_plan(job, run_dir, machine), facts)
 
     def candidate(
         self, machine: Machine, ranks: Ranks, places: dict[str, Destinations]
     ) -> Candidate:
         """The candidate of its plan; stores the destinations of its lookups in ``places``."""
         made = make_candidate(self.job, self.plan, machine, ranks)
-        profile, _ = read_profile(self.job.planned.folders["profile"])
+        profile, _ = read_profile(Path(self.job.config.paths.profile))
 
         def build() -> tuple[Trainable, Iterable[Batch]]:
             trainable, loader = made.build()

@@ -162,8 +162,8 @@ def open_trained(config: Config, trained_dir: Path, checkpoint: str) -> Trained:
         )
     trained_on = read_facts(path, None)["facts"]["dataset"]
     dataset = open_generation(config.paths.dataset, trained_on, path, config.paths.verify)
-    job = make_job(config, trained_dir, dataset)
-    _, partition = recorded_partition(job.planned, trained_dir)
+    job = make_job(config, dataset)
+    _, partition = recorded_partition(job, trained_dir)
     content = read_facts(path, job.facts(partition), verify_files=True)
     return Trained(job.spec, dataset, path, content["step"], config.data.source)
 

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from hotrec.artifact import ArtifactError, read_record, real_path
-from hotrec.assemble.job import Job, make_job
+from hotrec.assemble.job import Job, make_job, plain_values, schedule_of
 from hotrec.assemble.machine import make_machine
 from hotrec.assemble.model import ModelSpec
 from hotrec.assemble.order import (
@@ -37,7 +37,7 @@ from hotrec.assemble.planning import (
 )
 from hotrec.assemble.trainable import Trainable, assemble
 from hotrec.config.fields import MISSING
-from hotrec.config.groups import OrderAssign
+from hotrec.config.groups import OrderAssign, PlacementConfig, TimeOrder, TraceProfiler
 from hotrec.config.roots import Config, PathsConfig
 from hotrec.config.validate import validate
 from hotrec.data.all_hot import AllHotSamples
@@ -75,20 +75,26 @@ from hotrec.runtime.run_dir import (
     ENVIRONMENT,
     PARTITION,
     SUMMARY,
+    TRACES,
     read_finished,
 )
 from hotrec.train.ahead import DaysAhead, NextDay, read_evaluated
 from hotrec.train.alternate import KINDS
+from hotrec.train.best import BestQuality
 from hotrec.train.checkpoint import Checkpoints, find_latest, lineage_of, read_facts
 from hotrec.train.dense_sync import count_dense_values
+from hotrec.train.evaluation import Evaluation
 from hotrec.train.hot_set import HotSet
 from hotrec.train.loop import TrainResult, train
-from hotrec.train.metrics import Counts, Metrics
+from hotrec.train.metrics import Counts, Metrics, Record
 from hotrec.train.metrics_server import serve_metrics
 from hotrec.train.parts import Parts
 from hotrec.train.ranking import Ranking
 from hotrec.train.run_log import Listener, check_records, replace_text
+from hotrec.train.saver import Saver
 from hotrec.train.schedule import count_steps
+from hotrec.train.trace import TraceWindow
+from hotrec.train.watch import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +129,7 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
     device, world_size = ranks.device.type, ranks.world_size
     same_verdict(lambda: check_settings(config, device=device))
     same_verdict(lambda: check_with_data(config, dataset, world_size=world_size))
-    job = same_verdict(lambda: make_job(config, run_dir, dataset))
+    job = same_verdict(lambda: make_job(config, dataset))
     source, names = config.trainer.warm_start, config.trainer.warm_start_names
     warm = None
     if source is not None and resume_from is None:
@@ -206,10 +212,11 @@ class _Start:
 
 def _train(job: Job, start: _Start, ranks: Ranks) -> TrainResult:
     run_dir, staged, machine = start.run_dir, start.staged, start.machine
+    trainer, profiler = job.config.trainer, job.config.profiler
     resume_from, warm, order = start.resume_from, start.warm, job.order
     is_own = resume_from is not None and real_path(resume_from).is_relative_to(real_path(run_dir))
     keeps_plan = is_own and broadcast_object(
-        same_verdict(lambda: _is_planned_so(job.placement, run_dir, ranks))
+        same_verdict(lambda: _is_planned_so(job.config.placement, run_dir, ranks))
     )
     if keeps_plan:
         settled = _read_plan(job, run_dir, machine, ranks)
@@ -256,10 +263,18 @@ def _train(job: Job, start: _Start, ranks: Ranks) -> TrainResult:
     loader = make_train_loader(order, ranks, trainable.route, all_hot, alternation, assign, work)
     if saved is not None and resume_from is None:
         loader.load_state_dict({**loader.state_dict(), **saved["loader"]})
-    record = job.record(
+    trace = None
+    if isinstance(profiler, TraceProfiler):
+        trace = TraceWindow(
+            profiler.first_step, profiler.num_steps, run_dir / TRACES, profiler.warn_of_syncs
+        )
+    record = Record(
+        run_dir,
         description=_description(job, settled, all_hot),
         prediction=settled.predicted,
+        callbacks=trainer.callbacks,
         listeners=start.listeners,
+        trace=trace,
         accept=lambda: accept_record(staged, run_dir) if ranks.is_first else None,
     )
     counts = Counts(
@@ -268,27 +283,65 @@ def _train(job: Job, start: _Start, ranks: Ranks) -> TrainResult:
         trainable.memory,
         trainable.cache_counters(),
     )
-    metrics = job.metrics(ranks, counts, record=record)
-    checkpoints = _checkpoints(job, facts, resume_from)
-    evaluation = job.evaluation(
+    metrics = Metrics(
+        ranks,
+        counts,
+        record=record,
+        log_every_steps=trainer.log_every_steps,
+        warmup_steps=trainer.warmup_steps,
+    )
+    checkpoints = _checkpoints(
+        Checkpoints(run_dir / CHECKPOINTS, facts, trainer.keep_checkpoints, resume_from)
+    )
+    evaluation = Evaluation(
         metrics,
         _eval_batches(job, trainable, ranks),
+        every_steps=trainer.eval_every_steps,
         ahead=_days_ahead(job, trainable, ranks, run_dir, saved),
-        best=None if job.best is None else job.best(),
+        best=_best(job),
         alternation=alternation,
         checkpoints=checkpoints,
         ranking=_ranking(job, trainable, ranks),
     )
     hot_set = _hot_set(adaptive, metrics, trainable)
-    saver = job.saver(metrics, evaluation, hot_set, checkpoints)
-    watch = job.watch(ranks, metrics, saver, check_replicas=trainable.check_replicas)
+    saver = Saver(
+        metrics,
+        evaluation,
+        hot_set,
+        checkpoints,
+        every_steps=trainer.save_every_steps,
+        every_s=trainer.save_every_s,
+    )
+    watch = Watch(
+        ranks,
+        metrics,
+        saver,
+        every_steps=trainer.check_every_steps,
+        check_replicas=trainable.check_replicas,
+        check_replicas_every=trainer.check_replicas_every_steps,
+    )
     parts = Parts(ranks, metrics, watch, evaluation, saver, between=[hot_set])
-    return train(trainable, loader, parts, num_steps=steps, lr_factor=job.schedule(steps))
+    lr_factor = schedule_of(job.config.optimizer.schedule, steps)
+    return train(trainable, loader, parts, num_steps=steps, lr_factor=lr_factor)
+
+
+def _best(job: Job) -> BestQuality | None:
+    """The tracker of the best quality; None if it is not needed."""
+    trainer = job.config.trainer
+    if trainer.early_stop_patience is None and not trainer.keeps_best:
+        return None
+    return BestQuality(
+        trainer.early_stop_patience,
+        is_kept=trainer.keeps_best,
+        by=trainer.best_by.name,
+        split=next(iter(trainer.eval_splits), None),
+    )
 
 
 def _skip_seen(job: Job, warm: WarmStart | None) -> Mapping[str, Any] | None:
     """The position after the samples that the warm start has seen, in a checkpoint's form."""
-    if warm is None or not job.new_only:
+    order = job.config.order
+    if warm is None or not (isinstance(order, TimeOrder) and order.new_only):
         return None
     num_seen = same_verdict(warm.num_seen)
     return {"step": 0, "loader": {"num_samples": num_seen}}
@@ -296,9 +349,8 @@ def _skip_seen(job: Job, warm: WarmStart | None) -> Mapping[str, Any] | None:
 
 def _is_stopped_early(job: Job, saved: Mapping[str, Any]) -> bool:
     """Whether early stopping ended the run that saved a checkpoint."""
-    if job.best is None or "best" not in saved:
+    if (best := _best(job)) is None or "best" not in saved:
         return False
-    best = job.best()
     best.load_state_dict(saved["best"])
     return best.must_stop
 
@@ -319,25 +371,26 @@ def _read_kept(path: Path, facts: Mapping[str, Any]) -> Mapping[str, Any]:
     return content
 
 
-def _checkpoints(job: Job, facts: Mapping[str, Any], resume_from: Path | None) -> Checkpoints:
-    checkpoints = job.checkpoints(facts=facts, resume_from=resume_from)
-    is_newest = resume_from is not None and resume_from == find_latest(checkpoints.directory)
-    lineage = lineage_of(resume_from) if is_newest and resume_from is not None else None
+def _checkpoints(checkpoints: Checkpoints) -> Checkpoints:
+    """With the lineage of the run, if it resumes from its newest checkpoint."""
+    source = checkpoints.resume_from
+    is_newest = source is not None and source == find_latest(checkpoints.directory)
+    lineage = lineage_of(source) if is_newest and source is not None else None
     return checkpoints if lineage is None else replace(checkpoints, lineage=lineage)
 
 
-def _is_planned_so(asked: Mapping[str, Any], run_dir: Path, ranks: Ranks) -> bool:
+def _is_planned_so(settings: PlacementConfig, run_dir: Path, ranks: Ranks) -> bool:
     """Whether the run recorded a plan for these ranks and this placement, to continue with.
 
     Args:
-        asked: The settings of the placement.
+        settings: The settings of the placement.
         run_dir: Directory of the run.
         ranks: Ranks of the process group.
 
     Raises:
         ValueError: If its record cannot be read.
     """
-    recorded = run_dir / CONFIG_FILE
+    asked, recorded = plain_values(asdict(settings)), run_dir / CONFIG_FILE
     if not recorded.exists():  # a run started from Python
         return True
     try:
@@ -386,7 +439,7 @@ def build_plan(spec: ModelSpec, settled: SettledPlan, machine: Machine, ranks: R
         spec,
         settled.plan,
         settled.placement,
-        settled.machine(machine),
+        machine,
         ranks.device,
     )
 
@@ -394,7 +447,7 @@ def build_plan(spec: ModelSpec, settled: SettledPlan, machine: Machine, ranks: R
 def _read_plan(job: Job, run_dir: Path, machine: Machine, ranks: Ranks) -> SettledPlan:
     """The plan of a run that resumes its own checkpoint, even if costs were measured since."""
     read = same_verdict(
-        lambda: read_settled_plan(job.planned, run_dir, machine) if ranks.is_first else None
+        lambda: read_settled_plan(job, run_dir, machine) if ranks.is_first else None
     )
     settled = broadcast_object(read)
     assert settled is not None
@@ -403,9 +456,7 @@ def _read_plan(job: Job, run_dir: Path, machine: Machine, ranks: Ranks) -> Settl
 
 def _choose_plan(job: Job, machine: Machine, staged: Path, ranks: Ranks) -> SettledPlan:
     """Predict the candidates on rank 0, try undecided ones on all ranks, choose; collective."""
-    proposal = same_verdict(
-        lambda: make_proposal(job.planned, job.dataset, machine) if ranks.is_first else None
-    )
+    proposal = same_verdict(lambda: make_proposal(job, machine) if ranks.is_first else None)
     trial = _try_candidates(job, machine, proposal, ranks)
 
     def settle() -> SettledPlan | None:
@@ -427,7 +478,8 @@ def _try_candidates(
         proposal: The candidates, on rank 0.
         ranks: Ranks of the process group.
     """
-    if job.trial_s == 0 or job.order.blocks is not None:
+    trial_s = job.config.plan.trial_s if job.config.plan.trial else 0.0
+    if trial_s == 0 or job.order.blocks is not None:
         return None
     if job.order.assign is OrderAssign.by_owner:
         return None
@@ -445,8 +497,8 @@ def _try_candidates(
     candidates = {
         digest: make_candidate(job, plan, machine, ranks) for digest, plan in plans.items()
     }
-    limit_s, least_s = trial_seconds(job.trial_s, run_s, candidates.values())
-    if job.trial_s is None and longest_s < max(limit_s, least_s):
+    limit_s, least_s = trial_seconds(trial_s, run_s, candidates.values())
+    if trial_s is None and longest_s < max(limit_s, least_s):
         logger.info(
             "skipping the trial of %d plans with overlapping predictions: the run is predicted "
             "to take %.3g s, at most %.3g s, a trial %.3g s",
@@ -492,7 +544,7 @@ def _count_steps(
     saved: Mapping[str, Any] | None = None,
 ) -> int:
     """Updates of the whole run; ``saved`` is the content of the checkpoint to resume from."""
-    epochs, max_steps = job.order.num_epochs, job.max_steps
+    epochs, max_steps = job.order.num_epochs, job.config.trainer.max_steps
     if saved is None:
         per_epoch = count_epoch_steps(job.order, job.dataset, all_hot, ranks.world_size)
         return count_steps(per_epoch, epochs=epochs, max_steps=max_steps)
@@ -549,7 +601,8 @@ def _days_ahead(
 def _eval_batches(job: Job, trainable: Trainable, ranks: Ranks) -> dict[str, Iterable[Batch]]:
     return same_verdict(
         lambda: {
-            split: _make_eval_loader(job, split, trainable, ranks) for split in job.eval_splits
+            split: _make_eval_loader(job, split, trainable, ranks)
+            for split in job.config.trainer.eval_splits
         }
     )
 
@@ -563,10 +616,11 @@ def _make_eval_loader(
     by_day_from: int | None = None,
 ) -> Loader:
     """A loader to evaluate with: of a split, or of its days from a sample on."""
+    batch_size = job.config.trainer.eval_batch_size
     loader = make_loader(
         job.order.dataset,
         split,
-        batch_size=job.eval_batch_size,
+        batch_size=batch_size,
         rank=ranks.rank,
         world_size=ranks.world_size,
         epochs=1,
@@ -577,7 +631,7 @@ def _make_eval_loader(
         by_day=by_day_from is not None,
         pin_memory=ranks.device.type == "cuda",
     )
-    loader.pad(job.eval_batch_size)
+    loader.pad(batch_size)
     loader.add_groups(job.group_by)
     loader.add_items(job.item)
     if by_day_from is not None:
@@ -587,7 +641,8 @@ def _make_eval_loader(
 
 def _ranking(job: Job, trainable: Trainable, ranks: Ranks) -> Ranking | None:
     workers = num_workers(job.order.num_workers, ranks)
-    return make_ranking(job, trainable, ranks, job.eval_batch_size, workers)
+    batch_size = job.config.trainer.eval_batch_size
+    return make_ranking(job, trainable, ranks, batch_size, workers)
 
 
 def make_ranking(
@@ -605,9 +660,9 @@ def make_ranking(
     Raises:
         ValueError: If the training split has no items.
     """
-    if job.item is None:
+    if (item := job.item) is None:
         return None
-    samples = last_samples(job.dataset, SPLIT, job.item.by)
+    samples = last_samples(job.dataset, SPLIT, item.by)
     loader = same_verdict(
         lambda: make_loader(
             job.dataset.artifact.path,
@@ -625,8 +680,8 @@ def make_ranking(
         )
     )
     loader.pad(batch_size)
-    loader.add_items(ItemColumn(job.item.by))
-    return Ranking(job.ranked_ks, loader)
+    loader.add_items(ItemColumn(item.by))
+    return Ranking(tuple(job.config.trainer.eval_ranking), loader)
 
 
 def _hot_set(adaptive: Adaptation | None, metrics: Metrics, trainable: Trainable) -> HotSet:
@@ -661,12 +716,12 @@ def _description(job: Job, settled: SettledPlan, all_hot: AllHotSamples | None) 
     hot_rows = 0 if partition is None else partition.total_hot
     total_rows = sum(table.num_rows for table in spec.schema.tables)
     return {
-        "name": job.name,
+        "name": job.config.run_name,
         "dataset": job.dataset.artifact.content_hash,
-        "dataset_name": job.dataset_name,
+        "dataset_name": job.config.dataset_name,
         "generation": len(generations_of(job.dataset)),
         "label_weights": spec.label_weights or {},
-        "placement": placement_name(job.planned.name, plan),
+        "placement": placement_name(job.config.placement.kind.name, plan),
         "policy": None if partition is None else partition.policy,
         "model": spec.architecture.kind,
         "optimizer": spec.embedding.kind.name,

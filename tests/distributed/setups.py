@@ -30,6 +30,7 @@ from hotrec.embedding.sharding import HotColdSharder
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.task import ClickTask
 from hotrec.planner.machine import Machine
+from hotrec.planner.plan import TorchrecTables
 from hotrec.runtime.ranks import Ranks, broadcast_object
 from hotrec.types import OptimizerKind, Partition, Placement, TorchrecPlan, TorchrecTier
 
@@ -170,7 +171,9 @@ def build(
         collection = EmbeddingBagCollection(tables=tables, device=meta)
         sharder = EmbeddingBagCollectionSharder(fused_params(spec))
         # The batch decides what an expert replicates: tables below 20 rows here.
-        constraints = torchrec_constraints(tables, partition, batch_size=20, tier=tier)
+        constraints = torchrec_constraints(
+            tables, TorchrecTables(partition, tier), batch_size=20, device=device
+        )
     click = ClickModel(collection)
     for layer in (click.hidden, click.out):
         layer.to(device)

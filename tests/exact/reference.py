@@ -39,16 +39,8 @@ class Reader(nn.Module):
     so that their order matters.
     """
 
-    def __init__(
-        self,
-        tables: Sequence[PlainTable],
-        output: str,
-        late: nn.Linear | None,
-        *,
-        reads_values: bool = True,
-    ) -> None:
+    def __init__(self, tables: Sequence[PlainTable], output: str, late: nn.Linear | None) -> None:
         super().__init__()
-        self.reads_values = reads_values
         self.names = column_names(tables)[::-1]
         self.dims = [table.dim for table in tables for _ in table.features]
         self.first = [n for n in column_names(tables) if n.partition("@")[0].endswith("_0")]
@@ -59,9 +51,7 @@ class Reader(nn.Module):
     def forward(self, found: Any) -> torch.Tensor:
         if not self.is_sequence:
             by_key = [found[name] for name in self.names]
-            # TorchRec's own collections order their values by sharding.
-            values = found.values() if self.reads_values else torch.cat(by_key[::-1], dim=1)
-            return torch.cat([*by_key, values.flip(1)], dim=1)
+            return torch.cat([*by_key, found.values().flip(1)], dim=1)
         parts = [_by_place(found[name]) for name in self.names]
         parts += [_by_place(one) / (2 + at) for at, one in enumerate(found.values())]
         if "late" in self.layers:

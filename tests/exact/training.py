@@ -42,6 +42,7 @@ from hotrec.embedding.torchrec import ddp_modules
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.dense import set_up_dense_layers
 from hotrec.models.task import ClickTask
+from hotrec.planner.plan import TorchrecTables
 from hotrec.runtime.codecs import compress_dense, wire_codecs
 from hotrec.train.dense_sync import dense_parameters
 from hotrec.train.pipelines import Pipeline, make_pipeline
@@ -64,7 +65,6 @@ from hotrec.types import (
     TablePlacement,
     Tier,
     TorchrecPlan,
-    TorchrecTier,
     WireType,
 )
 from tests.distributed.setups import gather, pretend_hosts, shard_task
@@ -147,7 +147,7 @@ def make_constraints(case: Case, placement: Placement) -> Any:
     plan = case.placement.removeprefix("torchrec ")
     if plan != "column_wise":  # the batch decides what an expert replicates
         return torchrec_constraints(
-            table_configs(case), TorchrecPlan(plan), batch_size=20, tier=TorchrecTier.fused
+            table_configs(case), TorchrecTables(TorchrecPlan(plan)), batch_size=20
         )
     constraints = ParameterConstraints(
         sharding_types=[ShardingType.COLUMN_WISE.value],
@@ -193,7 +193,7 @@ class Training:
                 dims = [t.dim for t in tables for name in t.features if name.endswith("_0")]
                 late = LateLinear(dims, LATE)
         self.router: Any = getattr(embeddings, "router", None)
-        reader = Reader(tables, case.output, late, reads_values=not case.is_torchrecs)
+        reader = Reader(tables, case.output, late)
         model = Model(embeddings, reader, case.labels)
         precision = Precision[case.precision]
         set_up_dense_layers(model, self.device, precision, is_compiled=False)  # type: ignore[arg-type]

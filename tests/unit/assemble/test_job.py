@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hotrec.assemble.job import plan_job
+from hotrec.assemble.job import Job
+from hotrec.assemble.plan_job import make_request, samples_in_flight
 from hotrec.cost_model.profile import Profile, Sampling
 from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
@@ -31,7 +32,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 def request_of(dataset: Dataset, *words: str, **given: Any) -> PlanRequest:
     config = config_of("trainer.batch_size=32", f"paths.dataset={dataset.artifact.path}", *words)
-    return plan_job(config, dataset.schema).request(dataset, ON, PROFILE, **given)
+    return make_request(Job(config, dataset), ON, PROFILE, **given)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +47,8 @@ def test_rows_are_spread_in_tables_of_row_numbers(
         words.append("placement.partition_dir=p")
         saved = Placement.alike(Partition(NUM_ROWS)).spread(["t_b"])
         expected = ["t_b"] if word == "null" else expected  # as it was saved
-    asked = plan_job(config_of(*words), dataset.schema, ["t_a"])
-    tables = asked.request(dataset, ON, PROFILE, saved=saved).tables
+    job = Job(config_of(*words), dataset, ["t_a"])
+    tables = make_request(job, ON, PROFILE, saved=saved).tables
     if isinstance(tables, ByCost):
         assert sorted(tables.spread) == expected
     else:
@@ -69,4 +70,4 @@ def test_slots_are_chosen_unless_their_number_is_given(dataset: Dataset) -> None
         assert sum(map(len, tables.placement.popular_rows.values())) > 0
     # Without evaluation the batches are those of training.
     config = config_of(*words, "trainer.batch_size=8", "trainer.eval_splits=[]")
-    assert plan_job(config, dataset.schema).samples_in_flight(2) == 2 * 8 * 2
+    assert samples_in_flight(Job(config, dataset), 2) == 2 * 8 * 2

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from hotrec.artifact import ArtifactError
-from hotrec.assemble.job import plan_job
-from hotrec.assemble.plan_job import PlanJob
+from hotrec.assemble.job import Job
 from hotrec.assemble.planning import Proposal, SettledPlan, make_proposal, read_settled_plan
 from hotrec.cli.profile import blocks_of
 from hotrec.cli.store import build_config, compose_config
@@ -49,13 +48,12 @@ def config_of(folder: Path, *words: str) -> Config:
     return config
 
 
-def job_of(folder: Path, *words: str) -> PlanJob:
-    return plan_job(config_of(folder, *words), Dataset.open(folder / "dataset").schema)
+def job_of(folder: Path, *words: str) -> Job:
+    return Job(config_of(folder, *words), Dataset.open(folder / "dataset"))
 
 
 def propose_plan(folder: Path, *words: str, is_plan: bool = True, on: Machine = ON) -> Proposal:
-    dataset = Dataset.open(folder / "dataset")
-    return make_proposal(job_of(folder, *words), dataset, on, is_plan=is_plan)
+    return make_proposal(job_of(folder, *words), on, is_plan=is_plan)
 
 
 def make(folder: Path, *words: str, run: str = "run") -> SettledPlan:

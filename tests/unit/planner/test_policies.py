@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from hotrec.assemble.job import policy_of
-from hotrec.assemble.policies import PolicyInputs
+from hotrec.assemble.policies import choose_hot
 from hotrec.config.groups import (
     AllHotPlacement,
     BudgetPlacement,
@@ -249,11 +248,11 @@ def test_configured_policies(placement):
     """What they choose has to fit the memory."""
     counts = {t: np.arange(9, dtype=np.int64) for t in TABLES}
     profile, costs = Profile(100, 0, 100, Sampling(), counts), BUILTIN["cpu_1gbit"]
-    row_bytes, policy = dict.fromkeys(TABLES, 36), policy_of(placement)
+    row_bytes = dict.fromkeys(TABLES, 36)
 
     def choose(bytes_of_rank):
-        on = Machine(4, 4, "cpu", 0, 4 * bytes_of_rank, 16, costs)
-        return policy.partition(PolicyInputs(profile, on, row_bytes, 8))
+        on = Machine(4, 4, "cpu", 0, 4 * bytes_of_rank, 16)
+        return choose_hot(placement, profile, on, row_bytes, 8, costs)
 
     num_hot = choose(5000).total_hot
     # With gradients in two of DDP's buckets, a row takes 36 + 2 * 32 bytes.

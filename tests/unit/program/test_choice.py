@@ -43,7 +43,7 @@ def choose(sharding: Any, kind: OptimizerKind) -> Choice:
         rule=OptimizerSpec(kind, learning_rate=0.1, eps=1e-8),
         num_dense_values=100,
         kinds=[PipelineKind.sparse_dist],
-        plan=lambda constraints: ShardingPlan({"": plan}),
+        plan=lambda *_: ShardingPlan({"": plan}),
     )
     return choose_by_cost(COUNTED, ByCost(), PipelineKind.auto, tables, ON_CPU, "cpu_1gbit")
 
