@@ -338,4 +338,4 @@ _LINES: Mapping[str, Callable[[Figures], Lines]] = {
 }
 _NEXT = {"prepare": "profile", "profile": "calibrate", "calibrate": "plan", "plan": "train"}
 # What only the stage that was given it reads.
-_OF_A_STAGE = ("append=", "overwrite=", "prune=", "allow_repeats=", "profile.", "calibrate.")
+_OF_A_STAGE = ("append=", "overwrite=", "prune=", "profile.", "calibrate.")

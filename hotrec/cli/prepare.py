@@ -47,13 +47,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
 def _write(config: Config, output: Path, *, is_first: bool) -> None:
     overwrite = config.overwrite
     if config.data.source is not None:
-        prepare(
-            config.data.source,
-            output,
-            append=config.append,
-            overwrite=overwrite,
-            allow_repeats=config.allow_repeats,
-        )
+        prepare(config.data.source, output, append=config.append, overwrite=overwrite)
         return
     spec = config.data.synthetic
     assert spec is not None  # the configuration is validated

@@ -257,7 +257,7 @@ class _Chain:
     def inputs(self) -> str:
         """The digest of what is planned and trained."""
         settings = asdict(self.config)
-        for name in ("run", "overwrite", "allow_repeats"):  # these do not affect training
+        for name in ("run", "overwrite"):  # these do not affect training
             del settings[name]
         paths = self.config.paths
         made_from = [content_hash(paths.dataset, DATASET), content_hash(paths.profile, PROFILE)]

@@ -610,9 +610,6 @@ class Config:
         "scratch, without those files",
         False,
     )
-    allow_repeats: bool = key(
-        "allow `hotrec prepare` to read samples that other files also have", False
-    )
     prune: int | None = key(
         "for `hotrec prepare`, number of earlier generations of the dataset to keep; applied "
         "after append=, or instead of preparing if there is none; null: all",

@@ -8,6 +8,7 @@ samples whose value lost its row to another one read row 0.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,14 +23,6 @@ from hotrec.data.chunks import ChunkInfo, Dataset, Integers, Jagged, write_chunk
 from hotrec.data.columns import Float64s
 from hotrec.data.days import Times
 from hotrec.data.encode import check_encoding
-from hotrec.data.repeats import (
-    FileSamples,
-    Samples,
-    check_not_among,
-    has_run,
-    read_samples,
-    samples_files,
-)
 from hotrec.data.vocabulary import Vocabulary, read_whole_vocabulary
 from hotrec.types import Rows
 
@@ -41,6 +34,45 @@ _ADVICE = (
 
 
 @dataclass(frozen=True)
+class FileRecord:
+    """What a generation took from a file.
+
+    Args:
+        name: The file, without its directory.
+        content: The hash of its bytes.
+        num_train: Samples that it added to the training split.
+        times: Sum of the hashes of their times, modulo 2**64; 0 without times.
+    """
+
+    name: str
+    content: str
+    num_train: int
+    times: int
+
+
+def content_of(path: Path) -> str:
+    """The hash of a file's bytes, for ``FileRecord``."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_contents(files: Sequence[Path], contents: Sequence[str], key: str) -> None:
+    """Check that no two files that are prepared together are equal.
+
+    Raises:
+        ValueError: If two are.
+    """
+    first: dict[str, Path] = {}
+    for path, content in zip(files, contents, strict=True):
+        if content in first:
+            raise ValueError(
+                f"{key}: expected each file once, got {path} with the content of {first[content]}. "
+                "Remove one of them."
+            )
+        first[content] = path
+
+
+@dataclass(frozen=True)
 class Earlier:
     """The dataset that is extended.
 
@@ -48,13 +80,13 @@ class Earlier:
         dataset: The dataset.
         generations: Those before it, as in its manifest.
         scaling: The scaling of its dense columns, float64 (2, N).
-        files: The samples of its files.
+        files: Its files.
     """
 
     dataset: Dataset
     generations: tuple[Mapping[str, Any], ...]
     scaling: Float64s
-    files: Sequence[FileSamples]
+    files: Sequence[FileRecord]
 
     @staticmethod
     def open(directory: Path, spec: SourceSpec, verify: Verify) -> Earlier:
@@ -82,7 +114,8 @@ class Earlier:
                     "shrink: prepare from scratch."
                 )
         check_split(dataset, spec)
-        files = read_samples(dataset.artifact)
+        with dataset.artifact.parsing():
+            files = [FileRecord(**of) for of in dataset.artifact.content["source"]["files"]]
         return Earlier(dataset, generations_of(dataset), scaling, files)
 
     @property
@@ -94,9 +127,13 @@ class Earlier:
         """The number of the generation that follows."""
         return len(self.generations) + 1
 
-    def has(self, file: str, samples: Samples) -> bool:
-        """Whether a file's samples are exactly some of the training samples."""
-        return has_run(self.files, file, samples)
+    def has(self, file: str, num_train: int, times: int) -> bool:
+        """Whether training samples are those of the files of this name, or of all files."""
+        for files in ([of for of in self.files if of.name == file], self.files):
+            sum_of_times = sum(of.times for of in files) % 2**64
+            if (num_train, times) == (sum(of.num_train for of in files), sum_of_times):
+                return True
+        return False
 
     def check_later(self, time_ms: float, at: str, num: int) -> None:
         """Check new samples that precede the end of the training split.
@@ -116,30 +153,37 @@ class Earlier:
                 f"and {num} others. {_ADVICE}"
             )
 
-    def check_new(
-        self, files: Sequence[FileSamples], times: Times, *, allow_repeats: bool
-    ) -> list[str]:
-        """Check that none of the files to append has been appended before.
+    def check_new(self, files: Sequence[Path], contents: Sequence[str]) -> None:
+        """Check that the dataset was not trained on a file to append, where there are no times.
 
-        Args:
-            files: Their samples; of the training samples those that are new.
-            times: Their times.
-            allow_repeats: Whether samples may look the same.
-
-        Returns:
-            A message if a few are repeated.
+        With times, samples that are not later than the training split are found one by one.
 
         Raises:
-            ValueError: If their samples are repeated, or a file that counts as a day is.
+            ValueError: If it was trained on one of this content, or of this name.
         """
-        if "time" not in self.dataset.artifact.content["source"]:
-            twice = sorted(self.times.days.keys() & times.days.keys())
-            if twice:
-                raise ValueError(
-                    f"append: expected new files, got {twice[0]}, which is already in {self.path}. "
-                    f"{_ADVICE}"
-                )
-        return [] if allow_repeats else check_not_among(files, self.files, self.path)
+        if "time" in self.dataset.artifact.content["source"]:
+            return
+        trained = [of for of in self.files if of.num_train]
+        for path, content in zip(files, contents, strict=True):
+            for of in trained:
+                if of.content == content:
+                    raise ValueError(
+                        f"append: expected new files, got {path} with the content of {of.name}, "
+                        f"which is already in {self.path}. {_ADVICE}"
+                    )
+
+    def check_days(self, times: Times) -> None:
+        """Check that no file that counts as a day is appended again, with other content.
+
+        Raises:
+            ValueError: If one is.
+        """
+        twice = sorted(self.times.days.keys() & times.days.keys())
+        if "time" not in self.dataset.artifact.content["source"] and twice:
+            raise ValueError(
+                f"append: expected new files, got {twice[0]}, which is already in {self.path}. "
+                f"{_ADVICE}"
+            )
 
     def missing_days(self, times: Times) -> list[str]:
         """Message about held-out days that are missing in the new files."""
@@ -195,11 +239,6 @@ class Earlier:
         else:
             link_file(self.path / info.file, target)
         return info
-
-    def take_samples(self, scratch: Path) -> None:
-        """Take over the record of the samples of its files."""
-        for name in samples_files(self.dataset.artifact):
-            link_file(self.path / name, scratch / name)
 
     @property
     def _tables(self) -> dict[str, str]:

@@ -15,9 +15,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -65,18 +65,18 @@ from hotrec.data.encode import (
     select_samples,
     value_types_of,
 )
-from hotrec.data.generation import Earlier, evicted_rows, split_document
-from hotrec.data.hashing import Hashes
+from hotrec.data.generation import (
+    Earlier,
+    FileRecord,
+    check_contents,
+    content_of,
+    evicted_rows,
+    split_document,
+)
+from hotrec.data.hashing import hash_numbers
 from hotrec.data.histories import TAILS
 from hotrec.data.kept import check_not_grown, keeping
 from hotrec.data.log import TRAIN, Log, Splitter, open_log
-from hotrec.data.repeats import (
-    FileSamples,
-    Samples,
-    check_repeats,
-    sample_hashes,
-    write_samples,
-)
 from hotrec.data.unknown import UnknownIds, count_unknown
 from hotrec.data.value_types import ValueTypes, are_epochs
 from hotrec.data.vocabulary import (
@@ -105,7 +105,7 @@ T = TypeVar("T")
 class FileFacts:
     """Counts of one file or of all files, from the first pass.
 
-    Samples that an earlier generation has are only in ``left_out``.
+    Samples that an earlier generation has are only in ``num_left_out``.
     """
 
     num_samples: Rows  # int64 (3,), by split, as in SPLITS
@@ -114,9 +114,8 @@ class FileFacts:
     moments: Float64s  # of the dense columns over the training samples
     times: Times
     value_types: ValueTypes  # of all its samples
-    new: Samples
-    train: Samples  # of them, those of the training split
-    left_out: Samples
+    sum_of_times: int = 0  # of the training samples, as in FileRecord
+    num_left_out: int = 0
 
     def __add__(self, other: FileFacts) -> FileFacts:
         return FileFacts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -131,8 +130,8 @@ class _Job:
     splitter: Splitter
     scratch: Path
     my_files: list[int]
+    contents: tuple[str, ...]  # the hash of each file
     earlier: Earlier | None
-    allow_repeats: bool
 
     @property
     def generation(self) -> int:
@@ -147,14 +146,6 @@ class _Job:
     def times(self) -> str | None:
         """The column of times of the split, if there is one."""
         return self.spec.split.time_column
-
-    def own(self, ids: Mapping[str, Texts | Lists]) -> dict[str, Texts | Lists]:
-        """The ids of the samples themselves, without those of the rows before them."""
-        listed = {name for of in self.spec.histories.values() for name in of.lists}
-        columns = self.log.columns
-        return {
-            name: of for name, of in ids.items() if (columns[name].source or name) not in listed
-        }
 
     def is_old(self, block: RawBlock) -> npt.NDArray[np.bool_]:
         """Whether each sample is not later than the training split that is extended."""
@@ -177,11 +168,7 @@ class _Job:
     def no_facts(self) -> FileFacts:
         moments = np.zeros((3, len(dense_columns(self.log.columns))))
         num_clicks = np.zeros((3, len(label_names(self.log.columns))), np.int64)
-        samples = [Samples.none(len(self.log.files))] * 3
-        value_types = ValueTypes()
-        return FileFacts(
-            np.zeros(3, np.int64), num_clicks, 0, moments, Times(), value_types, *samples
-        )
+        return FileFacts(np.zeros(3, np.int64), num_clicks, 0, moments, Times(), ValueTypes())
 
     def earlier_facts(self) -> FileFacts:
         """Facts of the training split that is extended."""
@@ -207,7 +194,6 @@ def prepare(
     *,
     append: Sequence[str] = (),
     overwrite: bool = False,
-    allow_repeats: bool = False,
 ) -> Artifact:
     """Read a log, write a dataset. Every rank of the process group calls it together.
 
@@ -218,7 +204,6 @@ def prepare(
         append: Files that extend the dataset in ``output``, used instead of ``source.files``; see
             ``hotrec.data.generation``.
         overwrite: Whether to replace a dataset that files were appended to.
-        allow_repeats: Whether files may repeat samples of other files.
 
     Returns:
         The committed dataset: ``chunks/``, and ``vocab/<table>.arrow`` with the value and count of
@@ -249,7 +234,7 @@ def prepare(
         earlier = distributed.same_verdict(
             lambda: Earlier.open(target, source, verify) if append else None
         )
-        job = _start_job(source, log, scratch, earlier, allow_repeats=allow_repeats)
+        job = _start_job(source, log, scratch, earlier, key)
         _share_tails(job)
         facts, largest = _count(job)
         # In the order of the files, so that rounding does not depend on the number of ranks.
@@ -270,16 +255,21 @@ def prepare(
 
 
 def _start_job(
-    source: SourceSpec, log: Log, scratch: Path, earlier: Earlier | None, *, allow_repeats: bool
+    source: SourceSpec, log: Log, scratch: Path, earlier: Earlier | None, files_key: str
 ) -> _Job:
     my_files = list(range(len(log.files)))[distributed.rank() :: distributed.world_size()]
+    hashes = _on_all_ranks(lambda: {file: content_of(log.files[file]) for file in my_files})
+    contents = tuple(hashes.values())
+    distributed.same_verdict(lambda: check_contents(log.files, contents, files_key))
+    if earlier is not None:
+        distributed.same_verdict(lambda: earlier.check_new(log.files, contents))
     num_samples: list[int] = []
     if source.split.kind is SplitKind.last:
         counted = _on_all_ranks(lambda: {file: log.count_samples(file) for file in my_files})
         num_samples = list(counted.values())
     header_lines = int(source.format is SourceFormat.delimited)
     splitter = Splitter(source.split, tuple(num_samples), header_lines)
-    return _Job(source, log, splitter, scratch, my_files, earlier, allow_repeats)
+    return _Job(source, log, splitter, scratch, my_files, contents, earlier)
 
 
 def _share_tails(job: _Job) -> None:
@@ -372,11 +362,10 @@ def _count_file(
             name: raw_feature(block, name, column)
             for name, column in feature_columns(job.log.columns).items()
         }
-        hashes = sample_hashes(block, job.log.columns, job.own(ids), job.times)
         facts += replace(
             job.no_facts(), num_skipped=block.num_skipped, value_types=block.value_types
         )
-        read = (job, file, block, split_of, ids, hashes)
+        read = (job, file, block, split_of, ids)
         facts = _count_samples(facts, *read, ~is_old, counters)
         if is_old.any():
             early = early or job.first_early(file, block)
@@ -389,32 +378,38 @@ def _count_file(
         num_read += len(block)
         progress.update(len(block))
     say_missing(job.log.files[file], missing, num_read)
-    if job.earlier is None or old.new.num == 0:
+    num_old = int(old.num_samples[TRAIN])
+    if job.earlier is None or num_old == 0:
         return facts
-    if job.earlier.has(job.log.files[file].name, old.new):
-        return replace(facts, left_out=old.new)
+    if job.earlier.has(job.log.files[file].name, num_old, old.sum_of_times % 2**64):
+        return replace(facts, num_left_out=num_old)
     if early is not None:
-        job.earlier.check_later(*early, old.new.num)
+        job.earlier.check_later(*early, num_old)
+    else:
+        _LOGGER.warning(
+            "append: %d samples of %s are at the last time of the training split: check that it "
+            "has none of them",
+            *(num_old, job.log.files[file].name),
+        )
     for name, counter in old_counters.items():
         counters[name].add_counted(counter.counts())
     return old + facts
 
 
-def _count_samples(  # noqa: PLR0913
+def _count_samples(
     so_far: FileFacts,
     job: _Job,
     file: int,
     block: RawBlock,
     split_of: Integers,
     ids: Mapping[str, Texts | Lists],
-    hashes: Hashes,
     is_counted: npt.NDArray[np.bool_],
     counters: Mapping[str, ValueCounter],
 ) -> FileFacts:
-    """Add some samples of a block, with their ids and hashes, to the facts of a file."""
+    """Add some samples of a block, with their ids, to the facts of a file."""
     columns = job.log.columns
     if not is_counted.all():
-        block, split_of, hashes = block.keep(is_counted), split_of[is_counted], hashes[is_counted]
+        block, split_of = block.keep(is_counted), split_of[is_counted]
     is_train = split_of == TRAIN
     train = block if is_train.all() else block.keep(is_train)
     labels = labels_of(block, columns)
@@ -426,7 +421,10 @@ def _count_samples(  # noqa: PLR0913
     for name, table in job.tables.items():
         if table in counters:
             count_ids(ids[name], counters[table], in_training)
-    facts = so_far + replace(
+    if job.times is not None:
+        times = hash_numbers(0, train.numbers[job.times].view(np.int64))
+        facts = replace(facts, sum_of_times=int(times.sum()))
+    return so_far + replace(
         facts,
         num_samples=count_by_split(split_of),
         num_clicks=np.stack([labels[split_of == split].sum(0) for split in range(3)]).astype(
@@ -434,7 +432,6 @@ def _count_samples(  # noqa: PLR0913
         ),
         times=_times_of(job, file, block, split_of),
     )
-    return replace(facts, new=facts.new.added(hashes), train=facts.train.added(hashes[is_train]))
 
 
 def _times_of(job: _Job, file: int, block: RawBlock, split_of: Integers) -> Times:
@@ -474,7 +471,7 @@ def _check_facts(job: _Job, of_files: Sequence[FileFacts], new: FileFacts) -> No
         own_type = new.value_types.get(table.on)
         if own_type is not None and own_type.name == "text":
             table.check_key(own_type)
-    earlier, num_old = job.earlier, new.left_out.num
+    earlier, num_old = job.earlier, new.num_left_out
     if new.num_samples[TRAIN] == 0 and num_old:
         assert earlier is not None
         raise ValueError(
@@ -488,12 +485,10 @@ def _check_facts(job: _Job, of_files: Sequence[FileFacts], new: FileFacts) -> No
             f"data.source.split: expected samples in the training split, got {found} from "
             f"{len(of_files)} files. Correct the split."
         )
-    files, said = _samples_of(job, of_files), []
-    if not job.allow_repeats:
-        said = check_repeats(files, "data.source.files" if earlier is None else "append")
+    said = []
     if earlier is not None:
-        said += earlier.check_new(files, new.times, allow_repeats=job.allow_repeats)
-        said += earlier.missing_days(new.times)
+        earlier.check_days(new.times)
+        said = earlier.missing_days(new.times)
     num_train = new.num_samples[TRAIN]
     for name, num in zip(label_names(job.log.columns), new.num_clicks[TRAIN], strict=True):
         if num in (0, num_train):
@@ -503,13 +498,6 @@ def _check_facts(job: _Job, of_files: Sequence[FileFacts], new: FileFacts) -> No
             _LOGGER.warning("%s", text)
         if num_old:
             _LOGGER.info("skipped %d samples that are already in the training split", num_old)
-
-
-def _samples_of(job: _Job, of_files: Sequence[FileFacts]) -> list[FileSamples]:
-    return [
-        FileSamples(path.name, facts.new + facts.left_out, facts.train, facts.new)
-        for path, facts in zip(job.log.files, of_files, strict=True)
-    ]
 
 
 def _by_split(counts: Rows) -> dict[str, int]:
@@ -603,7 +591,7 @@ def _write(
             return {
                 file: _write_file(
                     *(job, file, schema, of_features, scaling, progress),
-                    leaves_out=facts[file].left_out.num > 0,
+                    leaves_out=facts[file].num_left_out > 0,
                 )
                 for file in job.my_files
             }
@@ -680,8 +668,13 @@ def _write_file(
     return _Written({split: writer.close() for split, writer in writers.items()}, unknown)
 
 
-def _earlier_files(job: _Job) -> list[str]:
-    return [] if job.earlier is None else job.earlier.dataset.artifact.content["source"]["files"]
+def _records(job: _Job, of_files: Mapping[int, FileFacts]) -> list[dict[str, Any]]:
+    """The files of all generations, without directories: a log has one dataset at any path."""
+    new = [
+        FileRecord(path.name, content, int(facts.num_samples[TRAIN]), facts.sum_of_times % 2**64)
+        for path, content, facts in zip(job.log.files, job.contents, of_files.values(), strict=True)
+    ]
+    return [asdict(of) for of in (*(job.earlier.files if job.earlier else ()), *new)]
 
 
 def _commit(
@@ -703,8 +696,7 @@ def _commit(
     num_clicks = {n: _by_split(of) for n, of in zip(labels, total.num_clicks.T, strict=True)}
     source = {
         "format": job.spec.format.name,
-        # Names without directories: the same log makes the same dataset at any path.
-        "files": [*_earlier_files(job), *(path.name for path in job.log.files)],
+        "files": _records(job, facts),
         "num_samples": _by_split(total.num_samples),
         "num_clicks": num_clicks if len(labels) > 1 else num_clicks[labels[0]],
         "num_skipped": total.num_skipped,
@@ -718,8 +710,5 @@ def _commit(
         **total.times.to_json(job.spec.split.time_column),
         **({"generations": job.earlier.document()} if job.earlier is not None else {}),
     }
-    write_samples(job.scratch, job.generation, _samples_of(job, list(facts.values())))
-    if job.earlier is not None:
-        job.earlier.take_samples(job.scratch)
     with nullcontext() if job.earlier is None else keeping(job.earlier.dataset):
         commit_dataset(job.scratch, target, _schema(job, encoders), written.chunks, source)

@@ -63,7 +63,7 @@ def test_a_remote_log_is_prepared_as_a_local_one(
         files = [place.replace("file://log", f"file://{tmp_path}/log")]
         files = [f"{tmp_path}/log"] if place == "log" else files
         spec = replace(delimited_spec([], columns=COLUMNS), format=FORMATS[suffix], files=files)
-        prepare(spec, tmp_path / f"{len(found)}", allow_repeats=True)
+        prepare(spec, tmp_path / f"{len(found)}")
         dataset = Dataset.open(tmp_path / f"{len(found)}")
         blocks = [dataset.block("train", file) for file in range(2)]
         found.append([(block.label.tolist(), block.features["item"].tolist()) for block in blocks])
@@ -71,7 +71,7 @@ def test_a_remote_log_is_prepared_as_a_local_one(
     assert [labels for labels, _ in found[0]] == [[0, 1, 1]] * 2
     sample = read_sample("memory://log")
     assert (sample.format, sample.num_rows) == (FORMATS[suffix], 6)
-    prepare(replace(spec, files=sample.files), tmp_path / "d", allow_repeats=True)
+    prepare(replace(spec, files=sample.files), tmp_path / "d")
 
 
 @pytest.mark.parametrize("protocol", ["nothing", "s3"])

@@ -85,7 +85,7 @@ def test_what_is_prepared_is_what_was_read(tmp_path_factory, rows, min_count, ro
     spec = delimited_spec(
         files, rows_per_chunk=rows_per_chunk, table_defaults=TableSpec(min_count=min_count)
     )
-    found = decoded(run(spec, directory / "dataset", allow_repeats=True), "train")
+    found = decoded(run(spec, directory / "dataset"), "train")
     users = [row[2] for row in rows]
     items = [item for row in rows for item in (row[3], *row[4])]
     expected = [

@@ -123,12 +123,12 @@ def check(
         more: dict[str, Any] = {"append": [str(file)]} if is_appended else {"overwrite": True}
         of = spec if is_appended else both
         if as_same:
-            prepare(of, path, allow_repeats=True, **more)
+            prepare(of, path, **more)
             rows = rows_of(path)
             assert rows[:NUM] == rows[NUM:] or other.null_count == NUM
             continue
         with pytest.raises(ValueError, match=rf"{file.name}.* column x[:, ].* got") as caught:
-            prepare(of, path, allow_repeats=True, **more)
+            prepare(of, path, **more)
         assert "\n" not in str(caught.value)
 
 
