@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from graphlib import TopologicalSorter
 
 import pytest
@@ -69,9 +71,10 @@ WITHOUT_TORCH = [
     "hotrec.config.data",
     "hotrec.data.synthetic",
 ]
-HEAVY = {"torch", "torchrec", "fbgemm_gpu", "tensordict"}
 # Where a configuration is read: the commands, and what they call first.
 DOOR = {"hotrec.cli", "hotrec.config", "hotrec.assemble", "hotrec.bench.job", "hotrec.runs"}
+# What reads no more of it than the names of choices.
+OF_ENUMERATIONS = {"hotrec.report.read", "hotrec.train.schedule"}
 # What the planner may import of the project.
 OF_THE_PLANNER = {"types", "artifact", "lock", "cost_model", "planner"}
 
@@ -84,23 +87,50 @@ def is_within(module: str, parents: set[str]) -> bool:
     return any(module == parent or module.startswith(parent + ".") for parent in parents)
 
 
-def describe(found: Import) -> str:
-    return f"{modules()[found.importer]}:{found.line}: {found.importer} imports {found.imported}"
+def root_of(found: Import) -> str:
+    return found.imported.split(".")[0]
+
+
+def points_up(found: Import) -> bool:
+    parts = [part_of(found.importer), part_of(found.imported)]
+    if root_of(found) != "hotrec" or not all(parts):
+        return False
+    importer, imported = map(ORDER.index, parts)
+    return imported > importer
+
+
+def is_foreign(found: Import) -> bool:
+    """Values need numpy alone, and for a hash one package more."""
+    known = {"hotrec", "numpy", "xxhash", *sys.stdlib_module_names}
+    return part_of(found.importer) in {"types", "lock", "artifact"} and root_of(found) not in known
+
+
+def leaves_the_planner(found: Import) -> bool:
+    """It is called by the commands and by programs alike."""
+    is_own = part_of(found.importer) == "planner" and root_of(found) == "hotrec"
+    return is_own and part_of(found.imported) not in OF_THE_PLANNER
+
+
+def passes_the_door(found: Import) -> bool:
+    """Below it functions take values; a specification of a log or of its outline is one."""
+    is_configuration = found.imported in ("hotrec.config.groups", "hotrec.config.roots")
+    return is_configuration and not is_within(found.importer, DOOR | OF_ENUMERATIONS)
+
+
+def climbs_a_wall(found: Import) -> bool:
+    package = root_of(found)
+    return package in WALLS and not is_within(found.importer, WALLS[package])
 
 
 def test_every_part_has_a_place() -> None:
     assert {part_of(module) for module in modules()} == {"", *ORDER}
 
 
-def test_imports_point_down() -> None:
-    own = [i for i in imports() if i.imported.split(".")[0] == "hotrec" and part_of(i.importer)]
-    assert own, "the reader of imports found none"
-    wrong = [
-        describe(i)
-        for i in own
-        if part_of(i.imported)
-        and ORDER.index(part_of(i.imported)) > ORDER.index(part_of(i.importer))
-    ]
+@pytest.mark.parametrize(
+    "is_wrong", [points_up, is_foreign, leaves_the_planner, passes_the_door, climbs_a_wall]
+)
+def test_imports(is_wrong: Callable[[Import], bool]) -> None:
+    wrong = [f"{modules()[i.importer]}:{i.line}: {i.imported}" for i in imports() if is_wrong(i)]
     assert wrong == []
 
 
@@ -113,66 +143,24 @@ def test_no_module_imports_itself_by_a_detour() -> None:
     order.prepare()  # raises CycleError, which names the cycle
 
 
-def test_values_need_few_packages() -> None:
-    foreign = {
-        i.imported.split(".")[0]: describe(i)
-        for i in imports()
-        if part_of(i.importer) in {"types", "lock", "artifact"}
-        and i.imported.split(".")[0] not in {"hotrec", "numpy", "xxhash", *sys.stdlib_module_names}
-    }
-    assert foreign == {}
+# Imports packages one after the other, and says which has loaded what.
+PROGRAM = """
+import importlib, json, sys
+names = json.loads(sys.argv[1])
+for listed, modules in names.items():
+    for module in modules:
+        importlib.import_module(module)
+    for heavy in {"torch", "torchrec", "fbgemm_gpu", "tensordict"} & set(sys.modules):
+        sys.exit(f"{listed} loads {heavy}")
+"""
 
 
-@pytest.mark.parametrize("package", sorted(WALLS))
-def test_walls(package: str) -> None:
-    wrong = [
-        describe(i)
-        for i in imports()
-        if i.imported.split(".")[0] == package and not is_within(i.importer, WALLS[package])
-    ]
-    assert wrong == []
-
-
-def loaded_by(listed: str) -> set[str]:
-    """The modules that are there when those of a package, or one, have been imported."""
-    package = listed.removesuffix(".*")
-    starts = [name for name in modules() if is_within(name, {package})]
-    names = starts if listed.endswith(".*") else [package]
-    program = (
-        f"import importlib, sys\n[*map(importlib.import_module, {names})]\nprint(*sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True
-    )
+def test_they_start_without_torch() -> None:
+    names = {}
+    for listed in WITHOUT_TORCH:
+        package = listed.removesuffix(".*")
+        within = [name for name in modules() if is_within(name, {package})]
+        names[listed] = within if listed.endswith(".*") else [package]
+    words = [sys.executable, "-c", PROGRAM, json.dumps(names)]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
-
-
-@pytest.mark.parametrize("listed", WITHOUT_TORCH)
-def test_starts_without_torch(listed: str) -> None:
-    assert HEAVY & loaded_by(listed) == set()
-
-
-def test_the_planner_knows_no_configuration() -> None:
-    """It is called by the commands and by programs alike."""
-    assert not any(is_within(name, {"hotrec.config"}) for name in loaded_by("hotrec.planner.*"))
-    wrong = [
-        describe(i)
-        for i in imports()
-        if part_of(i.importer) == "planner"
-        and i.imported.split(".")[0] == "hotrec"
-        and part_of(i.imported) not in OF_THE_PLANNER
-    ]
-    assert wrong == []
-
-
-def test_configuration_ends_at_the_door() -> None:
-    """Below it functions take values; a specification of a log or of its outline is one."""
-    below = {
-        i.importer
-        for i in imports()
-        if i.imported in ("hotrec.config.groups", "hotrec.config.roots")
-        and not is_within(i.importer, DOOR)
-    }
-    of_enumerations = {"hotrec.report.read", "hotrec.train.schedule"}
-    assert below <= of_enumerations
