@@ -6,7 +6,6 @@ on stderr, one line of JSON on stdout, one message for an error, and the start o
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import glob
 import importlib
@@ -78,8 +77,6 @@ from hotrec.cli.output import (
 from hotrec.cli.store import (
     VERSION_BASE,
     build_config,
-    check_overrides,
-    check_yaml_files,
     conf_dir,
     options_of,
     quoted,
@@ -158,7 +155,7 @@ def run_command(name: str, overrides: Sequence[str]) -> int:
     invocation = Invocation(name, tuple(overrides), dict(os.environ))
     try:
         if invocation.wants_help:
-            print(help_text(name, _topics(overrides), _own_conf_dirs(overrides)))
+            print(help_text(name, _own_conf_dirs(overrides)))
             return 0
         invocation = replace(invocation, words=tuple(_complete(name, overrides)))
         if name != "doctor":
@@ -176,12 +173,6 @@ def run_command(name: str, overrides: Sequence[str]) -> int:
             return EXIT_CODE_OF_SIGPIPE
         print_error(error, wants_trace=invocation.wants_trace)
         return 1
-
-
-def _topics(words: Sequence[str]) -> list[str]:
-    """The requested topics of help: the words after its flag that are not flags or overrides."""
-    at = next(at for at, word in enumerate(words) if word in FLAGS_OF_HELP)
-    return [word for word in _split_flags(words[at + 1 :])[1] if "=" not in word]
 
 
 def _own_conf_dirs(words: Sequence[str]) -> list[Path]:
@@ -308,21 +299,11 @@ def _split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _check_flags(flags: Sequence[str], root: type) -> None:
-    """Refuse what Hydra's parser would refuse by printing its usage."""
-    parser = get_args_parser()
-    parser.exit_on_error = False
-    try:
-        _, unknown = parser.parse_known_args(flags)
-    except argparse.ArgumentError as error:
-        raise ValueError(
-            f"flags {' '.join(flags)}: expected those of --help, got {error}."
-        ) from error
-    if unknown:
-        key = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
-        raise ValueError(
-            f"{unknown[0]}: expected a flag listed by --help, got an unknown one. Keys have no "
-            f"dashes: {' or '.join(close_keys(key, root) or [key])}=<value>."
-        )
+    """Refuse flags that are not Hydra's with the keys that may be meant."""
+    for flag in get_args_parser().parse_known_args(flags)[1]:
+        key = flag.lstrip("-").partition("=")[0].replace("-", "_")
+        meant = " or ".join(f"{name}=..." for name in close_keys(key, root)) or "a flag of --help"
+        raise ValueError(f"{flag}: expected {meant}, got an unknown flag. Keys have no dashes.")
 
 
 def _end_by(number: int, _frame: FrameType | None) -> None:
@@ -389,13 +370,9 @@ def _run_hydra(invocation: Invocation) -> int:
         exit_code = _run_job_elsewhere(invocation, composed, run_dir)
         return _objective(invocation, run_dir, exit_code)
 
-    flags, overrides = _split_flags(invocation.words)
+    flags, _ = _split_flags(invocation.words)
     _check_flags(flags, ROOTS[COMMANDS[invocation.name].config_name])
-    check_overrides(overrides)
     try:
-        for flag, value in itertools.pairwise([*invocation.words, ""]):
-            if flag in FLAGS_OF_CONFIG_DIR:
-                check_yaml_files(Path(value))
         hydra.main(
             version_base=VERSION_BASE,
             config_path=str(conf_dir()),

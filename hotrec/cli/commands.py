@@ -15,14 +15,12 @@ class Command:
             overrides, so one ``experiment=`` describes a whole chain of them.
         is_parallel: Whether several ranks can share the work.
         first: The override for a first word that is a path, with {} for the path or paths.
-        sections: The sections of the configuration that it reads, for its help; none for all.
     """
 
     summary: str
     config_name: str = "config"
     is_parallel: bool = False
     first: str = ""
-    sections: tuple[str, ...] = ()
 
     @property
     def word(self) -> str:
@@ -32,33 +30,18 @@ class Command:
         return f"<{key}>{several}" if key else ""
 
 
-_MODEL = ("model", "optimizer", "order", "pipeline", "trainer")
-_PLAN = ("placement", "planner", "plan", *_MODEL)
-
-
 COMMANDS = {
     "init": Command("inspect a log and describe it in conf/data", "init", first="path={}"),
     "run": Command("prepare, profile, calibrate, plan, train and report; skip what is current"),
     "prepare": Command(
-        "turn raw click logs into a dataset of memory-mapped chunks",
-        is_parallel=True,
-        sections=("data", "launch", "paths"),
+        "turn raw click logs into a dataset of memory-mapped chunks", is_parallel=True
     ),
-    "profile": Command("count how often every row is looked up", sections=("profile", "paths")),
+    "profile": Command("count how often every row is looked up"),
     "calibrate": Command(
-        "measure how long each part of a step takes on this machine",
-        is_parallel=True,
-        sections=("calibrate", "launch", "paths", *_MODEL),
+        "measure how long each part of a step takes on this machine", is_parallel=True
     ),
-    "plan": Command(
-        "choose the hot rows and the sharding plan for a number of ranks",
-        sections=("paths", *_PLAN),
-    ),
-    "train": Command(
-        "train a model; one process, or many under torchrun",
-        is_parallel=True,
-        sections=("launch", "paths", "profiler", *_PLAN),
-    ),
+    "plan": Command("choose the hot rows and the sharding plan for a number of ranks"),
+    "train": Command("train a model; one process, or many under torchrun", is_parallel=True),
     "evaluate": Command(
         "evaluate a run's checkpoint on a split of its dataset",
         "evaluate",

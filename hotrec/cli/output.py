@@ -1,14 +1,13 @@
 """Output of a command: its log, and one line with advice for an error.
 
 Standard output stays free for the line of figures. Errors that hotrec raises on purpose, refusals
-of the operating system and configurations that do not compose explain themselves. Anything else is
-a bug, in hotrec or in a library, and is printed with its trace.
+of the operating system and configurations that do not compose explain themselves. The trace of
+anything else, a bug in hotrec or in a library, is in the run's log, or printed where there is none.
 """
 
 from __future__ import annotations
 
 import difflib
-import errno
 import logging
 import re
 import select
@@ -17,11 +16,9 @@ import threading
 import traceback
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, get_type_hints
 
-import hydra
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -34,14 +31,9 @@ from hotrec.cli.print_once import print_once
 from hotrec.config.fields import VARIANTS
 from hotrec.runtime.progress import Progress, is_line_of_progress
 
-PACKAGE = Path(__file__).resolve().parents[1]
-HYDRA = Path(hydra.__file__).resolve().parent
+OF_HYDRA = (HydraException, OmegaConfBaseException)
 FULL_TRACE = "HYDRA_FULL_ERROR"
 LOG_FILE = "log.txt"
-_EXHAUSTED = re.compile(
-    "Resource temporarily unavailable|can't (?:start new thread|allocate memory)|std::bad_alloc|"
-    "[Cc]annot allocate memory|failed to map segment"
-)
 _open_handlers: list[logging.Handler] = []
 
 
@@ -80,7 +72,8 @@ def print_error(error: BaseException, *, wants_trace: bool) -> None:
     In one write, so that the lines of several ranks do not mix.
     """
     lines = []
-    if wants_trace or not _explains_itself(error):
+    is_logged = any(isinstance(handler, logging.FileHandler) for handler in _open_handlers)
+    if wants_trace or not (_explains_itself(error) or is_logged):
         lines += "".join(traceback.format_exception(error)).rstrip().splitlines()
     lines.append(f"error: {describe(error)}")
 
@@ -100,134 +93,67 @@ def describe(error: BaseException) -> str:
 
 
 def _describe_kind(error: BaseException) -> str:
-    if isinstance(error, OmegaConfBaseException):
-        return _describe_key_error(error)
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return _describe_missing_option(error)
-    if isinstance(error, HydraException):
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OmegaConfBaseException):
-            cause = cause.__cause__ or cause.__context__
-        if cause is not None:
-            return _describe_key_error(cause)
-        return _describe_command_line(error)
-    if isinstance(error, OSError):
-        return _describe_os_error(error)
-    if _raised_in(error.__traceback__, HYDRA):
-        return _describe_command_line(error)
-    return (
-        _message_of_worker(error)
-        or _describe_lost_worker(error)
-        or _describe_exhausted(error)
-        or str(error)
-        or type(error).__name__
-    )
+    of_key: BaseException | None = error if isinstance(error, OF_HYDRA) else None
+    while of_key is not None and not isinstance(of_key, OmegaConfBaseException):
+        of_key = of_key.__cause__ or of_key.__context__
+    message = _message_of_worker(error) or str(error)
+    if of_key is not None:
+        return _describe_key_error(of_key)
+    if isinstance(error, OSError) and error.strerror and not isinstance(error, ConnectionError):
+        what = error.filename2 or error.filename or "a file"  # a copy writes the second file
+        message = f"{what}: expected access and free space, got {error.strerror!r}. Check both."
+        return error.strerror if ": expected " in error.strerror else message
+    if ": expected " in message:
+        return message
+    what = "command line" if isinstance(error, OF_HYDRA) else type(error).__name__
+    advice = "See --help" if isinstance(error, OF_HYDRA) else "Its trace is in log.txt of the run"
+    first = message if isinstance(error, OF_HYDRA) else message.strip().partition("\n")[0]
+    return f"{what}: expected no error, got {first.removesuffix('.') or 'one'}. {advice}."
 
 
 def _explains_itself(error: BaseException) -> bool:
     """Whether the message is enough without a trace."""
-    if isinstance(error, HydraException | OmegaConfBaseException | OSError):
-        return True
-    describers = (_message_of_worker, _describe_lost_worker, _describe_exhausted)
-    if any(describe(error) is not None for describe in describers):
-        return True
-    trace = error.__traceback__
-    is_plain = isinstance(error, ValueError | RuntimeError)
-    return is_plain and (_raised_in(trace, PACKAGE) or _raised_in(trace, HYDRA))
+    is_refusal = ": expected " in (_message_of_worker(error) or str(error))
+    return is_refusal or isinstance(error, (*OF_HYDRA, OSError))
 
 
 def _message_of_worker(error: BaseException) -> str | None:
-    """The message of hotrec's error in a loader's worker process, extracted from torch's trace.
-
-    None for other errors, and for those of libraries.
-    """
+    """The message of hotrec's error in a loader's worker process, after torch's trace of it."""
     text = str(error)
     _, is_of_worker, trace = text.partition("Original Traceback")
-    files = re.findall(r'^  File "(.+?)", line', trace, re.MULTILINE)
-    if not is_of_worker or not files or PACKAGE not in Path(files[-1]).resolve().parents:
+    if not is_of_worker:
         return None
     rank = re.match(r"\[rank \d+\] ", text)
-    _, _, message = trace.rstrip().rpartition("\n")[2].partition(": ")
-    return f"{rank.group() if rank else ''}{message}"
-
-
-def _describe_command_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()).removesuffix(".")
-    return (
-        f"command line: expected overrides of the form key=value, got an error: {text}. See --help."
-    )
-
-
-def _describe_lost_worker(error: BaseException) -> str | None:
-    found = re.search(r"DataLoader worker \(pid\(?s?\)? ([\d, ]+)\) (.*)", str(error))
-    if found is None:
-        return None
-    end = found[2].split(".")[0].removesuffix(":")
-    return (
-        f"loader worker (process {found[1]}): expected to read until the end, got one that {end}. "
-        "Check memory, /dev/shm and open files (ulimit -n), or set trainer.num_workers=0."
-    )
-
-
-def _describe_exhausted(error: BaseException) -> str | None:
-    """A resource that the system refused to a library, in any wording."""
-    text = str(error).split("\n")[0].removesuffix(".")
-    if not isinstance(error, MemoryError) and not _EXHAUSTED.search(text):
-        return None
-    return (
-        f"system: expected memory and threads for this process, got {text or 'no memory'}. Use a "
-        "host with more memory, raise ulimit -v and ulimit -u, or choose a smaller model."
-    )
-
-
-def _describe_os_error(error: OSError) -> str:
-    if error.errno is None or error.strerror is None or ": expected " in str(error.strerror):
-        return str(error.strerror or error)
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    # A copy writes the second file.
-    what = (is_full and error.filename2) or error.filename or "a file or connection"
-    advice = "Free space on its file system" if is_full else "Check the path and its permissions"
-    return f"{what}: expected access, got the system's error {error.strerror!r}. {advice}."
+    last = trace.rstrip().rpartition("\n")[2].partition(": ")[2]
+    return f"{rank.group() if rank else ''}{last}"
 
 
 def _describe_key_error(error: OmegaConfBaseException) -> str:
-    message = (error.msg or str(error)).split("\n")[0].strip()
     key = str(error.full_key or "").rstrip("_")  # of run.from_
+    parent, _, name = key.rpartition(".")
     if isinstance(error, MissingMandatoryValue):
         return f"{key}: expected a value, got none. Set {key}=..."
-    if isinstance(error, ConfigKeyError | ConfigAttributeError):
-        return _describe_unknown_key(key, error.object_type)
-    return f"{key or 'configuration'}: expected another value, got {message!r}. {_see_help(key)}"
-
-
-def _see_help(key: str) -> str:
-    section = key.partition(".")[0]
-    return f"See --help {section}." if section else "See --help."
-
-
-def _describe_unknown_key(full_key: str, kind: Any) -> str:
-    parent, _, name = full_key.rpartition(".")
-    if not is_dataclass(kind):
-        return (
-            f"{full_key}: expected an existing key, got {name!r}. To add an entry to a mapping, "
-            f"put a plus before it: +{full_key}=..."
-        )
-    return describe_unknown_field(parent, name, kind)
+    if isinstance(error, ConfigKeyError | ConfigAttributeError) and is_dataclass(error.object_type):
+        return describe_unknown_field(parent, name, error.object_type)
+    message = (error.msg or str(error)).strip().partition("\n")[0]
+    is_new = isinstance(error, ConfigKeyError | ConfigAttributeError)
+    advice = f"Add an entry of a mapping by +{key}=..." if is_new else "See --help."
+    return f"{key or 'configuration'}: expected another value, got {message!r}. {advice}"
 
 
 def describe_unknown_field(parent: str, name: str, kind: Any) -> str:
     """The message for a key that a dataclass of the configuration does not have."""
-    known = [item.name for item in fields(kind)]
     prefix = f"{parent}." if parent else ""
-    close = close_keys(name, kind)
-    meant = " or ".join(f"{prefix}{key}" for key in close)
-    advice = f"Did you mean {meant}?" if close else _see_help(parent)
-    for group, variants in VARIANTS.items():
-        if kind in variants.values():
-            owners = [choice for choice, variant in variants.items() if _has_field(variant, name)]
-            if owners:
-                advice = f"It is a key of {', '.join(f'{group}={owner}' for owner in owners)}."
-    return f"{prefix}{name}: expected one of {', '.join(known)}, got {name!r}. {advice}"
+    owners = [
+        f"{group}={choice}"
+        for group, variants in VARIANTS.items()
+        if kind in variants.values()
+        for choice, variant in variants.items()
+        if name in {item.name for item in fields(variant)}
+    ]
+    known = owners or [f"{prefix}{key}" for key in close_keys(name, kind)]
+    meant = " or ".join(known) or "an existing key"
+    return f"{prefix}{name}: expected {meant}, got {name!r}. `--cfg job` prints every key."
 
 
 def close_keys(name: str, kind: Any) -> list[str]:
@@ -242,28 +168,6 @@ def close_keys(name: str, kind: Any) -> list[str]:
                     found[of_section.name].append(key)
     close = difflib.get_close_matches(name, found, n=1)
     return found[close[0]] if close else []
-
-
-def _has_field(kind: type, name: str) -> bool:
-    return any(item.name == name for item in fields(kind))
-
-
-def _describe_missing_option(error: MissingConfigException) -> str:
-    group, _, choice = str(error.missing_cfg_file).rpartition("/")
-    if not group or not error.options:
-        return (
-            f"{error.missing_cfg_file}: expected a file in the configuration, got none. See --help."
-        )
-    options = ", ".join(sorted(error.options))
-    return f"{group}: expected one of {options}, got {choice!r}. Choose one of them."
-
-
-def _raised_in(trace: TracebackType | None, package: Path) -> bool:
-    if trace is None:
-        return False
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    return package in Path(trace.tb_frame.f_code.co_filename).resolve().parents
 
 
 def start_logging(run_dir: Path, *, is_brief: bool = False) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from hotrec.artifact import MANIFEST, read_artifact, read_record
+from hotrec.artifact import MANIFEST, read_artifact
 from hotrec.config.roots import ReportConfig
+from hotrec.config.text import read_yaml
 from hotrec.report.read import find_jobs
 from hotrec.report.runs import Report, make_report
 from hotrec.runtime.run_dir import CONFIG_FILE, PARTITION, POINT, SUMMARY, find_run
@@ -77,5 +78,5 @@ def _recorded_profile(run_dir: Path) -> Path | None:
     recorded = run_dir / CONFIG_FILE
     if not recorded.exists():
         return None
-    profile = OmegaConf.select(OmegaConf.create(read_record(recorded)), "paths.profile")
+    profile = OmegaConf.select(OmegaConf.create(read_yaml(recorded)), "paths.profile")
     return Path(profile) if profile and Path(profile).exists() else None

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from hotrec.artifact import read_record
 from hotrec.cli.output import describe_unknown_field
 from hotrec.config.fields import VARIANTS
 from hotrec.config.reference import sentence
 from hotrec.config.roots import ROOTS
+from hotrec.config.text import read_yaml
 from hotrec.config.validate import validate
 
 PACKAGE = Path(__file__).resolve().parents[1]
 VERSION_BASE = "1.3"
 USER_CONF = Path("conf")
-_PARSER = OverridesParser.create()
-MAX_YAML_BYTES, MAX_YAML_ALIASES, MAX_YAML_DEPTH = 1 << 20, 20, 64
 
 
 def conf_dir() -> Path:
@@ -156,31 +151,6 @@ def quoted(text: str) -> str:
     return QuotedString(text.replace("${", "\\${"), Quote.double).with_quotes()
 
 
-def check_overrides(words: Sequence[str]) -> None:
-    """Read each override by itself, so that an error names it; Hydra's own often names none.
-
-    Raises:
-        ValueError: If one cannot be read.
-    """
-    for word in words:
-        key = word.partition("=")[0].lstrip("+~").strip()
-        if not key or ("=" not in word and not word.startswith("~")):
-            raise ValueError(
-                f"{word}: expected key=value, got no {'value' if key else 'key'}. Put paths before "
-                "the keys of a command that takes paths; see --help."
-            )
-        try:
-            override = _PARSER.parse_rule(word, "override")
-            if not override.is_sweep_override():
-                override.value()
-        except (HydraException, ValueError) as error:
-            reason = str(error).split("\n")[0]
-            raise ValueError(
-                f"{key}: expected an override of the form key=value, got an error: {reason}. Put "
-                """texts with special characters in quotes: 'key="a=1"', 'key=["a=1","b"]'."""
-            ) from error
-
-
 def _check_known_keys(node: DictConfig, parent: str) -> None:
     """Refuse keys that Hydra's ``+key=value`` forced into a dataclass."""
     kind = OmegaConf.get_type(node)
@@ -191,58 +161,6 @@ def _check_known_keys(node: DictConfig, parent: str) -> None:
         child = None if OmegaConf.is_missing(node, name) else node[name]
         if isinstance(child, DictConfig):
             _check_known_keys(child, f"{parent}.{name}" if parent else name)
-
-
-def check_yaml_files(path: Path) -> None:
-    """Refuse files whose aliases would multiply: OmegaConf copies the target of an alias.
-
-    Args:
-        path: A YAML file, or a directory of them.
-
-    Raises:
-        ValueError: If a file is large, has many aliases, or is not YAML.
-    """
-    for file in [path] if path.is_file() else sorted(path.rglob("*.yaml")):
-        if file.stat().st_size > MAX_YAML_BYTES:
-            raise ValueError(
-                f"{file}: expected at most {MAX_YAML_BYTES} bytes of configuration, got "
-                f"{file.stat().st_size}. Put data into separate files."
-            )
-        try:
-            with file.open(encoding="utf-8") as text:
-                events = _events(file, text)
-        except (UnicodeError, yaml.YAMLError) as error:
-            raise ValueError(
-                f"{file}: expected YAML in UTF-8, got {type(error).__name__}: {error}. "
-                "Correct the file."
-            ) from error
-        # After the starts of the stream and of the document, if there is one.
-        if len(events) > 2 and not isinstance(events[2], yaml.MappingStartEvent):
-            raise ValueError(
-                f"{file}: expected keys with values at the top, got a list or a single value. "
-                "Write key: value."
-            )
-        num_aliases = sum(isinstance(event, yaml.AliasEvent) for event in events)
-        if num_aliases > MAX_YAML_ALIASES:
-            raise ValueError(
-                f"{file}: expected at most {MAX_YAML_ALIASES} YAML aliases, got {num_aliases}. "
-                "Write the values out."
-            )
-
-
-def _events(file: Path, text: TextIO) -> list[Any]:
-    """The events of a YAML file; reading ends at the first that is too deep."""
-    events, depth = [], 0
-    for event in yaml.parse(text):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_YAML_DEPTH:  # the time of the parser is quadratic in the depth
-            raise ValueError(
-                f"{file}: expected at most {MAX_YAML_DEPTH} levels of configuration, got more in "
-                f"line {event.start_mark.line + 1}. Correct the file."
-            )
-        events.append(event)
-    return events
 
 
 def read_config(path: Path, root: type) -> Any:
@@ -256,10 +174,8 @@ def read_config(path: Path, root: type) -> Any:
             f"{path}: expected the recorded configuration of a run, got no such file. Pass a "
             "directory written by `hotrec train`."
         )
-    text = read_record(path)
     try:
-        check_yaml_files(path)
-        recorded: Any = OmegaConf.load(io.StringIO(text))
+        recorded: Any = OmegaConf.create(read_yaml(path))
         schema = OmegaConf.structured(root)
         for group, variants in VARIANTS.items():
             if group in schema:

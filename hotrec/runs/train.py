@@ -39,6 +39,7 @@ from hotrec.assemble.trainable import Trainable, assemble
 from hotrec.config.fields import MISSING
 from hotrec.config.groups import OrderAssign, PlacementConfig, TimeOrder, TraceProfiler
 from hotrec.config.roots import Config, PathsConfig
+from hotrec.config.text import read_yaml
 from hotrec.config.validate import validate
 from hotrec.data.all_hot import AllHotSamples
 from hotrec.data.batch import Batch
@@ -394,7 +395,7 @@ def _is_planned_so(settings: PlacementConfig, run_dir: Path, ranks: Ranks) -> bo
     if not recorded.exists():  # a run started from Python
         return True
     try:
-        placement = dict(yaml.safe_load(read_record(recorded))["placement"])
+        placement = dict(yaml.safe_load(read_yaml(recorded))["placement"])
         world_size = json.loads(read_record(run_dir / ENVIRONMENT))["world_size"]
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
         raise ValueError(

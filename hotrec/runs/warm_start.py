@@ -13,7 +13,8 @@ import yaml
 from torch import nn
 from torchrec.optim.keyed import KeyedOptimizer
 
-from hotrec.artifact import ArtifactError, read_record, real_path
+from hotrec.artifact import ArtifactError, real_path
+from hotrec.config.text import read_yaml
 from hotrec.data.chunks import Dataset, one_array
 from hotrec.data.generation import generations_of
 from hotrec.data.kept import open_generation
@@ -202,7 +203,7 @@ def _dataset_of(checkpoint: Path) -> str:
     """The directory of the dataset that the run of a checkpoint recorded."""
     recorded = real_path(checkpoint).parents[1] / CONFIG_FILE
     try:
-        return str(yaml.safe_load(read_record(recorded))["paths"]["dataset"])
+        return str(yaml.safe_load(read_yaml(recorded))["paths"]["dataset"])
     except (OSError, LookupError, TypeError, ValueError, yaml.YAMLError) as error:
         raise ArtifactError(
             f"{recorded}: expected the configuration of the run that saved {checkpoint}, got "

@@ -19,10 +19,10 @@ from hotrec.config.validate import validate
 
 # Of each class of refusal: the words, the key that the error begins with, and what else it has.
 REFUSED = [
-    ("trainer.bach_size=3", "trainer.bach_size", "trainer.batch_size?"),
-    ("batch_size=64", "batch_size", "trainer.batch_size?"),
+    ("trainer.bach_size=3", "trainer.bach_size", "trainer.batch_size"),
+    ("batch_size=64", "batch_size", "trainer.batch_size"),
     ("+speed=3", "speed", "'speed'"),
-    ("placemen=coverage", "placemen", "placement?"),
+    ("placemen=coverage", "placemen", "placement"),
     ("placement.hot_frac=0.1", "placement.hot_frac", "placement=fraction"),
     ("data=synthetic +data.synthetic.foo=1", "data.synthetic.foo", "'foo'"),
     ("placement=coverage placement.overrides.t0=hot", "placement.overrides.t0", "+placement.over"),
@@ -30,8 +30,8 @@ REFUSED = [
     ("trainer.batch_size=null", "trainer.batch_size", "not Optional"),
     ("model.dense_layer_sizes=[a,64]", "model.dense_layer_sizes", "Integer"),
     ("model.pooling=max", "model.pooling", "'max'"),
-    ("placement=coverag", "placement", "'coverag'"),
-    ("experiment=quikstart", "experiment", "quickstart"),
+    ("placement=coverag", "command line", "'placement/coverag'"),
+    ("experiment=quikstart", "command line", "quickstart"),
     ("placement.kind=budget", "placement.kind", "placement=budget"),
     ("trainer.eval_splits=[dev]", "trainer.eval_splits", "['dev']"),
     ("placement=coverage +placement.overrides={t0: warm}", "placement.overrides.t0", "'warm'"),
@@ -72,12 +72,11 @@ REFUSED = [
     ("trainer.timeout_s=inf", "trainer.timeout_s", "inf"),
     ("placement=budget placement.hot_budget_mib=???", "placement.hot_budget_mib", "got none"),
     # What is no override.
-    ("trainer.batch_size={a:", "trainer.batch_size", "'{a:'"),
-    (f"trainer.batch_size={'9' * 5000}", "trainer.batch_size", "4300 digits"),
-    ("=1", "=1", "no key"),
+    ("trainer.batch_size={a:", "command line", "{a:"),
+    (f"trainer.batch_size={'9' * 5000}", "command line", "4300 digits"),
+    ("=1", "command line", "=1"),
     ("model=null", "command line", "group"),
-    ("--batch_size=64", "--batch_size=64", "trainer.batch_size=<value>"),
-    ("--config-dir", "flags --config-dir", "argument"),
+    ("--batch_size=64", "--batch_size=64", "trainer.batch_size="),
 ]
 
 
