@@ -15,12 +15,13 @@
 #   --node-rank N         this host's number; host 0 has the rendezvous. By default torchrun compares
 #                         host names, which fails if a host has several names
 #   --rdzv-endpoint H:P   host 0's address and a free port there; needed with several hosts
-#   --rdzv-id ID          name of this run, the same on all hosts; also the name of its directory
+#   --rdzv-id ID          name of this run, the same on all hosts, and of its directory, in which the
+#                         same id continues it; needed with several hosts
 #   --local-addr ADDR     this host's address for the others, if its name does not resolve
 #   --max-restarts N      restart all ranks after a failure, up to N times; default 0
 #   --shutdown-timeout S  seconds for ranks to save and exit after SIGTERM; torchrun's default 30
 #   --run-dir DIR         the run's directory; default $HOTREC_RUN_DIR, else
-#                         runs/<experiment or command>/<rdzv-id, or time and a number>
+#                         runs/<experiment or command>/<rdzv-id, by default time and process>
 #   --python PYTHON       default: the checkout's .venv, else python3
 #
 # Environment variables of ranks on GPUs, besides those of torch and NCCL:
@@ -91,6 +92,9 @@ count --max-restarts "$max_restarts" 0
 if ((nnodes > 1)) && [ -z "$endpoint" ]; then
     fail "--rdzv-endpoint: expected host:port of host 0 for $nnodes hosts, got nothing."
 fi
+if [ -n "$endpoint" ] && [ -z "$rdzv_id" ]; then
+    fail "--rdzv-id: expected a name of this run for all its hosts, got nothing."
+fi
 if [ -n "$node_rank" ]; then
     count --node-rank "$node_rank" 0
     ((node_rank < nnodes)) || fail "--node-rank: expected less than --nnodes=$nnodes, got $node_rank."
@@ -102,20 +106,6 @@ if [ -z "$python" ]; then
 fi
 command -v "$python" >/dev/null || fail "--python: expected an interpreter, got '$python'."
 
-# Without an id rank 0 chooses a directory that no other run can take; an id names a fixed directory, so
-# that the run can be resumed in it.
-if [ -z "$run_dir" ] && [ -n "$rdzv_id" ]; then
-    name=$command
-    for word in "${@:2}"; do
-        case $word in
-            experiment=* | +experiment=*)
-                value=${word#*=}
-                [[ ! $value =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || name=$value
-                ;;
-        esac
-    done
-    run_dir=runs/$name/$rdzv_id
-fi
 if [ -n "$run_dir" ]; then
     export HOTREC_RUN_DIR=$run_dir
 fi
@@ -124,14 +114,14 @@ options=(--nnodes "$nnodes" --nproc-per-node "$nproc_per_node" --max-restarts "$
 if ((nnodes == 1)) && [ -z "$endpoint" ]; then
     # All ranks are on this host. By default torchrun uses the host's own name, and if that does not
     # resolve (a container, a laptop) the ranks wait for minutes and fail.
-    options+=(--standalone --local-addr "${local_addr:-localhost}")
-else
-    options+=(--rdzv-backend c10d --rdzv-endpoint "$endpoint" --rdzv-id "${rdzv_id:-hotrec}")
-    if [ -n "$node_rank" ]; then
-        options+=(--rdzv-conf "is_host=$([ "$node_rank" = 0 ] && echo true || echo false)")
-    fi
-    [ -z "$local_addr" ] || options+=(--local-addr "$local_addr")
+    endpoint=localhost:0 local_addr=${local_addr:-localhost}
+    [ -n "$rdzv_id" ] || rdzv_id=$(date +%Y%m%d-%H%M%S)-$$
 fi
+options+=(--rdzv-backend c10d --rdzv-endpoint "$endpoint" --rdzv-id "$rdzv_id")
+if [ -n "$node_rank" ]; then
+    options+=(--rdzv-conf "is_host=$([ "$node_rank" = 0 ] && echo true || echo false)")
+fi
+[ -z "$local_addr" ] || options+=(--local-addr "$local_addr")
 [ -z "$shutdown_timeout" ] || options+=(--shutdown-timeout "$shutdown_timeout")
 
 # By default torchrun sets 1, with a warning. Ranks share the cores of their host.

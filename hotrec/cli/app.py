@@ -39,7 +39,7 @@ from hotrec.cli.launch import (
     PARENT,
     RUN_DIR,
     TOLD,
-    check_environment,
+    check_num_ranks,
     decide_run_dir,
     end_with_parent,
     end_workers,
@@ -162,8 +162,6 @@ def run_command(name: str, overrides: Sequence[str]) -> int:
             check_versions()
         if name != "doctor" and not invocation.is_question:
             _check_processes(invocation)
-            is_parallel = COMMANDS[name].is_parallel or name == "run"
-            check_environment(_asked_ranks(invocation), is_parallel=is_parallel)
         with _prepared_process(invocation):
             return _run_and_say_what_ended_it(invocation)
     except KeyboardInterrupt:
@@ -227,16 +225,6 @@ def _check_processes(invocation: Invocation) -> None:
             "--multirun: expected no torchrun, got RANK in the environment. Start the sweep "
             "without torchrun and set launch.num_ranks for the ranks of each job."
         )
-
-
-def _asked_ranks(invocation: Invocation) -> int | None:
-    """The requested number of ranks; None without one, or in a sweep over it."""
-    asked = None
-    for word in invocation.words:
-        key, _, value = word.partition("=")
-        if key.lstrip("+") == "launch.num_ranks" and value.isdecimal():
-            asked = int(value)
-    return asked
 
 
 @contextmanager
@@ -459,9 +447,9 @@ def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -
     if not is_under_torchrun():
         check_inputs(name, config, run_dir, words)
     if COMMANDS[name].is_parallel or name == "run":
-        chosen = config.launch.num_ranks  # which a file may have set
-        is_default = chosen == 1 and is_under_torchrun()
-        check_environment(_asked_ranks(invocation) if is_default else chosen)
+        chosen = config.launch.num_ranks
+        asked = any(word.lstrip("+").startswith("launch.num_ranks=") for word in words)
+        check_num_ranks(chosen if asked or chosen > 1 else None)
         cores = len(os.sched_getaffinity(0))
         if chosen > cores and not is_under_torchrun() and BRIEF not in invocation.environment:
             text = f"launch.num_ranks: {chosen} ranks share {cores} cores, so they take turns"

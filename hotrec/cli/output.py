@@ -8,12 +8,15 @@ anything else, a bug in hotrec or in a library, is in the run's log, or printed 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import logging
+import os
 import re
 import select
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -27,7 +30,6 @@ from omegaconf.errors import (
 )
 
 from hotrec.cli.launch import environment_rank, rank_prefix
-from hotrec.cli.print_once import print_once
 from hotrec.config.fields import VARIANTS
 from hotrec.runtime.progress import Progress, is_line_of_progress
 
@@ -81,7 +83,24 @@ def print_error(error: BaseException, *, wants_trace: bool) -> None:
         sys.stderr.write("".join(f"{rank_prefix()}{line}\n" for line in lines))
         sys.stderr.flush()
 
-    print_once("\n".join(lines), write, origin=getattr(error, "of_rank", None))
+    print_once("\n".join(lines), write)
+
+
+def print_once(text: str, show: Callable[[], None]) -> None:
+    """Call ``show``, unless another rank of this host has printed the same text.
+
+    A rank that ends with the error of another says no more than that one does.
+    """
+    said = re.sub(r"error: \[rank \d+\] (\w+: )?", "error: ", text)
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # <attempt>/<rank>/error.json
+        name = hashlib.sha256(said.encode()).hexdigest()
+        try:
+            (Path(error_file).parents[1] / name).touch(exist_ok=False)
+        except FileExistsError:
+            return
+        except OSError:  # a full disk: better twice than never
+            pass
+    show()
 
 
 def describe(error: BaseException) -> str:

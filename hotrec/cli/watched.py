@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hotrec.cli.output import CommandFailed, log_trace, print_error
-from hotrec.cli.print_once import print_once
+from hotrec.cli.output import CommandFailed, log_trace, print_error, print_once
 from hotrec.runtime.postmortem import memory_snapshot, set_up_flight_recorder
 from hotrec.runtime.ranks import Ranks, process_group
 from hotrec.runtime.watchdog import EXIT_CODE, LostRank, Watchdog

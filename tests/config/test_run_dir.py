@@ -19,23 +19,6 @@ from tests.helpers.commands import environment, run_on_ranks
 
 SIZES = ("num_rows=[50]", "mean_lengths=[1]", "num_train=200", "num_valid=0", "num_test=0")
 SMALL = ["data=synthetic", *(f"data.synthetic.{size}" for size in SIZES)]
-# Each rank thinks it starts at another time, as ranks on several hosts do. In the first attempt
-# both have chosen before both fail.
-DECIDE = """
-import os, sys
-from pathlib import Path
-from torch.distributed import TCPStore
-from hotrec.cli import launch
-rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-launch.time = type("Clock", (), {"strftime": lambda _: f"2023-{rank}-{os.getpid()}"})
-chosen = launch.decide_run_dir("train", [], is_multirun=False)
-Path(f"attempt-{attempt}-rank-{rank}").write_text(chosen)
-if attempt == "0":
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    store.set(f"chosen {rank}", "")
-    store.wait(["chosen 0", "chosen 1"])
-    sys.exit(1)
-"""
 # Begins when its standard input ends.
 AT_ONCE = """
 import sys
@@ -139,18 +122,26 @@ def test_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "HOTREC_RUN_DIR" not in os.environ
 
 
-@pytest.mark.timeout(200)
-def test_ranks_agree(tmp_path: Path) -> None:
-    """Those that a real torchrun has started again, too."""
-    script = tmp_path / "decide.py"
-    script.write_text(DECIDE)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    words = [*launcher, "--nproc-per-node", "2", "--max-restarts", "1", str(script)]
-    subprocess.run(words, cwd=tmp_path, env=environment(), timeout=150, check=True)
-    files = sorted(tmp_path.glob("attempt-*"))
-    names = [f"attempt-{attempt}-rank-{rank}" for attempt in (0, 1) for rank in (0, 1)]
-    assert [path.name for path in files] == names
-    assert len({path.read_text() for path in files}) == 1
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "first"}, "first"),
+        ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": "/t/none_x7/a/1/e"}, "none_x7"),
+        ({"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "2"}, None),
+        ({}, None),  # of another launcher
+    ],
+)
+def test_ranks_take_the_id_of_torchrun(
+    variables: dict[str, str], name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is that of all hosts, and of a restart."""
+    for key, value in {**variables, "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(key, value)
+    if name is not None:
+        assert decide_run_dir("train", [], is_multirun=False) == f"runs/train/{name}"
+        return
+    with pytest.raises(ValueError, match="HOTREC_RUN_DIR: expected .* got none"):
+        decide_run_dir("train", [], is_multirun=False)
 
 
 def test_command_on_ranks(tmp_path: Path) -> None:

@@ -12,9 +12,7 @@ import runpy
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 FAULT = "HOTREC_TEST_FAULT"
@@ -63,26 +61,12 @@ def put_in(fault: Fault) -> None:
         if num_steps == fault.step:
             print(f"rank {fault.rank}: {fault.kind} in step {num_steps}", flush=True)
             if fault.kind in ("kill", "stop"):
-                note_addresses()
                 os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
             self.model.register_forward_pre_hook(faulty_forward)
         return progress_of[type(self)](self, batches)
 
     for kind in progress_of:
         kind.progress = faulty_progress  # type: ignore[method-assign]
-
-
-def note_addresses() -> None:
-    """Write at which addresses this rank and its agent accept connections, as /proc shows them."""
-    sockets, found = set(), set()
-    for pid in (os.getpid(), os.getppid()):
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed meanwhile
-                sockets.add(os.readlink(link).removeprefix("socket:[").rstrip("]"))
-    for name in ("tcp", "tcp6"):
-        rows = [line.split() for line in Path(f"/proc/net/{name}").read_text().splitlines()]
-        found |= {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets}
-    Path(os.environ["HOTREC_RUN_DIR"], "listening.json").write_text(json.dumps(sorted(found)))
 
 
 if __name__ == "__main__":

@@ -56,8 +56,6 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(
     assert done.returncode == 0, done.stderr
     line_with(done.stderr, "[rank 1]", ": rank 0 (process ", "has died", "step-00000010")
     assert losses(tmp_path) == losses(workspace.folder / "runs" / "whole")
-    # 127.0.0.1: nobody else can reach a local run.
-    assert json.loads((tmp_path / "listening.json").read_text()) == ["0100007F"]
 
 
 def test_a_stopped_rank_is_named(workspace: Workspace, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def place(tmp_path: Path) -> Place:
     # torchrun as hotrec starts it is the real one.
     (package / "cli").mkdir()
     (package / "cli" / "__init__.py").touch()
-    for name in ("launch.py", "ranks.py", "print_once.py"):
+    for name in ("launch.py", "ranks.py"):
         (package / "cli" / name).symlink_to(REPOSITORY / "hotrec" / "cli" / name)
     (package / "runtime").mkdir()
     (package / "runtime" / "__init__.py").touch()

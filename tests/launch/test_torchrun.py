@@ -18,8 +18,10 @@ def test_one_host(place: Place) -> None:
     assert [facts["arguments"] for facts in place.seen()] == [["train", *AWKWARD]] * 2
     assert place.seen_variable("RANK") == ["0", "1"]
     assert place.seen_variable("WORLD_SIZE") == ["2", "2"]
-    # Rank 0 makes one that no other run can take.
+    # The ranks name it by the run's id.
     assert place.seen_variable("HOTREC_RUN_DIR") == [None, None]
+    first, second = place.seen_variable("TORCHELASTIC_RUN_ID")
+    assert first == second != "none"
     # Not the host's own name, which need not have an address.
     assert place.seen_variable("MASTER_ADDR") == ["localhost", "localhost"]
     # Set, so that torchrun does not warn and ranks do not fight for cores.
@@ -33,14 +35,10 @@ def test_the_option_wins_over_the_directory_of_the_environment(place: Place) -> 
     assert place.seen_variable("HOTREC_RUN_DIR") == ["runs/option"]
 
 
-@pytest.mark.parametrize(
-    ("run_id", "directory"), [("first-try", "runs/train/first-try"), ("", None)]
-)
-def test_two_hosts(place: Place, free_port: int, run_id: str, directory: str | None) -> None:
+def test_two_hosts(place: Place, free_port: int) -> None:
     options = ["--nnodes", "2", "--rdzv-endpoint", f"localhost:{free_port}"]
     # Both hosts are this one, whose name torchrun cannot match to one of them.
-    options += ["--local-addr", "localhost"]
-    options += ["--rdzv-id", run_id] if run_id else []
+    options += ["--local-addr", "localhost", "--rdzv-id", "first-try"]
     hosts = [
         place.start(place.torchrun(*options, "--node-rank", str(host), "train", "a=1"))
         for host in range(2)
@@ -50,8 +48,7 @@ def test_two_hosts(place: Place, free_port: int, run_id: str, directory: str | N
     assert place.seen_variable("RANK") == ["0", "1"]
     assert place.seen_variable("WORLD_SIZE") == ["2", "2"]
     assert place.seen_variable("LOCAL_WORLD_SIZE") == ["1", "1"]
-    # Without an id hosts would choose different times, so rank 0 chooses later.
-    assert place.seen_variable("HOTREC_RUN_DIR") == [directory, directory]
+    assert place.seen_variable("TORCHELASTIC_RUN_ID") == ["first-try", "first-try"]
 
 
 def test_host_0_holds_the_rendezvous(place: Place) -> None:
@@ -60,7 +57,7 @@ def test_host_0_holds_the_rendezvous(place: Place) -> None:
     python.write_text('#!/bin/sh\necho "$@"\n')
     python.chmod(0o755)
     words = [str(place.path / "launch" / "torchrun.sh"), "--python", str(python), "--nnodes", "2"]
-    words += ["--rdzv-endpoint", "a:1", "--node-rank"]
+    words += ["--rdzv-endpoint", "a:1", "--rdzv-id", "b", "--node-rank"]
     shown = [place.run([*words, host, "train"]).stdout for host in ("0", "1")]
     assert ["is_host=true" in line for line in shown] == [True, False]
     assert ["is_host=false" in line for line in shown] == [False, True]
@@ -90,8 +87,9 @@ def test_a_failing_rank_is_a_failing_launcher(place: Place) -> None:
         (["--nproc", "2", "train"], "option", "'--nproc'"),
         (["--nproc-per-node=0", "train"], "--nproc-per-node", "'0'"),
         (["--nnodes", "2", "train"], "--rdzv-endpoint", "nothing"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a:1", "train"], "--rdzv-id", "nothing"),
         (
-            ["--nnodes", "2", "--rdzv-endpoint", "a:1", "--node-rank", "2", "train"],
+            ["--nnodes=2", "--rdzv-endpoint=a:1", "--rdzv-id=b", "--node-rank=2", "train"],
             *("--node-rank", "2"),
         ),
         (["--python", "no-such-python", "train"], "--python", "'no-such-python'"),

@@ -6,87 +6,60 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import nullcontext
+from unittest import mock
 from unittest.mock import Mock
 
 import pytest
 
 from hotrec.cli.launch import (
     PARENT,
-    check_environment,
+    check_num_ranks,
     end_with_parent,
     is_under_torchrun,
     wait_for_child,
 )
+from hotrec.cli.output import print_error
+from hotrec.runtime.ranks import RankError
 
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "PET_", "SLURM_", "TORCHELASTIC_")
-MASTER = {"MASTER_ADDR": "localhost", "MASTER_PORT": "23456"}
-LEFT_OVER = {"RANK": "0", "WORLD_SIZE": "1", **MASTER}
-TWO = {"RANK": "0", "WORLD_SIZE": "2", **MASTER}
-TORCHRUN = {**TWO, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
-TWO_HOSTS = {**TORCHRUN, "WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a"}
-SALLOC = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
-PYTORCH_JOB = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "0"}
-
-
-@pytest.fixture
-def given(monkeypatch):
-    for name in os.environ:
-        if name.startswith(LAUNCHERS):
-            monkeypatch.delenv(name)
-
-    def set_all(variables):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    return set_all
-
-
-IN_STEP = {"SLURM_STEP_NUM_TASKS": "2"}
-ELASTIC = {**LEFT_OVER, "TORCHELASTIC_RUN_ID": "a"}
+TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "a"}
+ONE = {"RANK": "0", "WORLD_SIZE": "1"}
 
 
 @pytest.mark.parametrize(
-    ("variables", "num_ranks", "is_rank"),
+    ("variables", "num_ranks", "is_rank", "is_right"),
     [
-        ({}, 2, False),
-        ({**LEFT_OVER, **PYTORCH_JOB}, 2, False),
-        ({**SALLOC, "SLURM_STEP_NUM_TASKS": "1"}, 2, False),
-        (TORCHRUN, 2, True),
-        (TWO, None, True),
-        (ELASTIC, None, True),
-        ({**TWO_HOSTS, **IN_STEP, "SLURM_PROCID": "1"}, 2, True),
-        ({"OMPI_COMM_WORLD_SIZE": "2", **TWO}, None, True),
-        ({**TWO_HOSTS, "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2"}, None, True),
+        ({}, 2, False, True),
+        (ONE, 2, False, True),  # as clusters set it for all processes
+        ({**ONE, "TORCHELASTIC_RUN_ID": "a"}, None, True, True),
+        (TWO, None, True, True),
+        (TWO, 2, True, True),
+        (TWO, 3, True, False),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, 2, True, False),
     ],
 )
-def test_right(variables, num_ranks, is_rank, given):
-    given(variables)
-    check_environment(num_ranks)
-    assert is_under_torchrun() is is_rank
+def test_the_ranks_of_torchrun_are_those_asked_for(variables, num_ranks, is_rank, is_right):
+    with mock.patch.dict(os.environ, variables, clear=True):
+        assert is_under_torchrun() is is_rank
+        with (
+            nullcontext()
+            if is_right
+            else pytest.raises(ValueError, match=f"num_ranks: expected .* got {num_ranks}")
+        ):
+            check_num_ranks(num_ranks)
 
 
-@pytest.mark.parametrize(
-    ("variables", "num_ranks", "key", "expected"),
-    [
-        (TWO, 2, "launch.num_ranks", "none"),
-        (TORCHRUN, 1, "launch.num_ranks", "2"),
-        ({"WORLD_SIZE": "2", **MASTER}, None, "RANK", "a rank below WORLD_SIZE 2"),
-        ({"LOCAL_WORLD_SIZE": "8"}, None, "LOCAL_WORLD_SIZE", "at most WORLD_SIZE"),
-        ({**TORCHRUN, "LOCAL_RANK": "2"}, None, "LOCAL_WORLD_SIZE", ".* LOCAL_RANK 2"),
-        ({"LOCAL_RANK": "first"}, None, "LOCAL_RANK", "a count, got 'first'"),
-        ({"PET_NNODES": "2"}, 2, "PET_NNODES", "1"),
-        ({**SALLOC, **IN_STEP}, 2, "SLURM_STEP_NUM_TASKS", ".*srun"),
-        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, None, "SLURM_PROCID", ".*srun"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, None, "OMPI_COMM_WORLD_SIZE", ".*mpirun"),
-        ({"PMI_SIZE": "4"}, 2, "PMI_SIZE", ".*mpirun, got at least 4"),
-    ],
-)
-def test_refused(variables, num_ranks, key, expected, given):
-    given(variables)
-    with pytest.raises(ValueError, match=rf"^(environment )?{key}: expected {expected}"):
-        check_environment(num_ranks)
-    if key.startswith("PET_"):  # a command of one process may run in a pod
-        check_environment(is_parallel=False)
+def test_ranks_that_say_the_same_say_it_once(tmp_path, capsys):
+    (tmp_path / "0").mkdir()
+    variables = {"WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "0" / "error.json")}
+    said = ["key: expected x, got y. Do.", "other: expected x, got y. Do."]
+    for rank, error in enumerate([*map(ValueError, said), RankError(1, f"ValueError: {said[1]}")]):
+        with mock.patch.dict(os.environ, {**variables, "RANK": str(rank)}):
+            print_error(error, wants_trace=False)
+            print_error(error, wants_trace=False)
+    assert capsys.readouterr().err.splitlines() == [
+        f"[rank {rank}] error: {text}" for rank, text in enumerate(said)
+    ]
 
 
 def test_a_rank_whose_launcher_is_gone_ends(monkeypatch):
