@@ -20,7 +20,7 @@ import time
 import uuid
 import weakref
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -40,12 +40,8 @@ from hotrec.lock import (
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
-# Version 1 had SHA-256 (0.6 GB/s where XXH3 reads 11 GB/s). Neither protects from forgery, because
-# the manifest can be changed with the file.
-CHECKSUMS: Mapping[str, Callable[[], Any]] = {
-    "xxh3_128": xxhash.xxh3_128,
-    "sha256": hashlib.sha256,
-}
+# It reads 11 GB/s, SHA-256 0.6. Neither protects from forgery, because the manifest can be changed
+# with the file.
 CHECKSUM = "xxh3_128"
 # Marks a file in a manifest that goes with an artifact.
 _IS_APART = "is_apart"
@@ -232,10 +228,10 @@ def read_record(path: Path, max_bytes: int = RECORD_BYTES, errors: str = "strict
     )
 
 
-def checksum_of(path: Path, name: str = CHECKSUM) -> str:
+def checksum_of(path: Path) -> str:
     """Checksum of a file, hexadecimal."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, CHECKSUMS[name]).hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _hash_document(document: Mapping[str, Any]) -> str:
@@ -581,9 +577,9 @@ def _parse_manifest(manifest: Path, kind: str) -> dict[str, Any]:
             f"{manifest}: expected the manifest of a {kind} by hotrec, got {error!r}. "
             f"Make the {kind} again, or correct the path."
         ) from error
-    if version not in (1, FORMAT_VERSION):
+    if version != FORMAT_VERSION:
         raise ArtifactError(
-            f"{manifest}: expected format version 1 or {FORMAT_VERSION}, got {version}. "
+            f"{manifest}: expected format version {FORMAT_VERSION}, got {version}. "
             f"Make the {kind} again with this version of hotrec."
         )
     if not is_sound:
@@ -597,7 +593,7 @@ def _parse_manifest(manifest: Path, kind: str) -> dict[str, Any]:
 def _is_sound_entry(name: str, facts: Mapping[str, Any]) -> bool:
     path = PurePosixPath(name)
     is_inside = not path.is_absolute() and ".." not in path.parts
-    has_checksum = any(isinstance(facts.get(checksum), str) for checksum in CHECKSUMS)
+    has_checksum = isinstance(facts[CHECKSUM], str)
     return is_inside and has_checksum and isinstance(facts["num_bytes"], int)
 
 
@@ -613,11 +609,10 @@ def _check_file(file: Path, facts: Mapping[str, Any], *, verify: Verify, kind: s
             f"{file}: expected {facts['num_bytes']} bytes, got {num_bytes}. Make the {kind} again."
         )
     if verify == Verify.full:
-        name = next(name for name in CHECKSUMS if name in facts)
-        found = checksum_of(file, name)
-        if found != facts[name]:
+        found, wanted = checksum_of(file), facts[CHECKSUM]
+        if found != wanted:
             raise ArtifactError(
-                f"{file}: expected checksum {facts[name][:12]}, got {found[:12]}: it was changed "
+                f"{file}: expected checksum {wanted[:12]}, got {found[:12]}: it was changed "
                 f"after it was written. Make the {kind} again."
             )
 

@@ -19,6 +19,7 @@ from typing import Literal
 CPU_FBGEMM = "fbgemm-gpu-cpu"
 CUDA_FBGEMM = "fbgemm-gpu"
 READ = ("torch", "torchrec", CPU_FBGEMM, CUDA_FBGEMM, "torchmetrics")
+TORCHMETRICS = "1.0.3"  # which every torchrec requires
 # The one library of the driver that fbgemm's CUDA build needs at import; torch needs none.
 DRIVER_LIBRARY = "libnvidia-ml.so.1"
 # With less a run may still work; it is used by loader workers.
@@ -37,13 +38,14 @@ class Pair:
     fbgemm: str
     is_tested: bool = True
 
-    def pip_line(self, fbgemm: str, *, force: bool = False) -> str:
-        """The command that installs this pair with the fbgemm package of that name."""
-        options = "--force-reinstall --no-deps " if force else ""
-        torch = f"pip install {options}torch=={self.torch}"
-        # torchrec's metadata requires the CUDA fbgemm-gpu, which conflicts with the CPU's.
-        others = f"torchrec=={self.torchrec} {fbgemm}=={self.fbgemm}"
-        return f"{torch} {others}" if force else f"{torch} && pip install --no-deps {others}"
+    def pip_line(self, fbgemm: str) -> str:
+        """The command that installs this pair alone, with the fbgemm package of that name."""
+        # Both fbgemm packages share a folder. torchrec's metadata requires that of CUDA.
+        return (
+            f"pip uninstall -y {CUDA_FBGEMM} {CPU_FBGEMM} && pip install torch=={self.torch} && "
+            f"pip install --no-deps torchrec=={self.torchrec} {fbgemm}=={self.fbgemm} "
+            f"torchmetrics=={TORCHMETRICS}"
+        )
 
 
 # By torch's minor version; each release is on the package index. The locks in requirements/ and the
@@ -63,12 +65,15 @@ PINNED = PAIRS[PINNED_MINOR]
 TESTED = ", ".join(f"2.{minor}" for minor, pair in PAIRS.items() if pair.is_tested)
 
 
+Status = Literal["ok", "warn", "fail"]
+
+
 @dataclass(frozen=True)
 class Check:
     """One verdict: "fail" stops every command, "warn" does not; ``fix`` is a command."""
 
     name: str
-    status: Literal["ok", "warn", "fail"]
+    status: Status
     found: str
     expected: str = ""
     fix: str = ""
@@ -84,7 +89,6 @@ class Packages:
 
     versions: Mapping[str, str]
     torch_cuda: str | None = None  # that torch was built for; None for a CPU build
-    torchmetrics_pin: str | None = None  # that the installed torchrec requires
 
     @property
     def torch_minor(self) -> int:
@@ -98,24 +102,9 @@ class Packages:
 
     def fbgemm(self, *, has_gpu: bool) -> str:
         """Which of the two fbgemm packages belongs to the installed torch on this machine."""
-        if "torch" not in self.versions:
-            return CUDA_FBGEMM if has_gpu else CPU_FBGEMM
-        if self.torch_cuda is None:
-            return CPU_FBGEMM
         is_cuda_alone = CUDA_FBGEMM in self.versions and CPU_FBGEMM not in self.versions
-        return CUDA_FBGEMM if has_gpu or is_cuda_alone else CPU_FBGEMM
-
-    def install(self, name: str, fbgemm: str) -> str:
-        """The command that installs a companion of the installed torch."""
-        if self.torch_minor > NEWEST_MINOR:  # no companion is known, so torch changes as well
-            return self.pair.pip_line(fbgemm)
-        version = self.pair.torchrec if name == "torchrec" else self.pair.fbgemm
-        return f"pip install --no-deps {name}=={version}"
-
-    def replace_fbgemm(self, fbgemm: str) -> str:
-        """The command that leaves only this fbgemm package in the folder that both share."""
-        # Removing one of the two takes the other's files with it.
-        return f"pip uninstall -y {CUDA_FBGEMM} {CPU_FBGEMM} && {self.install(fbgemm, fbgemm)}"
+        wants_cuda = has_gpu if "torch" not in self.versions else self.torch_cuda is not None
+        return CUDA_FBGEMM if wants_cuda and (has_gpu or is_cuda_alone) else CPU_FBGEMM
 
 
 @dataclass(frozen=True)
@@ -155,11 +144,7 @@ def read_packages() -> Packages:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    pin = None
-    for need in importlib.metadata.requires("torchrec") or [] if "torchrec" in versions else []:
-        matched = re.match(r"torchmetrics\s*\(?==\s*([\w.]+)", need)
-        pin = matched.group(1) if matched else pin
-    return Packages(versions, _read_torch_cuda(), pin)
+    return Packages(versions, _read_torch_cuda())
 
 
 def _read_torch_cuda() -> str | None:
@@ -205,24 +190,28 @@ def read_machine() -> LocalMachine:
 
 def check_packages(packages: Packages, *, has_gpu: bool) -> list[Check]:
     """Check the installed packages."""
+    versions, torch_minor = packages.versions, packages.torch_minor
     fbgemm = packages.fbgemm(has_gpu=has_gpu)
-    pin, metrics = packages.torchmetrics_pin, "torchmetrics"
-    wanted = pin or packages.versions.get(metrics) or "1.0.3"
-    fix = f"pip install --no-deps {metrics}=={wanted}"
-    found = packages.versions.get(metrics)
-    return [
-        _check_torch(packages, fbgemm),
-        _check_companion("torchrec", packages, fbgemm),
-        _check_fbgemm(fbgemm, packages),
-        _verdict(metrics, found == wanted, found, f"{wanted} for torchrec", fix),
-    ]
-
-
-def _verdict(name: str, is_ok: bool, found: str | None, expected: str, fix: str) -> Check:
-    """A check that fails unless something is as expected."""
-    if is_ok:
-        return Check(name, "ok", found or "nothing")
-    return Check(name, "fail", found or "nothing", expected, fix)
+    fix = packages.pair.pip_line(fbgemm)
+    build = f"CUDA {packages.torch_cuda}" if packages.torch_cuda else "CPU"
+    found = f"{versions['torch']} ({build} build)" if "torch" in versions else "nothing"
+    is_usable = torch_minor >= OLDEST_MINOR
+    is_tested = torch_minor in PAIRS and PAIRS[torch_minor].is_tested
+    status: Status = "fail" if not is_usable else "ok" if is_tested else "warn"
+    checks = [Check("torch", status, found, f"{TESTED}, which hotrec is tested with", fix)]
+    # Without a usable torch its companions are compared with the pinned set.
+    minor = (torch_minor if is_usable else PINNED_MINOR) - MINOR_OFFSET
+    other = CPU_FBGEMM if fbgemm == CUDA_FBGEMM else CUDA_FBGEMM
+    for name in ("torchrec", fbgemm):
+        found = versions.get(name, "nothing")
+        expected = f"1.{minor}.x, which matches torch 2.{minor + MINOR_OFFSET}"
+        is_ok = _minor(found, major=1) == minor
+        if name == fbgemm and other in versions:
+            is_ok, found, expected = False, f"{found}, and {other}", f"{expected}, alone"
+        checks.append(Check(name, "ok" if is_ok else "fail", found, expected, fix))
+    found = versions.get("torchmetrics", "nothing")
+    status = "ok" if found == TORCHMETRICS else "fail"
+    return [*checks, Check("torchmetrics", status, found, f"{TORCHMETRICS} for torchrec", fix)]
 
 
 def _minor(version: str, *, major: int) -> int | None:
@@ -230,71 +219,26 @@ def _minor(version: str, *, major: int) -> int | None:
     return int(matched.group(1)) if matched else None
 
 
-def _check_torch(packages: Packages, fbgemm: str) -> Check:
-    version, minor = packages.versions.get("torch"), packages.torch_minor
-    fix, supported = PINNED.pip_line(fbgemm), f"2.{OLDEST_MINOR} to 2.{NEWEST_MINOR}"
-    build = f"CUDA {packages.torch_cuda}" if packages.torch_cuda else "CPU"
-    found = "nothing" if version is None else f"{version} ({build} build)"
-    if minor > NEWEST_MINOR:
-        untested = f"{supported} (hotrec has not been tested with 2.{minor})"
-        return Check("torch", "warn", found, untested, packages.pair.pip_line(fbgemm))
-    if minor in PAIRS and not PAIRS[minor].is_tested:
-        return Check("torch", "warn", found, f"{TESTED}, which hotrec is tested with", fix)
-    return _verdict("torch", minor in PAIRS, found, supported, fix)
-
-
-def _check_companion(name: str, packages: Packages, fbgemm: str) -> Check:
-    # Without a usable torch its companions are compared with the pinned set.
-    torch_minor = packages.torch_minor if packages.torch_minor >= OLDEST_MINOR else PINNED_MINOR
-    minor = torch_minor - MINOR_OFFSET
-    expected = f"1.{minor}.x, which matches torch 2.{torch_minor}"
-    if torch_minor > NEWEST_MINOR:
-        expected += ", if there is one"
-    version = packages.versions.get(name)
-    is_ok = _minor(version or "", major=1) == minor
-    return _verdict(name, is_ok, version, expected, packages.install(name, fbgemm))
-
-
-def _check_fbgemm(needed: str, packages: Packages) -> Check:
-    versions = packages.versions
-    other = CUDA_FBGEMM if needed == CPU_FBGEMM else CPU_FBGEMM
-    if other not in versions:
-        return _check_companion(needed, packages, needed)
-    build = "a CUDA build of torch on a machine with a GPU"
-    expected = f"{needed} for {build if packages.torch_cuda else 'the CPU build of torch'}"
-    found = f"{other} {versions[other]}"
-    if needed in versions:
-        found, expected = (
-            f"{needed} {versions[needed]} and {found} in one folder",
-            f"{needed} alone",
-        )
-    return Check("fbgemm", "fail", found, expected, packages.replace_fbgemm(needed))
-
-
 def check_machine(machine: LocalMachine, packages: Packages) -> Iterator[Check]:
     """Check the host."""
-    yield _check_import(machine, packages)
-    size = None if machine.shm_bytes is None else f"{machine.shm_bytes / (1 << 30):.2f} GiB"
-    if (machine.shm_bytes or 0) >= ENOUGH_SHM_BYTES:
-        yield Check("/dev/shm", "ok", size or "nothing")
-    else:
-        fix = "mount -o remount,size=8G /dev/shm (in a container: docker run --shm-size=8g)"
-        expected = "at least 1 GiB for loader workers"
-        yield Check("/dev/shm", "warn", size or "nothing", expected, fix)
-    if not machine.import_error:
-        yield from _check_gpus(machine, packages)
-
-
-def _check_import(machine: LocalMachine, packages: Packages) -> Check:
-    error, has_gpu = machine.import_error, machine.has_gpu_device
+    has_gpu, error = machine.has_gpu_device, machine.import_error
+    expected, fix = "it to load", packages.pair.pip_line(packages.fbgemm(has_gpu=has_gpu))
     if DRIVER_LIBRARY in error:
         expected = f"NVIDIA's driver, which fbgemm's CUDA build loads ({DRIVER_LIBRARY})"
-        fix = "nvidia-smi (and install the driver, or expose it to the container)"
-        fix = fix if has_gpu else packages.replace_fbgemm(CPU_FBGEMM)
-    else:
-        expected = "it to load"
-        fix = packages.pair.pip_line(packages.fbgemm(has_gpu=has_gpu), force=True)
-    return _verdict("import torchrec", not error, error or "loads", expected, fix)
+        cpu_alone = packages.pair.pip_line(CPU_FBGEMM)
+        fix = "nvidia-smi (and install or expose the driver)" if has_gpu else cpu_alone
+    status: Status = "fail" if error else "ok"
+    yield Check("import torchrec", status, error or "loads", expected, fix)
+    size = "nothing" if machine.shm_bytes is None else f"{machine.shm_bytes / (1 << 30):.2f} GiB"
+    yield Check(
+        "/dev/shm",
+        "ok" if (machine.shm_bytes or 0) >= ENOUGH_SHM_BYTES else "warn",
+        size,
+        "at least 1 GiB for loader workers",
+        "mount -o remount,size=8G /dev/shm (in a container: docker run --shm-size=8g)",
+    )
+    if not error:
+        yield from _check_gpus(machine, packages)
 
 
 def _check_gpus(machine: LocalMachine, packages: Packages) -> Iterator[Check]:

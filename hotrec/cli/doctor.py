@@ -20,7 +20,7 @@ def run(config: DoctorConfig, run_dir: Path) -> dict[str, Any]:
     width = max(len(check.name) for check in checks)
     for check in checks:
         print(f"{MARKS[check.status]}  {check.name:<{width}}  {check.found}", file=sys.stderr)
-        if check.expected:
+        if check.status != "ok":
             print(f"      expected {check.expected}. Run: {check.fix}", file=sys.stderr)
     is_ok = all(check.status != "fail" for check in checks)
     figures = {"ok": is_ok, "checks": [asdict(check) for check in checks]}

@@ -16,6 +16,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ import torch
 from hotrec.artifact import (
     Artifact,
     ArtifactError,
-    checksum_of,
     commit_artifact,
     scratch_directory,
 )
@@ -249,7 +249,7 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
             num_rows = _write_tables(scratch, files, trained, form.rows)
             dense = dense_weights(files, shape)
         _write_dense(scratch / DENSE_FILE, dense)
-        description["dense_sha256"] = checksum_of(scratch / DENSE_FILE, "sha256")
+        description["dense_sha256"] = sha256((scratch / DENSE_FILE).read_bytes()).hexdigest()
         _write_vocabularies(scratch, trained)
         write_code(scratch)
         (scratch / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")

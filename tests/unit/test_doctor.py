@@ -19,7 +19,6 @@ from hotrec.doctor import (
     check_packages,
     check_versions,
     diagnose,
-    read_packages,
 )
 
 REPOSITORY = Path(__file__).parents[2]
@@ -29,14 +28,15 @@ CUDA_SET = {**OURS, "torch": "2.13.0", "fbgemm-gpu": "1.8.0"}
 OLD_SET = {**CUDA_SET, "torch": "2.11.0a0+a6c236b9fd", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0"}
 NEW_SET = {**CPU_SET, "torch": "2.14.1", "torchrec": "1.9.2", "fbgemm-gpu-cpu": "1.9.0"}
 MACHINE = LocalMachine(shm_bytes=16 << 30, has_gpu_device=False)
-PINNED = "torch==2.13.0 torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0"
-NEWEST = "torch==2.14.1 torchrec==1.9.2 fbgemm-gpu-cpu==1.9.0"
+PINNED = "torch==2.13.0 torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 torchmetrics==1.0.3"
+CUDA = PINNED.replace("-cpu", "")
+OLD = "torch==2.11.0 torchrec==1.6.1 fbgemm-gpu==1.6.0 torchmetrics==1.0.3"
+NEWEST = "torch==2.14.1 torchrec==1.9.2 fbgemm-gpu-cpu==1.9.0 torchmetrics==1.0.3"
 
 
 def packages(versions: dict[str, str], cuda: str | None = None) -> Packages:
     is_cuda = "fbgemm-gpu" in versions and "+cpu" not in versions.get("torch", "")
-    return Packages(versions, torch_cuda=cuda or ("13.0" if is_cuda else None),
-                    torchmetrics_pin="1.0.3")  # fmt: skip
+    return Packages(versions, torch_cuda=cuda or ("13.0" if is_cuda else None))
 
 
 def problems(checks: Iterable[Check]) -> dict[str, tuple[str, set[str]]]:
@@ -48,8 +48,8 @@ def problems(checks: Iterable[Check]) -> dict[str, tuple[str, set[str]]]:
     }
 
 
-def fails(name: str, installs: str) -> dict[str, tuple[str, set[str]]]:
-    return {name: ("fail", set(installs.split()))}
+def fails(names: str, installs: str) -> dict[str, tuple[str, set[str]]]:
+    return {name: ("fail", set(installs.split())) for name in names.split(", ")}
 
 
 # Versions that differ from a set's, whether there is a GPU, and what is not ok.
@@ -60,28 +60,25 @@ SETS = {
     "a newer pair": (NEW_SET, False, {}),
     "companions of another torch": (
         *({**CUDA_SET, "torch": "2.11.0"}, True),
-        fails("torchrec", "torchrec==1.6.1") | fails("fbgemm-gpu", "fbgemm-gpu==1.6.0"),
+        fails("torchrec, fbgemm-gpu", OLD),
     ),
-    "both fbgemm": ({**CPU_SET, "fbgemm-gpu": "1.8.0"}, False,
-                    fails("fbgemm", "fbgemm-gpu-cpu==1.8.0")),
+    "both fbgemm": ({**CPU_SET, "fbgemm-gpu": "1.8.0"}, False, fails("fbgemm-gpu-cpu", PINNED)),
     "fbgemm of CUDA for torch of the CPU": (
         *({**CUDA_SET, "torch": "2.13.0+cpu"}, False),
-        fails("fbgemm", "fbgemm-gpu-cpu==1.8.0"),
+        fails("fbgemm-gpu-cpu", PINNED),
     ),
     "torchmetrics": ({**CPU_SET, "torchmetrics": "1.8.2"}, False,
-                     fails("torchmetrics", "torchmetrics==1.0.3")),
+                     fails("torchmetrics", PINNED)),
     "torch too old": ({**CPU_SET, "torch": "2.10.0"}, False, fails("torch", PINNED)),
     # torchrec 1.10 is on no index: nothing that does not exist may be recommended.
     "newer than all pairs": (
         *({**NEW_SET, "torch": "2.15.0"}, False),
         {"torch": ("warn", set(NEWEST.split()))}
-        | fails("torchrec", NEWEST) | fails("fbgemm-gpu-cpu", NEWEST),
+        | fails("torchrec, fbgemm-gpu-cpu", NEWEST),
     ),
     "nothing": (
         *({}, False),
-        fails("torch", PINNED) | fails("torchrec", "torchrec==1.8.0")
-        | fails("fbgemm-gpu-cpu", "fbgemm-gpu-cpu==1.8.0")
-        | fails("torchmetrics", "torchmetrics==1.0.3"),
+        fails("torch, torchrec, fbgemm-gpu-cpu, torchmetrics", PINNED),
     ),
 }  # fmt: skip
 
@@ -97,15 +94,14 @@ def test_the_cpu_build_of_fbgemm_does_not_use_a_gpu() -> None:
     mixed = packages({**CPU_SET, "torch": "2.13.0"}, cuda="13.0")
     assert problems(check_packages(mixed, has_gpu=False)) == {}
     found = problems(check_packages(mixed, has_gpu=True))
-    assert found == fails("fbgemm", "fbgemm-gpu==1.8.0")
+    assert found == fails("fbgemm-gpu", CUDA)
 
 
 def write_packages(folder: Path, versions: dict[str, str], cuda: str | None) -> None:
     for name, version in versions.items():
         info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir(parents=True)
-        needs = "Requires-Dist: torchmetrics==1.0.3\n" if name == "torchrec" else ""
-        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}"
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         (info / "METADATA").write_text(text)
     (folder / "torch").mkdir()
     # A wrong torch may fail at import; the check must not need it.
@@ -131,14 +127,13 @@ def test_check_versions_reads_metadata_without_importing_torch(tmp_path: Path) -
         done = run_code(tmp_path / name, "check_versions()", "-S")
         assert done.returncode == (name == "bad")
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("RuntimeError: fbgemm: expected fbgemm-gpu-cpu alone, got ")
+    assert last.startswith("RuntimeError: fbgemm-gpu-cpu: expected 1.8.x, which ")
 
 
 @pytest.mark.slow
 def test_this_environment_fits() -> None:
     check_versions()
     assert [check for check in diagnose() if check.status == "fail"] == []
-    assert read_packages().torchmetrics_pin == "1.0.3"
 
 
 GPU = replace(MACHINE, has_gpu_device=True)
@@ -158,12 +153,12 @@ BROKEN, DRIVER = (
         # A host that has to stay with its torch, such as 2.11, need not update it.
         (
             *(replace(MACHINE, import_error=BROKEN), OLD_SET),
-            fails("import torchrec", "torch==2.11.0 torchrec==1.6.1 fbgemm-gpu==1.6.0"),
+            fails("import torchrec", OLD),
         ),
         # Not a broken installation: the same packages again would not load either.
         (
             *(replace(MACHINE, import_error=DRIVER), CUDA_SET),
-            fails("import torchrec", "fbgemm-gpu-cpu==1.8.0"),
+            fails("import torchrec", PINNED),
         ),
     ],
 )
