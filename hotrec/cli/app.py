@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import difflib
 import glob
-import importlib
 import itertools
 import json
-import math
 import os
 import re
 import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
@@ -28,18 +26,16 @@ import hydra
 import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from hotrec.artifact import MANIFEST, naming
+from hotrec.artifact import naming
 from hotrec.cli.closing import print_closing
 from hotrec.cli.commands import COMMANDS
 from hotrec.cli.help import help_text
 from hotrec.cli.launch import (
-    BRIEF,
     PARENT,
     RUN_DIR,
     TOLD,
-    check_num_ranks,
     decide_run_dir,
     end_with_parent,
     end_workers,
@@ -49,54 +45,41 @@ from hotrec.cli.launch import (
     private_temporary_directory,
     rank_prefix,
     remove_if_empty,
-    run_under_torchrun,
     this_host,
     this_process,
     use_default_start_method,
 )
 from hotrec.cli.made import (
-    artifact_inputs,
-    check_data,
-    check_inputs,
     command_text,
-    record_artifact,
 )
 from hotrec.cli.output import (
     FULL_TRACE,
-    LOG_FILE,
     CommandFailed,
     EndedEarly,
     close_keys,
     is_reader_gone,
     log_trace,
     print_error,
-    quiet_torch,
-    start_logging,
     stop_logging,
 )
+from hotrec.cli.stage import plain, run_stage
 from hotrec.cli.store import (
+    FLAGS_OF_CONFIG_DIR,
     VERSION_BASE,
     build_config,
     conf_dir,
-    options_of,
     quoted,
     register_schemas,
     user_conf_dir,
 )
 from hotrec.cli.sweep import leave_exit_code, take_exit_codes
 from hotrec.config.roots import ROOTS
-from hotrec.config.text import as_document, as_yaml
 from hotrec.doctor import check_versions
-from hotrec.lock import lock_file
 from hotrec.runtime.run_dir import (
-    CHECKPOINTS,
-    CONFIG_FILE,
-    LOCK_FILE,
     latest_step,
     read_finished,
 )
 
-FLAGS_OF_CONFIG_DIR = ("--config-dir", "-cd")
 FLAGS_WITH_VALUE = (
     *FLAGS_OF_CONFIG_DIR,
     *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"),
@@ -402,7 +385,15 @@ def _objective(invocation: Invocation, run_dir: Path, exit_code: int) -> float |
 def _run_job(invocation: Invocation, composed: DictConfig, run_dir: Path) -> int:
     """Run one job of a sweep, or the only one; a job that fails does not stop the others."""
     try:
-        figures = _record_for_torchrun(lambda: _run_composed(invocation, composed, run_dir))()
+        figures = _record_for_torchrun(
+            lambda: run_stage(
+                invocation.name,
+                build_config(composed),
+                run_dir,
+                _own_words(invocation),
+                invocation.environment,
+            )
+        )()
         if figures is not None:
             with naming(Path("standard output")):
                 _print_figures(invocation, figures)
@@ -433,86 +424,6 @@ def _forget(run_dir: Path, invocation: Invocation) -> None:
         remove_if_empty(run_dir)
 
 
-def _run_composed(invocation: Invocation, composed: DictConfig, run_dir: Path) -> Figures | None:
-    name = invocation.name
-    config = build_config(composed)
-    check_data(name, config, list(options_of("data", _own_conf_dirs(invocation.words))))
-    text = OmegaConf.to_yaml(composed, resolve=True)
-    if name == "train" and config.trainer.resume == "latest":
-        finished = read_finished(run_dir, as_yaml(as_document(config)))
-        if finished is not None and latest_step(run_dir) is not None:
-            print(f"{run_dir}: already finished; nothing was changed", file=sys.stderr)
-            return {"command": name, "run_dir": run_dir, **finished}
-    words = _own_words(invocation)
-    if not is_under_torchrun():
-        check_inputs(name, config, run_dir, words)
-    if COMMANDS[name].is_parallel or name == "run":
-        chosen = config.launch.num_ranks
-        asked = any(word.lstrip("+").startswith("launch.num_ranks=") for word in words)
-        check_num_ranks(chosen if asked or chosen > 1 else None)
-        cores = len(os.sched_getaffinity(0))
-        if chosen > cores and not is_under_torchrun() and BRIEF not in invocation.environment:
-            text = f"launch.num_ranks: {chosen} ranks share {cores} cores, so they take turns"
-            print(text, file=sys.stderr)
-    host = this_host()
-    num_ranks = config.launch.num_ranks if COMMANDS[name].is_parallel else 1
-    if host.num_hosts > 1 and not COMMANDS[name].is_parallel:
-        raise ValueError(
-            f"hydra.launcher.nodes: expected 1 for hotrec {name}, got {host.num_hosts}. Use one "
-            "node for each job."
-        )
-    if num_ranks * host.num_hosts > 1 and not is_under_torchrun():
-        exit_code = run_under_torchrun(
-            name,
-            words,
-            num_ranks=num_ranks,
-            host=host,
-            run_dir=str(run_dir),
-            environment=invocation.environment,
-        )
-        if exit_code != 0:
-            raise CommandFailed(exit_code)
-        return None
-    is_first = environment_rank() == 0
-    with naming(run_dir), lock_file(run_dir / LOCK_FILE, run_dir) if is_first else nullcontext():
-        if is_first:
-            _check_run_dir(run_dir)
-        # The table of a what-if sweep has the result of each job.
-        start_logging(run_dir, is_brief=invocation.is_multirun and name == "plan")
-        if is_first and name != "train":  # train records it once it is accepted
-            _write_config(name, text, run_dir)
-        command = importlib.import_module(f"hotrec.cli.{name}")
-        quiet_torch()
-        more = (words, invocation.environment) if name == "run" else ()
-        digest = artifact_inputs(name, config)
-        # Standard output is only for the line of figures, even if libraries print to it.
-        with redirect_stdout(sys.stderr):
-            figures: Figures = command.run(config, run_dir, *more)
-        record_artifact(name, config, digest, _plain(figures))
-    return figures
-
-
-def _write_config(name: str, text: str, run_dir: Path) -> None:
-    """Record the configuration of another command than train."""
-    if (run_dir / CHECKPOINTS).exists():
-        raise ValueError(
-            f"{RUN_DIR}: expected a directory without a training run for hotrec {name}, got "
-            f"{run_dir}. Unset {RUN_DIR}, or use another directory."
-        )
-    (run_dir / CONFIG_FILE).write_text(text)
-
-
-def _check_run_dir(run_dir: Path) -> None:
-    """Refuse a directory of another program, in which files would be replaced."""
-    is_new = not (run_dir / LOG_FILE).exists()
-    for name in (CONFIG_FILE, MANIFEST) if is_new else (MANIFEST,):
-        if (run_dir / name).exists():
-            raise ValueError(
-                f"{RUN_DIR}: expected an empty directory or that of an earlier run, got {run_dir}, "
-                f"whose {name} is from another program. Use another directory."
-            )
-
-
 def _config_dir_flags(words: Sequence[str]) -> list[str]:
     """Hydra's flags that a child needs too: the directories of configuration groups."""
     kept = []
@@ -538,7 +449,7 @@ def _print_figures(invocation: Invocation, figures: Figures) -> None:
     if environment_rank() != 0:
         return
     if not sys.stdout.isatty():  # before the lines, which are the last that a reader sees
-        print(json.dumps(_plain(figures), allow_nan=False), flush=True)
+        print(json.dumps(plain(figures), allow_nan=False), flush=True)
     if invocation.name != "run":  # run's lines have figures of all its stages
         print_closing(invocation.name, figures, _own_words(invocation))
 
@@ -546,14 +457,3 @@ def _print_figures(invocation: Invocation, figures: Figures) -> None:
 def _own_words(invocation: Invocation) -> list[str]:
     """The words of a command as typed, without Hydra's own except for its directory."""
     return [*_config_dir_flags(invocation.words), *HydraConfig.get().overrides.task]
-
-
-def _plain(value: Any) -> Any:
-    """A value in JSON form: NaN and infinity are null, paths are text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value

@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import chdir, contextmanager, redirect_stderr
 from pathlib import Path, PurePath
 from tempfile import TemporaryFile
 from types import MappingProxyType
 from typing import Any
 
-from hotrec.cli.launch import PARENT
-from hotrec.cli.store import quoted
+from hotrec.cli.commands import COMMANDS
+from hotrec.cli.launch import (
+    RUN_DIR,
+    decide_run_dir,
+    end_workers,
+    private_temporary_directory,
+    remove_if_empty,
+)
+from hotrec.cli.output import OF_HYDRA, CommandFailed, EndedEarly, describe, stop_logging
+from hotrec.cli.stage import plain, run_stage
+from hotrec.cli.store import build_config, compose_config, quoted, user_conf_dir
 
-# The last line of a failed command, from any rank.
-_ERROR = re.compile(r"^(?:\[rank \d+\] )?error: (.*)$", re.MULTILINE)
 _PLAIN = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 
 
@@ -29,7 +34,7 @@ def command(
     workdir: str | Path = ".",
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Run a command of the command line, in a separate process that starts its ranks.
+    """Run a command of the command line in this process, and its ranks in processes of their own.
 
     ::
 
@@ -38,61 +43,61 @@ def command(
     Args:
         name: The command, such as ``"plan"``.
         settings: Values by key, as on the command line; a mapping holds keys below its own.
-        workdir: The working directory of the command.
-        quiet: Do not repeat its log on standard error.
+        workdir: The working directory, in which this process is meanwhile.
+        quiet: Do not log on standard error.
 
     Returns:
         The figures that it prints as JSON.
 
     Raises:
         ValueError: If the command refuses an input; with its line.
-        RuntimeError: If it ends in another way, such as by a signal.
+        RuntimeError: If its ranks fail, after their error message.
+        KeyboardInterrupt: If a signal ends it; a training run has been saved.
     """
-    words = [sys.executable, "-m", "hotrec", name, *override_words(settings)]
-    variables = {**os.environ, PARENT: str(os.getpid())}
-    said: list[str] = []
-
-    def hear(lines: Iterable[str]) -> None:
-        for line in lines:
-            said.append(line)
-            if not quiet:
-                sys.stderr.write(line)
-
-    with (
-        TemporaryFile("w+") as figures,
-        # In its own session: Ctrl-C reaches it once, from here.
-        subprocess.Popen(
-            words,
-            cwd=workdir,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=figures,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        ) as child,
-    ):
-        assert child.stderr is not None
+    words, home = list(override_words(settings)), Path(workdir).absolute()
+    with chdir(workdir), _silence(quiet), private_temporary_directory():
+        if (own := user_conf_dir()) is not None:
+            words.insert(0, f"hydra.searchpath=[{quoted(f'file://{own.absolute()}')}]")
+        given, run_dir = os.environ.get(RUN_DIR), None
         try:
-            hear(child.stderr)
-        except BaseException:
-            child.send_signal(signal.SIGINT)  # upon which training saves
-            hear(child.stderr)
-            child.wait()
-            raise
-        exit_code = child.wait()
-        figures.seek(0)
-        lines = figures.read().splitlines()
-    if exit_code != 0:
-        errors = _ERROR.findall("".join(said))
-        if errors and ": expected " in errors[-1]:
-            raise ValueError(errors[-1])
-        last = errors[-1:] or [line.rstrip() for line in said[-1:]]
-        raise RuntimeError(
-            f"hotrec {name}: expected exit code 0, got {exit_code}: {''.join(last) or 'no reason'}"
-        )
-    return dict(json.loads(lines[-1]))
+            config = build_config(compose_config(COMMANDS[name].config_name, words))
+            run_dir = home / decide_run_dir(name, words, is_multirun=False)
+            run_dir.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile("w+") as output:
+                figures = run_stage(name, config, run_dir, words, os.environ, output)
+                if figures is None:
+                    output.seek(0)
+                    figures = json.loads(output.read().splitlines()[-1])
+            return dict(plain(figures))
+        except OF_HYDRA as error:
+            raise ValueError(describe(error)) from error
+        except CommandFailed as failed:
+            what = f"exit code 0, got {failed.exit_code}. Its error is above"
+            raise RuntimeError(f"hotrec {name}: expected {what}.") from failed
+        except (EndedEarly, SystemExit) as ended:
+            raise KeyboardInterrupt from ended
+        finally:
+            stop_logging()
+            end_workers()
+            if run_dir is not None and given is None:
+                del os.environ[RUN_DIR]
+                remove_if_empty(run_dir)
+
+
+@contextmanager
+def _silence(quiet: bool) -> Iterator[None]:
+    """Keep this process and those that it starts from writing on standard error."""
+    if not quiet:
+        yield
+        return
+    descriptor = os.dup(2)
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+            os.dup2(nowhere.fileno(), 2)
+            yield
+    finally:
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
 
 
 def override_words(settings: Mapping[str, Any], parent: str = "") -> Iterator[str]:

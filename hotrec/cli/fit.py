@@ -1,7 +1,7 @@
 """Train on a table in memory, and score the rows of one.
 
 A table becomes a Parquet file, its description a file of the user's configuration, as written by
-``hotrec init``, and ``hotrec run`` does the rest in separate processes. The results are files that
+``hotrec init``, and ``hotrec run`` does the rest. The results are files that
 every command reads. Another table gets another name, so none is replaced.
 """
 
@@ -117,7 +117,7 @@ def fit(  # noqa: PLR0913
     Raises:
         ValueError: If the table, an argument or a setting is refused, or another table or
             description has the name.
-        RuntimeError: If training ends without an error message.
+        RuntimeError: If ranks fail, after their error message.
     """
     home = Path(workdir)
     arrow = to_arrow(table, lambda name: columns.get(name, {}) is not None)
@@ -151,7 +151,7 @@ def fit(  # noqa: PLR0913
         proposed["launch.num_ranks"] = ranks
     words = {"data": name, **proposed, **settings}
     figures = command("run", words, workdir=home, quiet=quiet)
-    return Run(Path(figures["run_dir"]), home.resolve(), figures)
+    return Run(Path(figures["run_dir"]), home.absolute(), figures)
 
 
 def predict(

@@ -211,6 +211,7 @@ def run_under_torchrun(
     run_dir: str,
     environment: Mapping[str, str],
     host: Host = Host(),  # noqa: B008 (immutable)
+    stdout: IO[str] | None = None,
 ) -> int:
     """Run the command as ``num_ranks`` processes on this host and wait for them.
 
@@ -218,6 +219,7 @@ def run_under_torchrun(
         host: This host among several, each of which calls this with the same number.
         overrides: The overrides of this job, without those of the sweep.
         environment: The environment of the child, which also gets HOTREC_RUN_DIR.
+        stdout: Standard output of the child; None for that of this process.
 
     Returns:
         The exit code; 128 + n after signal n.
@@ -241,7 +243,7 @@ def run_under_torchrun(
         launcher += ["--nnodes", str(host.num_hosts), "--rdzv-backend", "c10d"]
         launcher += ["--rdzv-endpoint", host.endpoint, "--rdzv-id", host.job]
         launcher += ["--rdzv-conf", f"is_host={str(host.number == 0).lower()}"]
-    return wait_for_child([*launcher, "-m", "hotrec", command, *overrides], variables)
+    return wait_for_child([*launcher, "-m", "hotrec", command, *overrides], variables, stdout)
 
 
 def wait_for_child(

@@ -18,22 +18,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hotrec.artifact import MANIFEST, ArtifactError, check_made_from, read_artifact, read_record
+from hotrec.artifact import ArtifactError, read_artifact, read_record
 from hotrec.cli.launch import environment_rank
 from hotrec.cli.store import USER_CONF
-from hotrec.config.groups import SavedPlacement, TorchrecPlacement
-from hotrec.config.roots import Config, EvaluateConfig, ExportConfig, PredictConfig
+from hotrec.config.roots import Config
 from hotrec.config.text import as_document
 from hotrec.cost_model.profile import KIND as PROFILE
 from hotrec.data.chunks import DATASET, Dataset
 from hotrec.data.encode import check_encoding
 from hotrec.data.generation import generations_of
 from hotrec.data.readers import find_files
-from hotrec.runtime.run_dir import CHECKPOINTS, RECORD, find_trained
+from hotrec.runtime.run_dir import CHECKPOINTS, RECORD
 
 logger = logging.getLogger(__name__)
 Figures = dict[str, Any]
-_SMALL_BYTES = 1 << 20
 
 
 def digest_of(*parts: Any) -> str:
@@ -61,27 +59,19 @@ def read_made(record: Path, digest: str) -> Figures | None:
         return None
 
 
-def describe_files(directory: Path) -> dict[str, int | str]:
-    """The size of each file of a stage, or its digest if it is small, as a manifest is.
-
-    Checkpoints that were kept besides the last are not described.
-    """
+def describe_files(directory: Path) -> dict[str, int]:
+    """The size of each file of a stage; checkpoints kept besides the last are not described."""
     checkpoints = directory / CHECKPOINTS
     kept = {
         pointer.read_text().strip() for pointer in checkpoints.glob("[!.]*") if pointer.is_file()
     }
     return {
-        str(file.relative_to(directory)): _size_or_digest(file)
+        str(file.relative_to(directory)): file.stat().st_size
         for file in directory.rglob("[!.]*")
         if file.is_file()
         and file.name != RECORD
         and (file.parent.parent != checkpoints or file.parent.name in kept)
     }
-
-
-def _size_or_digest(file: Path) -> int | str:
-    size = file.stat().st_size
-    return size if size > _SMALL_BYTES else hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 # Artifacts that commands make from a configuration only.
@@ -181,76 +171,6 @@ def _artifact_of(name: str, config: Config) -> tuple[str, str]:
 def _artifact_record(name: str, config: Config) -> Path:
     path = Path(_artifact_of(name, config)[0])
     return path.with_name(f"{path.name}.{RECORD}")
-
-
-# The needs of a command, checked before it starts ranks.
-
-
-def check_data(name: str, config: Any, known: Sequence[str]) -> None:
-    """Check that a dataset was chosen, to prevent using one by accident.
-
-    Args:
-        name: The command. ``calibrate`` has a stand-in for a dataset.
-        config: Its configuration.
-        known: The choices of ``data=``.
-
-    Raises:
-        ValueError: If none was.
-    """
-    if name != "calibrate" and isinstance(config, Config) and not config.data.is_chosen:
-        raise ValueError(
-            "data: expected a dataset, got none. Choose experiment=quickstart, which trains on "
-            f"the sample data=kuairand, or data= with one of {', '.join(known)}; `hotrec init LOG` "
-            "describes your own log."
-        )
-
-
-def check_inputs(name: str, config: Any, run_dir: Path, words: Sequence[str]) -> None:
-    """Check that the artifacts that a command reads exist.
-
-    Args:
-        name: The command.
-        config: Its configuration.
-        run_dir: Its run directory; a training run that resumes needs no profile.
-        words: Overrides and flags, for the command that creates a missing artifact.
-
-    Raises:
-        ArtifactError: If one is missing or of another dataset; the message has that command.
-        ValueError: If the run to evaluate is missing.
-    """
-    if isinstance(config, EvaluateConfig | ExportConfig | PredictConfig):
-        find_trained(config.run_dir)
-    if name not in ("profile", "plan", "train"):
-        return
-    paths = config.paths
-    if name == "plan" and config.data.outline is not None and not Path(paths.dataset).exists():
-        return
-    _check_there(paths.dataset, DATASET, "prepare", words)
-    needs_none = isinstance(config.placement, SavedPlacement | TorchrecPlacement)
-    if name == "profile" or needs_none or (run_dir / CHECKPOINTS).exists():
-        return
-    _check_there(paths.profile, PROFILE, "profile", words)
-    dataset = read_artifact(Path(paths.dataset), kind=DATASET)
-    try:
-        check_made_from(read_artifact(Path(paths.profile), kind=PROFILE), dataset)
-    except ArtifactError as error:
-        raise ArtifactError(f"{error} {_advice('profile', words)}") from error
-
-
-def _check_there(path: str, kind: str, command: str, words: Sequence[str]) -> None:
-    manifest = Path(path) / MANIFEST
-    if not manifest.is_file():
-        with suppress(ArtifactError):
-            read_artifact(Path(path), kind=kind)  # waits for one that is being replaced
-            return
-        raise ArtifactError(
-            f"{manifest}: expected the manifest of a {kind}, got no such file. "
-            f"{_advice(command, words)}"
-        )
-
-
-def _advice(command: str, words: Sequence[str]) -> str:
-    return f"Run `{command_text(command, words)}`."
 
 
 def command_text(command: str, words: Sequence[str]) -> str:

@@ -6,15 +6,18 @@ import json
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from tempfile import TemporaryFile
+
+from hydra.core.hydra_config import HydraConfig
 
 from hotrec.artifact import ArtifactError, read_artifact, read_record
 from hotrec.cli.closing import print_closing, shown
-from hotrec.cli.launch import BRIEF, PARENT, RUN_DIR, wait_for_child
+from hotrec.cli.commands import COMMANDS
+from hotrec.cli.launch import BRIEF, RUN_DIR
 from hotrec.cli.made import (
     Figures,
     command_text,
@@ -25,8 +28,9 @@ from hotrec.cli.made import (
     read_made,
     write_made,
 )
-from hotrec.cli.output import CommandFailed
-from hotrec.cli.store import quoted
+from hotrec.cli.output import EndedEarly, log_trace, start_logging
+from hotrec.cli.stage import plain, run_stage
+from hotrec.cli.store import build_config, compose_config, quoted, without_flags
 from hotrec.config.data import SourceSpec
 from hotrec.config.fields import VARIANTS
 from hotrec.config.groups import PlacementKind, TorchrecPlacement
@@ -63,61 +67,66 @@ PURPOSE = {
     "compare": "interleave the plans and compare their speed",
     "report": "write the report",
 }
+OF_COMPARISON = ("torchrec", "counterpart", "compare")
 REPORT_PAGE, TEST = "report.html", "test"
 PLANNER = f"{TORCHREC} planner"  # the placement that a run of TorchRec's planner records
+# What does not affect training.
+_OF_OTHERS = ("run", "overwrite")
 
 
 def run(
     config: Config, run_dir: Path, words: Sequence[str], environment: Mapping[str, str]
 ) -> Figures:
-    """Run the stages that are not current, as separate commands, and sum up.
+    """Run the stages that are not current, and sum up.
 
     Args:
         config: The configuration of all stages.
         run_dir: Directory of this command. The stages of an equal command in a sibling directory
             are reused and continued.
         words: Overrides and flags of this command, for the stages.
-        environment: The environment of the stages.
+        environment: The environment of the stages' ranks.
 
     Raises:
-        CommandFailed: If a stage fails, after its error message; with its exit code.
+        CommandFailed: If the ranks of a stage fail, after their error message.
+        SystemExit: If a signal ended a stage.
         ValueError: If the dataset is to be extended.
     """
-    if config.prune is not None:
-        raise ValueError(
-            f"prune: expected none for `hotrec run`, got {config.prune}. Run `hotrec prepare "
-            "prune=...`."
-        )
-    if config.append:
-        raise ValueError(
-            f"append: expected no files for `hotrec run`, which makes its dataset, got "
-            f"{config.append}. Run `hotrec prepare append=...`, then the commands after it."
-        )
+    for name in ("append", "prune"):
+        if (got := getattr(config, name)) not in (None, []):
+            raise ValueError(
+                f"{name}: expected none for `hotrec run`, which makes its dataset, got {got}. Run "
+                f"`hotrec prepare {name}=...`, then the commands after it."
+            )
     chain = _Chain(config, run_dir, [w for w in words if not w.startswith("run.")], environment)
-    return chain.run()
-
-
-@dataclass(frozen=True)
-class _CostsInUse:
-    """The identity of the plans' costs, and warnings about them."""
-
-    digest: str
-    caveat: str | None
+    os.environ[BRIEF] = "1"
+    try:
+        chain.run()
+    finally:
+        del os.environ[BRIEF]
+    return chain.sum_up()
 
 
 class _Chain:
+    """The stages of one command.
+
+    Attributes:
+        names: Its stages, in order.
+        anew: Those that are made even if they are current.
+        folder: The directory of the stages after ``calibrate``.
+        figures: Of the stages so far.
+        made: Those of them that were not current.
+    """
+
     def __init__(
         self, config: Config, run_dir: Path, words: list[str], environment: Mapping[str, str]
     ) -> None:
-        self.config = config
-        self.words = words
+        self.config, self.words, self.environment = config, words, environment
         self.run_dir = self.folder = run_dir
-        self.environment = environment
+        self.ranks = f"launch.num_ranks={config.launch.num_ranks}"
         self.measures = config.planner.costs in ("auto", "measured")
-        compares = ("torchrec", "counterpart", "compare")
-        is_left_out = {"calibrate": not self.measures}
-        is_left_out |= dict.fromkeys(compares, not config.run.compare)
-        self.names = [name for name in PURPOSE if not is_left_out.get(name)]
+        left_out = () if config.run.compare else OF_COMPARISON
+        left_out = left_out if self.measures else (*left_out, "calibrate")
+        self.names = [name for name in PURPOSE if name not in left_out]
         first = config.run.from_
         if first is not None and first.name not in self.names:
             raise ValueError(
@@ -129,7 +138,7 @@ class _Chain:
         self.figures: dict[str, Figures] = {}
         self.made: list[str] = []
 
-    def run(self) -> Figures:
+    def run(self) -> None:
         from hotrec.assemble.job import chosen_device
         from hotrec.data.chunks import Dataset
         from hotrec.runs.check import check_settings, check_with_data
@@ -140,62 +149,67 @@ class _Chain:
         if config.run.compare:
             theirs = replace(config, placement=TorchrecPlacement(PlacementKind.torchrec))
             check_settings(theirs, device=device)
-        num_files = _num_files(config.data.source)
         # More ranks than files would be idle.
-        few = [f"launch.num_ranks={min(config.launch.num_ranks, num_files)}"]
-        self.do("prepare", ["prepare", *words, *few], lambda: find_artifact("prepare", config))
+        few = f"launch.num_ranks={min(num_ranks, _num_files(config.data.source))}"
+        self.do("prepare", ["prepare", *words, few], lambda: find_artifact("prepare", config))
         check_with_data(config, Dataset.open(config.paths.dataset), world_size=num_ranks)
         self.do("profile", ["profile", *words], lambda: find_artifact("profile", config))
         if self.measures:
             self.do("calibrate", ["calibrate", *words], self.find_costs)
-        costs = self.read_costs()
-        self.folder = self.find_folder(costs)
-        size = f"plan.world_size={config.launch.num_ranks}"
-        self.do_recorded("plan", ["plan", *words, size], digest_of(self.inputs(), costs.digest))
+        costs, caveat = self.read_costs()
+        self.find_folder(costs, is_kept=caveat is not None)
+        size = f"plan.world_size={num_ranks}"
+        self.do_recorded("plan", ["plan", *words, size], digest_of(self.inputs(), costs))
         self.train(TRAINED, ["train", *words])
         if config.run.compare:
             self.train_others()
         self.evaluate()
+        trained = ",".join(quoted(str(run)) for run in self.trained)
+        summaries = [(run / SUMMARY).read_text() for run in self.trained]
+        report = ["report", f"runs=[{trained}]"]
         if config.run.compare:
-            self.compare()
-        self.report()
-        return self.sum_up()
+            words = [f"runs=[{trained}]", self.ranks, f"device={config.trainer.device.name}"]
+            self.do_recorded("compare", ["compare", *words], digest_of(summaries))
+            summaries.append((self.folder / "compare" / COMPARED_JSON).read_text())
+            report.append(f"compared={quoted(str(self.folder / 'compare'))}")
+        self.do_recorded("report", report, digest_of(summaries))
 
     def do(self, name: str, words: Sequence[str], find: Callable[[], Figures | None]) -> None:
         """Make a stage, unless it is current."""
-        number = self.number(name)
         figures = None if name in self.anew else find()
         if figures is None:
-            logger.info("%s: %s", number, PURPOSE[name])
+            logger.info("%s: %s", self.number(name), PURPOSE[name])
             figures = self.start(name, words)
             self.made.append(name)
         else:
-            logger.info("%s: current, nothing to do", number)
+            logger.info("%s: current, nothing to do", self.number(name))
         self.figures[name] = figures
 
     def number(self, name: str) -> str:
         """The stage and its number among all."""
         return f"{self.names.index(name) + 1}/{len(self.names)} {name}"
 
-    def do_recorded(self, name: str, words: Sequence[str], digest: str) -> None:
+    def do_recorded(
+        self,
+        name: str,
+        words: Sequence[str],
+        digest: str,
+        find: Callable[[], Figures | None] | None = None,
+    ) -> None:
         """Make a stage, unless its directory has a record of exactly these inputs."""
-        folder = self.folder / name
-        self.do(name, words, lambda: read_made(folder / RECORD, digest))
-        self.record(name, digest)
-
-    def record(self, name: str, digest: str) -> None:
-        """Record a stage that was made, and all its files."""
+        record = self.folder / name / RECORD
+        self.do(name, words, find or (lambda: read_made(record, digest)))
         if name in self.made:
-            folder = self.folder / name
-            files = describe_files(folder)
-            write_made(folder / RECORD, digest, self.figures[name], files=files)
+            files = describe_files(record.parent)
+            write_made(record, digest, self.figures[name], files=files)
 
     def train(self, name: str, words: Sequence[str]) -> None:
         """Train, unless the run is finished and has all its files; continue one that is not."""
         folder = self.folder / name
+        record = folder / RECORD
 
         def find() -> Figures | None:
-            figures, record = read_finished(folder), folder / RECORD
+            figures = read_finished(folder)
             if figures is not None and not record.exists() and _has_checkpoint(folder):
                 # This program was killed when the run had ended.
                 write_made(record, name, figures, files=describe_files(folder))
@@ -207,25 +221,31 @@ class _Chain:
             folder.rename(aside)
             return None
 
-        self.do(name, words, find)
-        self.record(name, name)
+        self.do_recorded(name, words, name, find)
 
     def start(self, name: str, words: Sequence[str]) -> Figures:
-        """Run a command in a separate process; returns its figures."""
-        output = self.run_dir / f"{name}.json"
-        variables = {
-            **self.environment,
-            RUN_DIR: str(self.folder / name),
-            PARENT: str(os.getpid()),
-            BRIEF: "1",
-        }
-        with output.open("w") as stream:
-            exit_code = wait_for_child(
-                [sys.executable, "-m", "hotrec", *words], variables, stdout=stream
-            )
-        if exit_code != 0:
-            raise CommandFailed(exit_code)
-        return dict(json.loads(output.read_text().splitlines()[-1]))
+        """Run a command in its directory, here or on its ranks; returns its figures."""
+        folder, (command, *own) = self.folder / name, words
+        folder.mkdir(parents=True, exist_ok=True)
+        hydra, of_chain = HydraConfig.instance(), HydraConfig.instance().cfg
+        environment = {**self.environment, BRIEF: "1"}
+        try:
+            composed = compose_config(COMMANDS[command].config_name, without_flags(own))
+            with TemporaryFile("w+") as output:
+                config = build_config(composed)
+                figures = run_stage(command, config, folder, own, environment, output)
+                if figures is None:
+                    output.seek(0)
+                    figures = json.loads(output.read().splitlines()[-1])
+        except EndedEarly as ended:  # by a signal, after training has saved
+            raise SystemExit(ended.exit_code) from ended
+        except Exception as error:
+            log_trace(error)
+            raise
+        finally:
+            hydra.cfg = of_chain
+            start_logging(self.run_dir)
+        return dict(plain(figures))
 
     def find_costs(self) -> Figures | None:
         """Reliable costs measured on this machine for the same number of ranks and samples."""
@@ -246,28 +266,29 @@ class _Chain:
                 return {"costs": config.paths.costs}
         return None
 
-    def read_costs(self) -> _CostsInUse:
-        """The costs used by plans."""
+    def read_costs(self) -> tuple[str, str | None]:
+        """The identity of the costs used by plans, and a warning about them."""
         if not self.measures:
-            return _CostsInUse(self.config.planner.costs, None)
+            return self.config.planner.costs, None
         path = self.config.paths.costs
-        costs = read_costs(Path(path))
-        return _CostsInUse(content_hash(path, COSTS), costs.caveat)
+        return content_hash(path, COSTS), read_costs(Path(path)).caveat
 
     def inputs(self) -> str:
         """The digest of what is planned and trained."""
-        settings = asdict(self.config)
-        for name in ("run", "overwrite"):  # these do not affect training
-            del settings[name]
+        settings = {k: v for k, v in asdict(self.config).items() if k not in _OF_OTHERS}
         paths = self.config.paths
         made_from = [content_hash(paths.dataset, DATASET), content_hash(paths.profile, PROFILE)]
         return digest_of(settings, made_from)
 
-    def find_folder(self, costs: _CostsInUse) -> Path:
-        """The directory of an equal command next to this one, or this command's own.
+    def find_folder(self, costs: str, *, is_kept: bool) -> None:
+        """Continue in the directory of an equal command next to this one, if there is one.
 
         A run planned with other costs is repeated, unless the new costs are untrusted, or it is
         unfinished: its training is not lost.
+
+        Args:
+            costs: The identity of the costs.
+            is_kept: Whether a run planned with other costs is.
         """
         digest = self.inputs()
         mine = self.run_dir / RECORD
@@ -276,23 +297,18 @@ class _Chain:
                 f"{RUN_DIR}: expected a new directory, or that of the same configuration and data, "
                 f"got {self.run_dir} of others. Use another directory."
             )
+        found = None
         beside = sorted(self.run_dir.parent.glob(f"*/{RECORD}"), key=lambda p: p.stat().st_mtime)
-        found: list[Path] = []
-        if TRAINED in self.anew:  # the earlier run is kept
-            beside = []
-        for path in beside:
-            made = read_made(path, digest)
-            trained = path.parent / TRAINED
+        for path in beside if TRAINED not in self.anew else []:  # the earlier run is kept
+            made, trained = read_made(path, digest), path.parent / TRAINED
             is_half = (trained / CHECKPOINTS).exists() and read_finished(trained) is None
-            is_same = made is not None and made.get("costs", costs.digest) == costs.digest
-            if made is not None and (is_same or is_half or costs.caveat is not None):
-                found.append(path.parent)
-        if not found:
-            write_made(mine, digest, {"costs": costs.digest})
-            return self.run_dir
-        if found[-1].resolve() != self.run_dir.resolve():
-            logger.info("continuing %s, of the same configuration and data", found[-1])
-        return found[-1]
+            if made is not None and (made["costs"] == costs or is_half or is_kept):
+                found = path.parent
+        if found is None:
+            write_made(mine, digest, {"costs": costs})
+        elif not found.samefile(self.run_dir):
+            logger.info("continuing %s, of the same configuration and data", found)
+        self.folder = found or self.run_dir
 
     def train_others(self) -> None:
         """Train the baselines of the run: TorchRec's planner, and the other kind of plan.
@@ -300,27 +316,20 @@ class _Chain:
         The pipeline with hot rows and without is the same, so that only hot rows differ.
         """
         trained = self.figures[TRAINED]
-        words = self.without_placement()
+        of_plan = ("placement=", "placement.", "pipeline=")
+        words = ["train", *(word for word in self.words if not word.startswith(of_plan))]
         if trained["placement"] == PLANNER:
             logger.info("%s: done by train", self.number(COMPARISON))
         else:
-            again = ["train", *words, "placement=torchrec"]
-            self.train(COMPARISON, again)
+            self.train(COMPARISON, [*words, "placement=torchrec"])
         kind = PlacementKind.all_cold if trained["hot_rows"] else PlacementKind.coverage
-        again = ["train", *words, f"placement={kind.name}", *self.settings_for(kind)]
-        if not str(trained["placement"]).startswith(TORCHREC):
-            again += [f"pipeline={trained['pipeline']}", "plan.trial=false"]
-        self.train(COUNTERPART, again)
-
-    def without_placement(self) -> list[str]:
-        """The words of this command except for its placement."""
-        groups = ("placement=", "placement.", "pipeline=")
-        return [word for word in self.words if not word.startswith(groups)]
-
-    def settings_for(self, kind: PlacementKind) -> list[str]:
-        """The placement's settings that another placement has too, such as its tier."""
+        # The placement's settings that this one has too, such as its tier.
         keys = {f"placement.{item.name}" for item in fields(VARIANTS["placement"][kind.name])}
-        return [word for word in self.words if word.partition("=")[0] in keys]
+        words += [f"placement={kind.name}"]
+        words += [word for word in self.words if word.partition("=")[0] in keys]
+        if not str(trained["placement"]).startswith(TORCHREC):
+            words += [f"pipeline={trained['pipeline']}", "plan.trial=false"]
+        self.train(COUNTERPART, words)
 
     @property
     def trained(self) -> list[Path]:
@@ -328,85 +337,58 @@ class _Chain:
         names = (TRAINED, COMPARISON, COUNTERPART)
         return [self.folder / name for name in names if name in self.figures]
 
-    def compare(self) -> None:
-        """Compare the plans in interleaved blocks."""
-        runs = f"runs=[{','.join(quoted(str(run)) for run in self.trained)}]"
-        config = self.config
-        words = ["compare", runs, f"launch.num_ranks={config.launch.num_ranks}"]
-        words += [f"device={config.trainer.device.name}"]
-        self.do_recorded(
-            "compare", words, digest_of([(r / SUMMARY).read_text() for r in self.trained])
-        )
-
     def evaluate(self) -> None:
         """Evaluate on the test split, or the validation split, unless training has done that."""
-        trained = self.figures["train"]
+        trained = self.figures[TRAINED]
         has = self.figures["prepare"].get("num_samples", {})
         split = TEST if has.get(TEST) else "valid"
         if not has.get(split):
             self.figures["evaluate"] = {}
             logger.info("no evaluation: the dataset has no %s split", TEST)
-            return
-        ranks = f"launch.num_ranks={self.config.launch.num_ranks}"
-        run_dir = f"run_dir={quoted(str(self.folder / 'train'))}"
-        words = ["evaluate", run_dir, f"split={split}", ranks]
-        is_known = trained.get("eval_split") == split and trained.get("auc") is not None
-        if is_known and TRAINED in self.made:
+        elif trained.get("eval_split") == split and trained.get("auc") is not None:
             logger.info("%s: done by train", self.number("evaluate"))
-            self.made.append("evaluate")
             self.figures["evaluate"] = {**trained, "split": split}
-        elif is_known:
-            self.do("evaluate", words, lambda: {**trained, "split": split})
+            if TRAINED in self.made or "evaluate" in self.anew:
+                self.made.append("evaluate")
         else:
+            run_dir = f"run_dir={quoted(str(self.folder / TRAINED))}"
+            words = ["evaluate", run_dir, f"split={split}", self.ranks]
             self.do_recorded("evaluate", words, digest_of(trained, split))
 
-    def report(self) -> None:
-        made_from = [(run / SUMMARY).read_text() for run in self.trained]
-        words = ["report", f"runs=[{','.join(quoted(str(run)) for run in self.trained)}]"]
-        if self.config.run.compare:
-            made_from.append((self.folder / "compare" / COMPARED_JSON).read_text())
-            words.append(f"compared={quoted(str(self.folder / 'compare'))}")
-        self.do_recorded("report", words, digest_of(made_from))
-
     def sum_up(self) -> Figures:
+        """The figures of all stages, and the closing lines."""
         figures, folder = self.figures, self.folder
-        trained, quality = figures["train"], figures["evaluate"]
+        trained, quality = figures[TRAINED], figures["evaluate"]
         why: str | None = None
         with suppress(OSError, ValueError, LookupError):
-            why = json.loads((folder / "train" / PREDICTION).read_text())["why"]
+            why = json.loads((folder / TRAINED / PREDICTION).read_text())["why"]
+        of_quality = ("split", "auc", "log_loss", "suspicious")
+        of_training = ("auc_by_label", "best_step", "samples_per_s", "step_p50_s")
         document = {
             "command": "run",
             "run_dir": folder,
             "made": self.made,
             "current": [name for name in self.names if name in figures and name not in self.made],
-            "split": quality.get("split"),
-            "auc": quality.get("auc"),
-            "log_loss": quality.get("log_loss"),
-            "auc_by_label": trained.get("auc_by_label"),
-            "best_step": trained.get("best_step"),
-            "suspicious": quality.get("suspicious"),
+            **{name: quality.get(name) for name in of_quality},
+            **{name: trained.get(name) for name in of_training},
             "why": why,
-            "caveat": self.read_costs().caveat,
-            "samples_per_s": trained.get("samples_per_s"),
-            "step_p50_s": trained.get("step_p50_s"),
-            "checkpoints": folder / "train" / "checkpoints",
+            "caveat": self.read_costs()[1],
+            "checkpoints": folder / TRAINED / "checkpoints",
             "page": shown(folder / "report" / REPORT_PAGE),
         }
+        next_step = "docs/sweeps.md compares other models, batches and machines"
+        if not self.config.run.compare:
+            again = command_text("run", [*self.words, "run.compare=true"])
+            next_step = f"`{again}` also trains with TorchRec's planner and compares the plans"
         more = {
             "trained": trained,
             "quality": quality,
             "verdict": figures["report"]["verdict"],
             "is_compared": self.config.run.compare,
-            "next": self.next_step(),
+            "next": next_step,
         }
         print_closing("run", {**document, **more})
         return document
-
-    def next_step(self) -> str:
-        if not self.config.run.compare:
-            again = command_text("run", [*self.words, "run.compare=true"])
-            return f"`{again}` also trains with TorchRec's planner and compares the plans"
-        return "docs/sweeps.md compares other models, batches and machines"
 
 
 def _has_checkpoint(folder: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -26,6 +28,7 @@ from hotrec.config.validate import validate
 PACKAGE = Path(__file__).resolve().parents[1]
 VERSION_BASE = "1.3"
 USER_CONF = Path("conf")
+FLAGS_OF_CONFIG_DIR = ("--config-dir", "-cd")
 
 
 def conf_dir() -> Path:
@@ -120,9 +123,14 @@ def register_schemas() -> None:
 
 
 def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
-    """Compose without starting a run: for tests and the documentation. Not validated."""
+    """Compose inside a run, or without one: for tests and the documentation. Not validated."""
     register_schemas()
-    with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
+    is_inside = GlobalHydra.instance().is_initialized()
+    with (
+        nullcontext()
+        if is_inside
+        else initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE)
+    ):
         composed = compose(config_name, overrides=list(overrides), return_hydra_config=True)
         # `${hydra:...}` reads the choices from here.
         HydraConfig.instance().set_config(composed)
@@ -143,6 +151,15 @@ def build_config(composed: DictConfig) -> Any:
     config = OmegaConf.to_object(composed)
     validate(config)
     return config
+
+
+def without_flags(words: Sequence[str]) -> list[str]:
+    """The overrides among words that may begin with Hydra's flag for a directory of groups."""
+    return [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if not word.startswith("-") and before not in FLAGS_OF_CONFIG_DIR
+    ]
 
 
 def quoted(text: str) -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hotrec.cli import main
-from hotrec.cli.app import _plain
 from hotrec.cli.commands import COMMANDS
+from hotrec.cli.stage import plain
 from tests.policy.source import REPOSITORY
 
 
@@ -54,7 +54,7 @@ def test_torch_is_not_loaded() -> None:
 
 def test_figures_are_json() -> None:
     figures = {"a": float("nan"), "b": [float("inf"), 1.5, (2, None)], "c": {"d": "x"}}
-    assert _plain(figures) == {"a": None, "b": [None, 1.5, [2, None]], "c": {"d": "x"}}
+    assert plain(figures) == {"a": None, "b": [None, 1.5, [2, None]], "c": {"d": "x"}}
 
 
 def test_what_libraries_print_is_not_on_standard_output(

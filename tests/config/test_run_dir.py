@@ -96,7 +96,7 @@ def test_a_signal_ends_a_command_whatever_it_interrupts(
         except BaseException:
             raise TypeError("expected an int, got an object of another type") from None
 
-    monkeypatch.setattr("hotrec.cli.app._run_composed", convert)
+    monkeypatch.setattr("hotrec.cli.app.run_stage", convert)
     # A shell starts a background job with SIGINT ignored, and a command leaves it so.
     of_job = signal.signal(number, signal.default_int_handler)
     try:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -139,7 +138,7 @@ def test_wrong_rows_and_settings_are_refused_in_a_line(run: library.Run, events:
     in_ns = events.set_column(at, "shown_at", times.cast(pa.timestamp("ns")))
     np.testing.assert_array_equal(library.predict(run, in_ns), library.predict(run, events))
     assert library.predict(run, strangers, max_unknown_frac=1).shape == (len(events),)
-    with pytest.raises(ValueError, match=r"^trainer\.batch_sze: .* Did you mean trainer\.batch"):
+    with pytest.raises(ValueError, match=r"^trainer\.batch_sze: expected trainer\.batch_size"):
         library.fit(events, label="clicked", time="shown_at", name="events", workdir=run.workdir,
                     settings={"trainer.batch_sze": 64}, quiet=True)  # fmt: skip
 
@@ -157,11 +156,9 @@ def test_ctrl_c_ends_the_run_and_its_ranks(folder: Path) -> None:
         signal.signal(signal.SIGINT, before)
     assert child.stderr is not None
     for line in child.stderr:
-        if "1/7 prepare" in line:
+        if "2/7 profile" in line:  # no library is being imported
             break
-    time.sleep(1)
     os.kill(child.pid, signal.SIGINT)
     said = child.stderr.read()
     assert child.wait(60) != 0
-    assert "hotrec run: ended by SIGINT; run the same command again to continue." in said
     assert said.rstrip().endswith("KeyboardInterrupt")

@@ -1,9 +1,9 @@
 """Runs commands of hotrec from inside a test, without the seconds of imports of new processes.
 
-``hotrec`` runs a command in this process. What the command would start, its ranks and the stages of
-``hotrec run``, are processes of ``tests.helpers.ranks``, with the variables that torchrun sets for
-its ranks. There is no agent, nobody restarts anything, and all share one seed of string hashes:
-tests of that start real programs with ``subprocess``.
+``hotrec`` runs a command in this process. The ranks that it would start are processes of
+``tests.helpers.ranks``, with the variables that torchrun sets for its ranks. There is no agent,
+nobody restarts anything, and all share one seed of string hashes: tests of that start real programs
+with ``subprocess``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ def hotrec(*words: str, cwd: Path, **variables: str) -> Outcome:
     out, err = StringIO(), StringIO()
     with (
         mock.patch("hotrec.cli.launch.wait_for_child", _run_child),
-        mock.patch("hotrec.cli.run.wait_for_child", _run_child),
         chdir(cwd),
         mock.patch.dict(os.environ, environment(**variables), clear=True),
         redirect_stdout(out),

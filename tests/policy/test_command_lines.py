@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import IntervalSweep
 
 from hotrec.cli.app import _check_flags, _complete, _split_flags
 from hotrec.cli.commands import COMMANDS
-from hotrec.cli.made import check_data
+from hotrec.cli.stage import check_data
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import ROOTS
 from tests.policy.source import REPOSITORY
@@ -117,7 +117,7 @@ def test_hotrec_takes_the_lines(page: Path, conf: Path) -> None:
         for job in jobs_of(overrides):
             of_log = [f"hydra.searchpath=[file://{conf}]", *job]
             config = build_config(compose_config(COMMANDS[name].config_name, of_log))
-            check_data(name, config, [])
+            check_data(name, config)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,9 @@ def test_values_reach_the_configuration_as_they_are() -> None:
     assert config.data.source.files == ["a,b.tsv", "c.tsv"]
 
 
-@pytest.mark.slow
-def test_what_a_command_refuses_is_an_exception(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^path: expected a file or directory"):
-        command("init", workdir=tmp_path, quiet=True)
+@pytest.mark.parametrize("words", [{}, {"pth": "x"}, {"path": "a,b"}])
+def test_what_a_command_refuses_is_an_exception(words: dict[str, str], tmp_path: Path) -> None:
+    here, variables = Path.cwd(), dict(os.environ)
+    with pytest.raises(ValueError, match=r"^(path|pth|a,b).*: expected "):
+        command("init", words, workdir=tmp_path, quiet=True)
+    assert (Path.cwd(), dict(os.environ), [*tmp_path.iterdir()]) == (here, variables, [])

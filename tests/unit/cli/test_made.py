@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from hotrec.artifact import ArtifactError
-from hotrec.cli.app import _write_config
 from hotrec.cli.made import artifact_inputs, find_artifact, record_artifact
+from hotrec.cli.output import LOG_FILE
 from hotrec.cli.prepare import figures_of
+from hotrec.cli.stage import run_stage
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.data import ColumnKind, ColumnSpec, SourceSpec
 from hotrec.config.roots import Config
@@ -62,7 +63,9 @@ def test_a_log_that_has_changed_is_prepared_again(tmp_path: Path) -> None:
 
 def test_no_other_command_writes_into_a_training_run(tmp_path: Path) -> None:
     (tmp_path / CHECKPOINTS).mkdir()
+    (tmp_path / LOG_FILE).touch()
     (tmp_path / CONFIG_FILE).write_text("trained")
-    with pytest.raises(ValueError, match="expected a directory without a training run"):
-        _write_config("evaluate", "new", tmp_path)
+    config = config_of(tmp_path, spec_by_day("log"))
+    with pytest.raises(ValueError, match="expected .* an earlier hotrec prepare, got"):
+        run_stage("prepare", config, tmp_path, [], {})
     assert (tmp_path / CONFIG_FILE).read_text() == "trained"

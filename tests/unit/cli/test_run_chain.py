@@ -49,7 +49,8 @@ class Machine:
         folder = Path("runs/run", f"{self.number:02d} a=b")
         folder.mkdir(parents=True, exist_ok=True)
         chain = _Chain(config_of(*overrides), folder, [*words], {})
-        return chain.run(), chain.made
+        chain.run()
+        return chain.sum_up(), chain.made
 
 
 @pytest.fixture
@@ -130,7 +131,7 @@ DECISIONS: dict[str, tuple[Change, list[str], set[str], bool]] = {
     "nothing": (become(), [], set(), True),
     "no plan": (lose("plan/compare.json"), [], {"plan"}, True),
     "no weights": (lose(WEIGHTS), [], {"train"}, True),
-    "other weights": (write(WEIGHTS, "sthgiew"), [], {"train"}, True),
+    "other weights": (write(WEIGHTS, "other"), [], {"train"}, True),
     "no report": (lose("report/compare.json"), [], {"report"}, True),
     # This program was killed before it recorded a stage.
     "no record": (lose("train/made.json"), [], set(), True),
