@@ -14,6 +14,7 @@ from hotrec.artifact import Artifact
 from hotrec.assemble.model import ModelSpec
 from hotrec.assemble.order import Adaptation, AllHotBlocks, TrainingOrder
 from hotrec.config.groups import (
+    AdagradConfig,
     AllHotOrder,
     DinConfig,
     HotColdConfig,
@@ -45,6 +46,11 @@ from hotrec.types import ColdTier, OptimizerKind, PipelineSpec, Schema
 
 # Keys of models that are fields of an architecture; the others are arguments of its layers.
 _SHARED = {"dense_layer_sizes", "over_layer_sizes", "cross_num_layers", "cross_low_rank_dim"}
+
+# The minimum length of blocks of all-hot batches, as a share of an epoch's.
+LEAST_RATE = 0.01
+# The factor applied to lookup counts at each decision on hot rows.
+DECAY = 0.5
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ class Job:
         asked = self.config.placement
         if not isinstance(asked, HotColdConfig) or asked.adapt_every_steps == 0:
             return None
-        return Adaptation(asked.adapt_every_steps, asked.adapt_decay, asked.adapt_max_rows)
+        return Adaptation(asked.adapt_every_steps, DECAY, asked.adapt_max_rows)
 
     @property
     def group_by(self) -> GroupBy | None:
@@ -268,11 +274,7 @@ def schedule_of(schedule: ScheduleConfig, num_steps: int) -> Schedule:
 
 def optimizer_specs(optimizer: OptimizerConfig) -> tuple[OptimizerSpec, OptimizerSpec]:
     """The rules of the embedding rows and of the dense layers."""
-    constants = {
-        name: getattr(optimizer, name)
-        for name in ("eps", "beta1", "beta2")
-        if hasattr(optimizer, name)
-    }
+    constants = {"eps": optimizer.eps} if isinstance(optimizer, AdagradConfig) else {}
     embedding = OptimizerSpec(optimizer.kind, optimizer.learning_rate, **constants)
     kind = optimizer.dense_kind or optimizer.kind
     if kind is OptimizerKind.rowwise_adagrad:
@@ -308,7 +310,7 @@ def order_of(config: Config) -> TrainingOrder:
     if isinstance(order, AllHotOrder):
         blocks = AllHotBlocks(
             order.start_rate,
-            order.least_rate,
+            LEAST_RATE,
             order.patience,
             has_evaluations=bool(trainer.eval_every_steps and trainer.eval_splits),
         )

@@ -15,6 +15,7 @@ import re
 import shlex
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
@@ -85,13 +86,6 @@ FLAGS_WITH_VALUE = (
     *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"),
     *("--info", "-i", "--experimental-rerun"),
 )
-FLAGS_OF_MULTIRUN = ("-m", "--multirun")
-FLAGS_OF_HELP = ("-h", "--help")
-FLAGS_OF_QUESTIONS = (
-    "--hydra-help",
-    "--version",
-    *("--cfg", "-c", "--info", "-i", "--shell-completion", "-sc"),
-)
 EXIT_CODE_OF_SIGTERM = 128 + signal.SIGTERM
 EXIT_CODE_OF_SIGINT = 128 + signal.SIGINT
 EXIT_CODE_OF_SIGPIPE = 128 + signal.SIGPIPE
@@ -107,40 +101,45 @@ class Invocation:
 
     Args:
         name: The command.
-        words: The overrides and Hydra's flags.
+        flags: Hydra's flags, with their values.
+        overrides: The overrides.
         environment: The environment before anything was set in it for Hydra.
     """
 
     name: str
-    words: tuple[str, ...]
+    flags: Sequence[str]
+    overrides: Sequence[str]
     environment: Mapping[str, str]
+
+    @property
+    def args(self) -> Namespace:
+        """The flags as Hydra reads them."""
+        return get_args_parser().parse_known_args(self.flags)[0]
 
     @property
     def wants_trace(self) -> bool:
         return self.environment.get(FULL_TRACE) == "1"
 
     @property
-    def wants_help(self) -> bool:
-        return any(word in FLAGS_OF_HELP for word in self.words)
-
-    @property
     def is_question(self) -> bool:
         """Whether Hydra only prints the configuration and runs no job."""
-        return any(word.partition("=")[0] in FLAGS_OF_QUESTIONS for word in self.words)
+        args = self.args
+        return bool(args.cfg or args.info or args.hydra_help or args.shell_completion)
 
     @property
     def is_multirun(self) -> bool:
-        return any(word in FLAGS_OF_MULTIRUN for word in self.words)
+        return bool(self.args.multirun)
 
 
-def run_command(name: str, overrides: Sequence[str]) -> int:
+def run_command(name: str, words: Sequence[str]) -> int:
     """Run one command; the exit code."""
-    invocation = Invocation(name, tuple(overrides), dict(os.environ))
+    invocation = Invocation(name, [], words, dict(os.environ))
     try:
-        if invocation.wants_help:
-            print(help_text(name, _own_conf_dirs(overrides)))
+        invocation = replace(invocation, **_complete(name, words))
+        if invocation.args.help:
+            folder = invocation.args.config_dir
+            print(help_text(name, [Path(folder)] if folder else []))
             return 0
-        invocation = replace(invocation, words=tuple(_complete(name, overrides)))
         if name != "doctor":
             check_versions()
         if name != "doctor" and not invocation.is_question:
@@ -156,32 +155,33 @@ def run_command(name: str, overrides: Sequence[str]) -> int:
         return 1
 
 
-def _own_conf_dirs(words: Sequence[str]) -> list[Path]:
-    """The user's directories of groups: from flags, or ``conf``."""
-    flags = _config_dir_flags(words)
-    named = [flag.partition("=")[2] if flag.startswith("-") else flag for flag in flags]
-    own = user_conf_dir()
-    return [Path(path) for path in named if path] or ([] if own is None else [own])
-
-
-def _complete(name: str, words: Sequence[str]) -> list[str]:
-    """The words with the key that a command's first ones set, and the user's own ``conf``."""
-    flags, overrides = _split_flags(words)
+def _complete(name: str, words: Sequence[str]) -> dict[str, list[str]]:
+    """Flags with the user's own ``conf``, and overrides with the key that the first words set."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    for previous, word in zip(["", *words], words, strict=False):
+        is_flag = word.startswith("-") or previous in FLAGS_WITH_VALUE
+        (flags if is_flag else overrides).append(word)
+    args, unknown = get_args_parser().parse_known_args(flags)
+    for flag in unknown:
+        key = flag.lstrip("-").partition("=")[0].replace("-", "_")
+        known = close_keys(key, ROOTS[COMMANDS[name].config_name])
+        meant = " or ".join(f"{found}=..." for found in known) or "a flag of --help"
+        raise ValueError(f"{flag}: expected {meant}, got an unknown flag. Keys have no dashes.")
     first = COMMANDS[name].first
     paths = list(itertools.takewhile(lambda word: _is_path(name, word), overrides)) if first else []
     if len(paths) > 1 and "[" not in first:
         raise ValueError(
-            f"hotrec {name}: expected one path, got {len(paths)}: "
-            f"{', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''}. Use a directory, or quote "
-            "the pattern."
+            f"hotrec {name}: expected one path, got {len(paths)}: {', '.join(paths[:3])}. Use a "
+            "directory, or quote the pattern."
         )
     if paths:
         overrides[: len(paths)] = [first.format(",".join(map(quoted, paths)))]
-    names_one = any(flag.partition("=")[0] in FLAGS_OF_CONFIG_DIR for flag in flags)
-    own = None if names_one else user_conf_dir()
+    if args.config_dir is None and (own := user_conf_dir()) is not None:
+        flags += ["--config-dir", str(own)]
     # "from" cannot be the name of a field.
     overrides = [re.sub(r"^run\.from=", "run.from_=", word) for word in overrides]
-    return [*(() if own is None else ("--config-dir", str(own))), *flags, *overrides]
+    return {"flags": flags, "overrides": overrides}
 
 
 def _is_path(name: str, word: str) -> bool:
@@ -216,16 +216,15 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     saved_words, handlers = sys.argv, {number: signal.getsignal(number) for number in numbers}
     try:
-        decide_run_dir(
-            invocation.name,
-            invocation.words,
-            is_multirun=invocation.is_multirun,
-            is_made=not invocation.is_question,
-        )
+        name, is_multirun = invocation.name, invocation.is_multirun
+        is_made = not invocation.is_question
+        decide_run_dir(name, invocation.overrides, is_multirun=is_multirun, is_made=is_made)
         # With this variable Hydra raises errors instead of printing them in its own way.
         os.environ[FULL_TRACE] = "1"
-        flags, overrides = _split_flags(invocation.words)
-        sys.argv = [f"hotrec {invocation.name}", *flags, *_names_for_hydra(invocation), *overrides]
+        sys.argv = [f"hotrec {name}", *invocation.flags]
+        if is_multirun:  # the name for the callback of a sweep and a cluster's list of jobs
+            sys.argv += [f"hydra.callbacks.sweep.command={name}", f"hydra.job.name=hotrec-{name}"]
+        sys.argv += invocation.overrides
         if PARENT in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()
         # An exit unwinds, so that half-written artifacts are removed.
@@ -249,32 +248,6 @@ def _prepared_process(invocation: Invocation) -> Iterator[None]:
             os.environ.pop(key, None)
             if key in invocation.environment:
                 os.environ[key] = invocation.environment[key]
-
-
-def _names_for_hydra(invocation: Invocation) -> list[str]:
-    """The command's name for the callback of a sweep and a cluster's list of jobs."""
-    if not invocation.is_multirun:
-        return []
-    name = invocation.name
-    return [f"hydra.callbacks.sweep.command={name}", f"hydra.job.name=hotrec-{name}"]
-
-
-def _split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Flags with their values, and overrides, which Hydra's parser takes in one run only."""
-    flags: list[str] = []
-    overrides: list[str] = []
-    for previous, word in zip(["", *words], words, strict=False):
-        is_flag = word.startswith("-") or previous in FLAGS_WITH_VALUE
-        (flags if is_flag else overrides).append(word)
-    return flags, overrides
-
-
-def _check_flags(flags: Sequence[str], root: type) -> None:
-    """Refuse flags that are not Hydra's with the keys that may be meant."""
-    for flag in get_args_parser().parse_known_args(flags)[1]:
-        key = flag.lstrip("-").partition("=")[0].replace("-", "_")
-        meant = " or ".join(f"{name}=..." for name in close_keys(key, root)) or "a flag of --help"
-        raise ValueError(f"{flag}: expected {meant}, got an unknown flag. Keys have no dashes.")
 
 
 def _end_by(number: int, _frame: FrameType | None) -> None:
@@ -322,7 +295,7 @@ def _how_to_go_on(invocation: Invocation, run_dir: str) -> str:
     again = f"{RUN_DIR}={shlex.quote(run_dir)}"
     if is_under_torchrun():
         return f"; saved step {step}; run the same command again with {again}"
-    words = command_text("train", invocation.words)
+    words = command_text("train", [*invocation.flags, *invocation.overrides])
     return f"; saved step {step}; continue with `{again} {words}`"
 
 
@@ -341,17 +314,18 @@ def _run_hydra(invocation: Invocation) -> int:
         exit_code = _run_job_elsewhere(invocation, composed, run_dir)
         return _objective(invocation, run_dir, exit_code)
 
-    flags, _ = _split_flags(invocation.words)
-    _check_flags(flags, ROOTS[COMMANDS[invocation.name].config_name])
     try:
         hydra.main(
             version_base=VERSION_BASE,
             config_path=str(conf_dir()),
             config_name=COMMANDS[invocation.name].config_name,
         )(job)()
-    except (UnicodeError, yaml.YAMLError) as error:  # of files that do not compose
+    except (ValueError, yaml.YAMLError) as error:
+        if ": expected " in str(error):
+            raise
         raise ValueError(
-            f"configuration: expected YAML, got {type(error).__name__}: {error}. Correct the file."
+            f"command line: expected overrides and files that compose, got {type(error).__name__}: "
+            f"{error}. Correct them."
         ) from error
     exit_codes += take_exit_codes()
     return next((code for code in reversed(exit_codes) if code != 0), 0)
@@ -424,17 +398,6 @@ def _forget(run_dir: Path, invocation: Invocation) -> None:
         remove_if_empty(run_dir)
 
 
-def _config_dir_flags(words: Sequence[str]) -> list[str]:
-    """Hydra's flags that a child needs too: the directories of configuration groups."""
-    kept = []
-    for flag, value in itertools.pairwise([*words, ""]):
-        if flag in FLAGS_OF_CONFIG_DIR:
-            kept += [flag, value]
-        elif flag.partition("=")[0] in FLAGS_OF_CONFIG_DIR:
-            kept.append(flag)
-    return kept
-
-
 def _record_for_torchrun(action: Callable[[], Figures | None]) -> Callable[[], Figures | None]:
     """Record an error of the action for torchrun's summary."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
@@ -456,4 +419,5 @@ def _print_figures(invocation: Invocation, figures: Figures) -> None:
 
 def _own_words(invocation: Invocation) -> list[str]:
     """The words of a command as typed, without Hydra's own except for its directory."""
-    return [*_config_dir_flags(invocation.words), *HydraConfig.get().overrides.task]
+    folder = invocation.args.config_dir
+    return [*(["--config-dir", folder] if folder else []), *HydraConfig.get().overrides.task]

@@ -30,9 +30,7 @@ def run(config: BenchRootConfig, run_dir: Path) -> dict[str, Any]:
         RuntimeError: On every rank, after the results are written, if losses of two cases differ.
     """
     warnings.filterwarnings("ignore", module="torch|torchrec|fbgemm_gpu")
-    with watched_ranks(
-        run_dir, device=config.bench.device.name, timeout_s=config.bench.timeout_s
-    ) as ranks:
+    with watched_ranks(run_dir, device=config.bench.device.name) as ranks:
         document = measure(make_benchmark(config, ranks), ranks)
         if ranks.is_first:
             _write(config, document, run_dir)

@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-
 from hotrec.cli.launch import BRIEF
 from hotrec.cli.made import command_text
+from hotrec.cli.stage import is_in_sweep
 from hotrec.cli.store import quoted
 from hotrec.planner.names import TORCHREC, plan_name
 from hotrec.report.units import (
@@ -52,7 +50,7 @@ def print_closing(command: str, figures: Figures, words: Sequence[str] = ()) -> 
         figures: Its result.
         words: Its words, for the suggested next command.
     """
-    if BRIEF in os.environ or (command in WITH_TABLE and _is_swept()):
+    if BRIEF in os.environ or (command in WITH_TABLE and is_in_sweep()):
         return
     print_lines([*_LINES[command](figures), *_next_stage(command, figures, words)])
 
@@ -77,10 +75,6 @@ def print_lines(lines: Lines) -> None:
                 )
             sys.stderr.write(f"{shown}\n")
     sys.stderr.flush()
-
-
-def _is_swept() -> bool:
-    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def quality_lines(figures: Figures, split: str | None) -> Lines:
@@ -249,20 +243,6 @@ def _plan(figures: Figures) -> Lines:
     ]
 
 
-def _cache(figures: Figures) -> Lines:
-    total = figures["num_rows"]
-    lines: Lines = []
-    for policy, by_frac in figures["least_slots"].items():
-        parts = [
-            f"{show_count(slots)} slots ({show_frac(slots / total)} of the rows) serve "
-            f"{float(frac):.0%} of the lookups"
-            for frac, slots in by_frac.items()
-            if slots is not None
-        ]
-        lines.append((policy, "; ".join(parts) or "no size reaches a hit rate of 90%"))
-    return [*lines, ("picture", shown(Path(figures["picture"])))]
-
-
 def _next_stage(command: str, figures: Figures, words: Sequence[str]) -> Lines:
     """The next command after a stage, with the words of this one."""
     stage = _NEXT.get(command)
@@ -326,7 +306,6 @@ _LINES: Mapping[str, Callable[[Figures], Lines]] = {
     "profile": _profile,
     "calibrate": _calibrate,
     "plan": _plan,
-    "cache": _cache,
     "train": _train,
     "evaluate": _evaluate,
     "compare": _compare,

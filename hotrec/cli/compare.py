@@ -24,7 +24,7 @@ def run(config: CompareConfig, run_dir: Path) -> dict[str, Any]:
     """Compare the plans of the runs as recorded, and write ``compare.json`` into the directory."""
     start_s = time.perf_counter()
     device = chosen_device(config.device)
-    with watched_ranks(run_dir, device=device, timeout_s=config.timeout_s) as ranks:
+    with watched_ranks(run_dir, device=device) as ranks:
 
         def find() -> dict[Path, Config]:
             found = [find_run(path, holding=PLAN_JSON, key="runs") for path in config.runs]

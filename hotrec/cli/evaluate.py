@@ -20,7 +20,7 @@ def run(config: EvaluateConfig, run_dir: Path) -> dict[str, Any]:
     """Evaluate with the model, partition and dataset that the training run recorded."""
     start_s = time.perf_counter()
     device = chosen_device(config.device)
-    with watched_ranks(run_dir, device=device, timeout_s=config.timeout_s) as ranks:
+    with watched_ranks(run_dir, device=device) as ranks:
         found = same_verdict(lambda: find_trained(config.run_dir) if ranks.is_first else None)
         trained_dir = broadcast_object(found)
         assert trained_dir is not None  # rank 0 has found it

@@ -124,10 +124,11 @@ def _describe_kind(error: BaseException) -> str:
         return error.strerror if ": expected " in error.strerror else message
     if ": expected " in message:
         return message
-    what = "command line" if isinstance(error, OF_HYDRA) else type(error).__name__
-    advice = "See --help" if isinstance(error, OF_HYDRA) else "Its trace is in log.txt of the run"
-    first = message if isinstance(error, OF_HYDRA) else message.strip().partition("\n")[0]
-    return f"{what}: expected no error, got {first.removesuffix('.') or 'one'}. {advice}."
+    if isinstance(error, OF_HYDRA):
+        return f"command line: expected no error, got {message.removesuffix('.')}. See --help."
+    first = message.strip().partition("\n")[0].removesuffix(".") or "one"
+    where = "Its trace is above, or in log.txt of the run"
+    return f"{type(error).__name__}: expected no error, got {first}. {where}."
 
 
 def _explains_itself(error: BaseException) -> bool:

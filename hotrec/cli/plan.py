@@ -11,15 +11,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-
 from hotrec.assemble.job import chosen_device, make_job
 from hotrec.assemble.machine import make_machine
 from hotrec.assemble.model import build_unsharded
 from hotrec.assemble.planning import SettledPlan, make_proposal
 from hotrec.cli.launch import BRIEF
 from hotrec.cli.profile import sampling_of
+from hotrec.cli.stage import is_in_sweep
 from hotrec.config.roots import Config, PlannerConfig
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.outline import write_outline
@@ -39,15 +37,11 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         return _plan(config, run_dir)
     except ValueError as error:
         # In a sweep, a machine that is too small is a result too.
-        if not (config.plan.keep_going and _is_in_sweep()):
+        if not is_in_sweep():
             raise
         logger.warning("this job of the sweep does not fit: %s", error)
         (run_dir / PREDICTION).write_text(json.dumps({"infeasible": str(error)}, indent=2) + "\n")
         return {"command": "plan", "infeasible": str(error)}
-
-
-def _is_in_sweep() -> bool:
-    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
@@ -55,7 +49,7 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
     dataset = Dataset.open(config.paths.dataset, config.paths.verify)
     machine = _machine(config)
     # Each job of a sweep keeps its own partition.
-    output = run_dir / PARTITION if _is_in_sweep() else Path(config.paths.partition)
+    output = run_dir / PARTITION if is_in_sweep() else Path(config.paths.partition)
     job = make_job(config, dataset)
     proposal = make_proposal(job, machine, is_plan=True)
     settled = proposal.settle(output, proposal.recorded_trial if config.plan.trial else None)
@@ -74,7 +68,7 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
         figures |= _predicted_figures(settled)
         figures["page"] = write_plan_page(settled.prediction, run_dir)
     # After everything has been written, so that an error is the last line.
-    if BRIEF not in os.environ and not _is_in_sweep():
+    if BRIEF not in os.environ and not is_in_sweep():
         print(text, file=sys.stderr)
     return figures | _partition_figures(settled)
 
@@ -89,7 +83,7 @@ def _use_outline(config: Config) -> Config:
     directory = dataset.parent / f"outline-{digest}"
     is_made = Path(directory / "profile").exists()
     logger.log(
-        logging.INFO if is_made and _is_in_sweep() else logging.WARNING,
+        logging.INFO if is_made and is_in_sweep() else logging.WARNING,
         "paths.dataset %s does not exist: planning for data.outline, %s; its profile is in %s",
         *(dataset, outline.origin, directory),
     )

@@ -25,7 +25,7 @@ def run(config: PredictConfig, run_dir: Path) -> dict[str, Any]:
     """Score files with the model that the training run recorded."""
     start_s = time.perf_counter()
     # Ranks exchange objects and files, no tensors, so gloo is enough on any machine.
-    with watched_ranks(run_dir, device="cpu", timeout_s=config.timeout_s) as ranks:
+    with watched_ranks(run_dir, device="cpu") as ranks:
         found = same_verdict(lambda: find_trained(config.run_dir) if ranks.is_first else None)
         trained_dir = broadcast_object(found)
         assert trained_dir is not None  # found by rank 0

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hotrec.config.roots import Config, ProfileConfig, ProfileMode
+from hotrec.config.roots import Config, ProfileConfig
 from hotrec.cost_model.blocks import Block
 from hotrec.cost_model.histogram import merge_histograms
 from hotrec.cost_model.profile import Profile, Sampling, landmarks, write_profile
@@ -114,13 +114,11 @@ def _drifts(train: float, heldout: float | None) -> bool:
 
 def sampling_of(profile: ProfileConfig) -> Sampling:
     """What is counted, as configured."""
-    frac = profile.sample_frac if profile.mode is ProfileMode.sample else 1.0
     return Sampling(
-        frac,
+        profile.sample_frac,
         profile.seed,
         profile.min_count,
-        profile.confidence,
-        profile.half_life_samples,
+        half_life=profile.half_life_samples,
     )
 
 

@@ -17,7 +17,7 @@ def watched_ranks(
     run_dir: Path,
     *,
     device: str,
-    timeout_s: float,
+    timeout_s: float = 600.0,
     watchdog_s: float = 120.0,
     advice: Callable[[], str] = lambda: "Run the same command again.",
     memory_stacks: bool = False,

@@ -67,7 +67,6 @@ class HotColdConfig(PlacementConfig):
         0,
         ge=0,
     )
-    adapt_decay: float = key("factor applied to lookup counts at each decision", 0.5, ge=0, lt=1)
     adapt_max_rows: int = key("maximum number of rows that a decision makes hot", 65_536, ge=1)
     spread_rows: bool | None = key(
         "spread the rows of row-wise sharded tables over their owners by a fixed permutation, so "
@@ -268,12 +267,6 @@ class AllHotOrder(OrderConfig):
     start_rate: float = key(
         "length of the first blocks, as a share of an epoch's batches of their kind",
         0.5,
-        gt=0,
-        le=1,
-    )
-    least_rate: float = key(
-        "minimum length of blocks, as the same fraction, when the loss rises",
-        0.01,
         gt=0,
         le=1,
     )
@@ -647,6 +640,3 @@ class RowwiseAdagradConfig(AdagradConfig):
 @option("optimizer", OptimizerKind.adam)
 class AdamConfig(AdagradConfig):
     """Adam on touched rows; needs CUDA if there are cold rows."""
-
-    beta1: float = key("decay rate of the first moment", 0.9, ge=0, lt=1)
-    beta2: float = key("decay rate of the second moment", 0.999, ge=0, lt=1)

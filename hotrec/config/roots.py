@@ -39,7 +39,6 @@ from hotrec.types import (
 Device = StrEnum("Device", "auto cpu cuda")
 # Keys of hotrec.runtime.figures that every evaluation has, and those that it has on request.
 BestBy = StrEnum("BestBy", "log_loss auc gauc recall_at ndcg_at")
-ProfileMode = StrEnum("ProfileMode", "exact sample")
 # The stages of `hotrec run` that can be repeated.
 Stage = StrEnum("Stage", "prepare profile calibrate plan train evaluate compare report")
 BenchCase = StrEnum("BenchCase", "hot_cold all_cold all_hot table_wise planner hand_tuned")
@@ -52,7 +51,6 @@ HOT_COLD_CASES = (BenchCase.hot_cold, BenchCase.all_cold, BenchCase.all_hot)
 # torch counts milliseconds in 64 bits and seconds of a timer in 32.
 MAX_SECONDS = 1e6
 DEVICE = "device to compute on: cpu, cuda, or auto (cuda if available)"
-TIMEOUT = "seconds that a collective waits for the slowest rank"
 BATCH_SIZE = "number of samples per rank and step"
 FINISHED_RUN = "directory of the finished training run; latest: the newest under runs/"
 CHECKPOINT = (
@@ -196,9 +194,6 @@ class TrainerConfig:
     check_every_steps: int = key(
         "steps between check-ups for non-finite losses and signals", 10, ge=1
     )
-    check_replicas_every_steps: int = key(
-        "steps between checks that all ranks have the same hot rows; 0: never", 1000, ge=0
-    )
     warmup_steps: int = key("number of first steps that are excluded from all rates", 10, ge=0)
     resume: str = key(
         "checkpoint to resume from: latest (of this directory), none, or a path", "latest"
@@ -213,7 +208,9 @@ class TrainerConfig:
         "parameters or modules; null: do not load it",
         {},
     )
-    timeout_s: float = key(TIMEOUT, 600.0, gt=0, le=MAX_SECONDS)
+    timeout_s: float = key(
+        "seconds that a collective waits for the slowest rank", 600.0, gt=0, le=MAX_SECONDS
+    )
     watchdog_s: float = key(
         "seconds without progress after which the run fails and reports the rank",
         120.0,
@@ -332,13 +329,9 @@ class PathsConfig:
 class ProfileConfig:
     """How lookups are counted."""
 
-    mode: ProfileMode = key(
-        "samples to count: exact (all) or sample (sample_frac)", ProfileMode.exact
-    )
-    sample_frac: float = key("fraction of the samples to count", 0.05, gt=0, le=1)
+    sample_frac: float = key("fraction of the samples to count; 1: all", 1.0, gt=0, le=1)
     seed: int = key("seed of the choice of samples", 0, ge=0)
     min_count: int = key("minimum number of lookups of a hot row", 1, ge=1)
-    confidence: float = key("confidence level of a sampled profile's intervals", 0.95, gt=0, lt=1)
     heldout_frac: float = key(
         "fraction of the training split to hold out; 0: the validation split", 0.0, ge=0, lt=1
     )
@@ -392,7 +385,6 @@ class PlanConfig:
         gt=0,
         le=MAX_SECONDS,
     )
-    keep_going: bool = key("record infeasible sweep jobs instead of failing", True)
 
 
 @dataclass
@@ -548,7 +540,6 @@ class BenchConfig:
         "description of the network between the ranks, for the page", "loopback of one host"
     )
     page: str | None = key("path of a second copy of the page; null: none", None)
-    timeout_s: float = key(TIMEOUT, 600.0, gt=0, le=MAX_SECONDS)
 
     def rules(self) -> Rules:
         cases, placements = self.cases, [*map(str, BenchCase)]
@@ -715,7 +706,6 @@ class EvaluateConfig:
     batch_size: int | None = key(f"{BATCH_SIZE}; null: as in the run", None, ge=1)
     device: Device = key(DEVICE, Device.auto)
     num_workers: int | None = key(NUM_WORKERS, None, ge=0, le=256)
-    timeout_s: float = key(TIMEOUT, 600.0, gt=0, le=MAX_SECONDS)
     launch: LaunchConfig = section("the processes on this host", LaunchConfig)
 
 
@@ -735,7 +725,6 @@ class CompareConfig:
         le=MAX_SECONDS,
     )
     device: Device = key(DEVICE, Device.auto)
-    timeout_s: float = key(TIMEOUT, 600.0, gt=0, le=MAX_SECONDS)
     launch: LaunchConfig = section("the processes on this host", LaunchConfig)
 
 
@@ -800,7 +789,6 @@ class PredictConfig:
         "further columns of the scores, and checks of the input", PredictFormConfig
     )
     batch_size: int = key(SCORED_AT_ONCE, 4096, ge=1)
-    timeout_s: float = key(TIMEOUT, 600.0, gt=0, le=MAX_SECONDS)
     launch: LaunchConfig = section("the processes on this host", LaunchConfig)
 
     def rules(self) -> Rules:

@@ -35,6 +35,7 @@ LOOKUPS = {TRAIN_DIRECTORY: "num_lookups", HELDOUT_DIRECTORY: "num_heldout_looku
 NUM_CURVE_POINTS = 65
 # Points of the coverage curve in tables and messages.
 LANDMARK_FRACS = (0.0001, 0.001, 0.01, 0.05, 0.1, 0.2, 0.5)
+CONFIDENCE = 0.95  # of the intervals of a sampled profile
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,6 @@ class Sampling:
         seed: Seed of the draw.
         min_count: Minimum sampled accesses of a hot row; below it, a row's rank is noise. The
             counts are unchanged; policies use this number.
-        confidence: Confidence of the intervals that a sampled profile reports.
         half_life: Training samples after which a sample is drawn half as often as the last one;
             None to draw all alike.
     """
@@ -54,7 +54,6 @@ class Sampling:
     frac: float = 1.0
     seed: int = 0
     min_count: int = 1
-    confidence: float = 0.95
     half_life: float | None = None
 
     @property
@@ -346,7 +345,7 @@ def summarize_profile(profile: Profile) -> dict[str, Any]:
 
 def landmarks(histogram: CountHistogram, sampling: Sampling) -> list[dict[str, Any]]:
     """The shares of lookups that the most accessed rows serve, at round fractions of the rows."""
-    confidence = None if sampling.is_exact else sampling.confidence
+    confidence = None if sampling.is_exact else CONFIDENCE
     return [_landmark(histogram, frac, confidence) for frac in LANDMARK_FRACS]
 
 

@@ -319,7 +319,6 @@ def _train(job: Job, start: _Start, ranks: Ranks) -> TrainResult:
         saver,
         every_steps=trainer.check_every_steps,
         check_replicas=trainable.check_replicas,
-        check_replicas_every=trainer.check_replicas_every_steps,
     )
     parts = Parts(ranks, metrics, watch, evaluation, saver, between=[hot_set])
     lr_factor = schedule_of(job.config.optimizer.schedule, steps)

@@ -41,9 +41,9 @@ def make_log(folder: Path) -> None:
 def test_the_first_word_is_a_path_whatever_signs_it_has(tmp_path: Path) -> None:
     for name in ODD:
         make_log(tmp_path / name)
-        (word,) = _complete("init", [name])
+        (word,) = _complete("init", [name])["overrides"]
         assert read(word.replace("path=", "run_name=")) == name
-    (word,) = _complete("predict", ODD)
+    (word,) = _complete("predict", ODD)["overrides"]
     assert read(word) == ODD
 
 
@@ -81,12 +81,11 @@ def test_words_that_are_no_path(
 
 def test_commands_that_take_several() -> None:
     for command, key in (("report", "runs"), ("predict", "input")):
-        words = _complete(command, ["runs/a", "lr=0.1", "output=x", "b"])
+        words = _complete(command, ["runs/a", "lr=0.1", "output=x", "b"])["overrides"]
         assert words.pop() == "b", "after an override a word is none"
         assert compose_config(command, words)[key] == ["runs/a", "lr=0.1"]
-    config = compose_config(
-        "evaluate", _complete("evaluate", ["runs/lr=0.1, b", "checkpoint=best"])
-    )
+    words = _complete("evaluate", ["runs/lr=0.1, b", "checkpoint=best"])["overrides"]
+    config = compose_config("evaluate", words)
     assert (config.run_dir, config.checkpoint) == ("runs/lr=0.1, b", "best")
 
 

@@ -74,7 +74,7 @@ REFUSED = [
     # What is no override.
     ("trainer.batch_size={a:", "command line", "{a:"),
     (f"trainer.batch_size={'9' * 5000}", "command line", "4300 digits"),
-    ("=1", "command line", "=1"),
+    ("=1", "command line", "Got int"),
     ("model=null", "command line", "group"),
     ("--batch_size=64", "--batch_size=64", "trainer.batch_size="),
 ]

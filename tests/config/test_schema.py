@@ -24,7 +24,7 @@ READERS += ("data/*.py", "config/data.py")
 # Taken by name from those that have them: constants of the update rules, a model's layers, what
 # properties read, and the page of a benchmark.
 READ_BY_NAME = {
-    *("eps", "beta1", "beta2", "keep_best", "decay_start_step", *SETTINGS),
+    *("eps", "keep_best", "decay_start_step", *SETTINGS),
     *("dense_layer_sizes", "over_layer_sizes", "deep_layer_sizes", "num_experts", "max_length"),
     *("expert_layer_sizes", "item_columns", "tower_layer_sizes", "args", "attention", "_target_"),
     *("attention_layer_sizes", "num_layers", "num_heads", "attention_dim", "linear_dim"),

@@ -78,7 +78,7 @@ def test_what_is_counted_is_written_and_read_back(tmp_path, num_samples):
     """With the locality of drawn batches, where blocks are large enough for some."""
     blocks = cut(make_samples(num_samples), num_samples // 4)
     options = {"num_samples": num_samples, "heldout_frac": 0.25}
-    options["sampling"] = Sampling(0.5, 7, 2, 0.9)
+    options["sampling"] = Sampling(0.5, 7, 2)
     written, artifact = write_profile(blocks, SCHEMA, tmp_path / "p", dataset_hash="d1", **options)
     assert artifact.made_from == {"dataset": "d1"}
     read, again = read_profile(tmp_path / "p")
