@@ -10,10 +10,18 @@ import re
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, get_type_hints
 
+from configuration_keys import (
+    Key,
+    keys_of,
+    keys_of_choices,
+    sentence,
+    settings_of,
+    summary_of,
+)
+
 from hotrec.cli.commands import COMMANDS
-from hotrec.cli.store import conf_dir, options_of, settings_of, summary_of
+from hotrec.cli.store import conf_dir, options_of
 from hotrec.config.fields import VARIANTS
-from hotrec.config.reference import Key, keys_of, keys_of_choices, sentence
 from hotrec.config.roots import ROOTS
 
 if TYPE_CHECKING:  # a test reads the tables where Sphinx is not installed

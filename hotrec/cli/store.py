@@ -20,7 +20,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hotrec.cli.output import describe_unknown_field
 from hotrec.config.fields import VARIANTS
-from hotrec.config.reference import sentence
 from hotrec.config.roots import ROOTS
 from hotrec.config.text import read_yaml
 from hotrec.config.validate import validate
@@ -61,16 +60,6 @@ def options_of(group: str, own: Iterable[Path] = ()) -> dict[str, Path]:
     return {file.stem: file for file in files}
 
 
-def settings_of(root: str, group: str) -> dict[str, dict[str, Any]]:
-    """The settings of a group's choices, and of the root configuration after them."""
-    own = _read_yaml(conf_dir() / f"{root}.yaml").get(group) or {}
-    further = bench_layers() if (root, group) == ("bench", "model") else {}
-    return {
-        name: _read_yaml(file) | further.get(name, {}) | own
-        for name, file in options_of(group).items()
-    }
-
-
 def bench_layers() -> dict[str, dict[str, Any]]:
     """What bench_layers.yaml sets, for each model that has all of its keys."""
     layers = _read_yaml(conf_dir() / "bench_layers.yaml")
@@ -91,18 +80,6 @@ def groups_of(root: str) -> dict[str, str | None]:
         for group, choice in pair.items()
         if not group.startswith("optional ")  # follows another choice
     }
-
-
-def summary_of(file: Path) -> str:
-    """The first paragraph of comments in a YAML file, without Hydra's directives."""
-    lines: list[str] = []
-    for line in file.read_text().splitlines():
-        text = line.removeprefix("#").strip()
-        if not line.startswith("#") or (lines and not text):
-            break
-        if not text.startswith("@package"):
-            lines.append(text)
-    return sentence(" ".join(lines))
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 from typing import get_type_hints
 
 import pytest
+from configuration_keys import Key, keys_of
 
 from hotrec.cli import main
 from hotrec.cli.commands import COMMANDS
 from hotrec.cli.store import groups_of, options_of
 from hotrec.config.fields import VARIANTS
-from hotrec.config.reference import Key, keys_of
 from hotrec.config.roots import ROOTS
 from tests.policy.source import REPOSITORY
 

@@ -6,10 +6,11 @@ or dropped.
 
 from __future__ import annotations
 
+from configuration_keys import Key, keys_of, keys_of_choices, settings_of
+
 from hotrec.cli.commands import COMMANDS
-from hotrec.cli.store import groups_of, options_of, settings_of
+from hotrec.cli.store import groups_of, options_of
 from hotrec.config.fields import VARIANTS
-from hotrec.config.reference import Key, keys_of, keys_of_choices
 from hotrec.config.roots import ROOTS
 from tests.frozen.record import check_text
 

@@ -1,4 +1,4 @@
-"""Every key with its meaning, default and values, for the documentation and ``--help``."""
+"""Every key with its meaning, default and values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import yaml
+
+from hotrec.cli.store import conf_dir, options_of
 from hotrec.config.fields import MISSING
 
 UNIONS = (Union, types.UnionType)
@@ -26,6 +30,27 @@ class Key:
     meaning: str
     default: str
     values: str
+
+
+def settings_of(root: str, group: str) -> dict[str, dict[str, Any]]:
+    """The settings of a group's choices, and of the root configuration after them."""
+    own = yaml.safe_load((conf_dir() / f"{root}.yaml").read_text()).get(group) or {}
+    return {
+        name: (yaml.safe_load(file.read_text()) or {}) | own
+        for name, file in options_of(group).items()
+    }
+
+
+def summary_of(file: Path) -> str:
+    """The first paragraph of comments in a YAML file, without Hydra's directives."""
+    lines: list[str] = []
+    for line in file.read_text().splitlines():
+        text = line.removeprefix("#").strip()
+        if not line.startswith("#") or (lines and not text):
+            break
+        if not text.startswith("@package"):
+            lines.append(text)
+    return sentence(" ".join(lines))
 
 
 def keys_of(kind: type, prefix: str) -> Iterator[Key]:
