@@ -135,7 +135,8 @@ def run_command(name: str, words: Sequence[str]) -> int:
     """Run one command; the exit code."""
     invocation = Invocation(name, [], words, dict(os.environ))
     try:
-        invocation = replace(invocation, **_complete(name, words))
+        flags, overrides = _complete(name, words)
+        invocation = replace(invocation, flags=flags, overrides=overrides)
         if invocation.args.help:
             folder = invocation.args.config_dir
             print(help_text(name, [Path(folder)] if folder else []))
@@ -155,7 +156,7 @@ def run_command(name: str, words: Sequence[str]) -> int:
         return 1
 
 
-def _complete(name: str, words: Sequence[str]) -> dict[str, list[str]]:
+def _complete(name: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Flags with the user's own ``conf``, and overrides with the key that the first words set."""
     flags: list[str] = []
     overrides: list[str] = []
@@ -181,7 +182,7 @@ def _complete(name: str, words: Sequence[str]) -> dict[str, list[str]]:
         flags += ["--config-dir", str(own)]
     # "from" cannot be the name of a field.
     overrides = [re.sub(r"^run\.from=", "run.from_=", word) for word in overrides]
-    return {"flags": flags, "overrides": overrides}
+    return flags, overrides
 
 
 def _is_path(name: str, word: str) -> bool:

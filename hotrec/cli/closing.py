@@ -52,7 +52,8 @@ def print_closing(command: str, figures: Figures, words: Sequence[str] = ()) -> 
     """
     if BRIEF in os.environ or (command in WITH_TABLE and is_in_sweep()):
         return
-    print_lines([*_LINES[command](figures), *_next_stage(command, figures, words)])
+    lines = _LINES[command](figures) if command in _LINES else []
+    print_lines([*lines, *_next_stage(command, figures, words)])
 
 
 def print_lines(lines: Lines) -> None:
@@ -108,21 +109,11 @@ def best_line(figures: Figures) -> Lines:
     best, last = figures.get("best_step"), figures.get("num_steps")
     if best is None or best < 0:
         return []
-    if figures.get("eval_step") == best != last:
-        after = (figures.get("last_quality") or {}).get(figures.get("eval_split")) or {}
-        auc = show_known(show_quality, after.get("auc"))
-        text = (
-            f"step {best}, which is kept, reported and exported; the AUC after the last step, "
-            f"{last}, is {auc}"
-        )
-    elif best == last:
-        text = f"step {best}, the last one"
-    else:
-        text = (
-            f"step {best}, which is not kept: the last step, {last}, is reported and exported. Set "
-            "trainer.keep_best=true"
-        )
-    return [("best", text)]
+    if best == last:
+        return [("best", f"step {best}, the last one")]
+    is_kept = figures.get("eval_step") == best
+    fate = "kept, reported and exported" if is_kept else "not kept: set trainer.keep_best=true"
+    return [("best", f"step {best} of {last}, which is {fate}")]
 
 
 def few_steps_line(figures: Figures) -> Lines:
@@ -262,11 +253,6 @@ def _next_stage(command: str, figures: Figures, words: Sequence[str]) -> Lines:
     return [("next", command_text(stage, own))]
 
 
-def _shortened(why: str | None) -> str | None:
-    """Why a plan was chosen, without the trial's measurements of the others; plan.txt has all."""
-    return None if why is None else f"{why.partition('; ')[0].rstrip('.')}."
-
-
 def _run(figures: Figures) -> Lines:
     trained = figures["trained"]
     run_dir, split = Path(figures["run_dir"]) / TRAINED, figures["split"]
@@ -278,7 +264,8 @@ def _run(figures: Figures) -> Lines:
         *quality_lines(figures["quality"], split),
         *best_line(trained),
         *few_steps_line(trained),
-        ("chosen", _shortened(figures["why"])),
+        # Without the trial's measurements of the others; plan.txt has all.
+        ("chosen", figures["why"] and f"{figures['why'].partition('; ')[0].rstrip('.')}."),
         *(("measured", sentence) for sentence in figures["verdict"] if figures["is_compared"]),
         ("speed", f"{speed:,.0f} samples/s" if speed else None),
         ("hot rows", hot),
@@ -300,7 +287,6 @@ def _compare(figures: Figures) -> Lines:
 
 
 _LINES: Mapping[str, Callable[[Figures], Lines]] = {
-    "init": lambda _: [],  # has logged it line by line, like bench and doctor
     "run": _run,
     "prepare": _prepare,
     "profile": _profile,
@@ -311,9 +297,7 @@ _LINES: Mapping[str, Callable[[Figures], Lines]] = {
     "compare": _compare,
     "export": _export,
     "predict": _predict,
-    "bench": lambda _: [],
     "report": _report,
-    "doctor": lambda _: [],
 }
 _NEXT = {"prepare": "profile", "profile": "calibrate", "calibrate": "plan", "plan": "train"}
 # What only the stage that was given it reads.

@@ -12,14 +12,17 @@ import ctypes
 import multiprocessing
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -33,7 +36,6 @@ BRIEF = "HOTREC_BRIEF"
 TOLD = "HOTREC_TOLD"
 # The runs of these commands are named by the experiment, all others by the command.
 _NAMED_BY_EXPERIMENT = ("train", "bench")
-_FORWARDED = (signal.SIGTERM, signal.SIGINT)
 # Set by torchrun for its ranks.
 _AGENT = "TORCHELASTIC_RUN_ID"
 _WORKER_END_S = 5.0
@@ -286,20 +288,24 @@ def end_with_parent() -> None:
 
 @contextmanager
 def private_temporary_directory() -> Iterator[None]:
-    """A temporary directory for this process and those that it starts, removed at the end.
+    """A temporary directory for this process and those that it starts, removed at its exit.
 
     torchrun and multiprocessing leave theirs behind when they are killed.
     """
     previous = os.environ.get("TMPDIR")
-    with tempfile.TemporaryDirectory(prefix="hotrec-", ignore_cleanup_errors=True) as made:
-        os.environ["TMPDIR"] = tempfile.tempdir = made
-        try:
-            yield
-        finally:
-            tempfile.tempdir = None
-            os.environ.pop("TMPDIR")
-            if previous is not None:
-                os.environ["TMPDIR"] = previous
+    parent = tempfile.gettempdir()
+    # A socket's path has at most 107 bytes, of which multiprocessing adds about 40 to this.
+    made = tempfile.mkdtemp(prefix="hotrec-", dir=parent if len(parent) <= 60 else "/tmp")
+    # After multiprocessing has removed its own directory in it, with priority -100.
+    Finalize(None, shutil.rmtree, args=(made, True), exitpriority=-200)
+    os.environ["TMPDIR"] = tempfile.tempdir = made
+    try:
+        yield
+    finally:
+        tempfile.tempdir = None
+        os.environ.pop("TMPDIR")
+        if previous is not None:
+            os.environ["TMPDIR"] = previous
 
 
 def use_default_start_method() -> None:
@@ -335,7 +341,9 @@ def _forward_signals(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
         if child.poll() is None:
             child.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in _FORWARDED}
+    is_main = threading.current_thread() is threading.main_thread()  # which alone gets them
+    forwarded = (signal.SIGTERM, signal.SIGINT) if is_main else ()
+    previous = {number: signal.signal(number, forward) for number in forwarded}
     try:
         yield received
     finally:

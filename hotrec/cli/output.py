@@ -211,10 +211,9 @@ def start_logging(run_dir: Path, *, is_brief: bool = False) -> None:
     root = logging.getLogger()
     for handler in handlers:
         handler.setFormatter(formatter)
-        handler.addFilter(_Repeats())
         root.addHandler(handler)
     _open_handlers.extend(handlers)
-    root.setLevel(logging.WARNING)  # of other libraries
+    root.setLevel(logging.ERROR)  # of other libraries: the planner warns of every hot table
     logging.getLogger("hotrec").setLevel(logging.INFO)
     logging.captureWarnings(True)
     # A full disk is reported by other failed writes, not by a trace for each record.
@@ -244,42 +243,21 @@ def quiet_torch() -> None:
 def _is_for_console(record: logging.LogRecord) -> bool:
     """Whether the console shows a record; the file has all of them.
 
-    Warnings of other libraries are omitted, because the planner gives one for every hot table. So
-    are traces, because the exception is printed once, at the end of the command, and lines of
-    progress if there is a bar.
+    Traces are omitted, because the exception is printed once, at the end of the command, and lines
+    of progress if there is a bar.
     """
-    if is_line_of_progress(record) and sys.stderr.isatty():
-        return False
-    return (_is_ours(record) or record.levelno >= logging.ERROR) and not record.exc_info
-
-
-def _is_ours(record: logging.LogRecord) -> bool:
-    return record.name == "hotrec" or record.name.startswith("hotrec.")
-
-
-class _Repeats:
-    """Passes each message of another library once: TorchRec repeats some for every table."""
-
-    def __init__(self) -> None:
-        self._seen: set[tuple[str, str]] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a handler gets the record."""
-        if _is_ours(record):
-            return True
-        message = (record.name, record.getMessage())
-        is_new = message not in self._seen
-        self._seen.add(message)
-        return is_new
+    return not (record.exc_info or (is_line_of_progress(record) and sys.stderr.isatty()))
 
 
 def stop_logging() -> None:
-    """Close the handlers of ``start_logging``; the next job of a sweep has another directory."""
+    """Undo ``start_logging``: the next job has another directory, or the process is a user's."""
     for handler in _open_handlers:
         logging.getLogger().removeHandler(handler)
         handler.close()
     _open_handlers.clear()
     logging.captureWarnings(False)
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.raiseExceptions, threading.excepthook = True, threading.__excepthook__
 
 
 def log_trace(error: BaseException) -> None:

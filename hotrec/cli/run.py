@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -245,6 +246,7 @@ class _Chain:
         finally:
             hydra.cfg = of_chain
             start_logging(self.run_dir)
+            _free_memory()
         return dict(plain(figures))
 
     def find_costs(self) -> Figures | None:
@@ -389,6 +391,15 @@ class _Chain:
         }
         print_closing("run", {**document, **more})
         return document
+
+
+def _free_memory() -> None:
+    """Return the device memory of a stage, so that the next one finds all of it free."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _has_checkpoint(folder: Path) -> bool:

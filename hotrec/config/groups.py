@@ -61,19 +61,11 @@ class HotColdConfig(PlacementConfig):
         "where ids are routed: loader (by its workers) or device", Routing.loader
     )
     adapt_every_steps: int = key(
-        "steps between changes of the hot rows by the lookups so far: rows move between replica "
-        "and shard, each table keeps its number of hot rows, and ids are routed by the ranks, "
-        "not by loader workers; 0: the hot rows of the plan stay",
-        0,
-        ge=0,
+        "steps between changes of the hot rows by the lookups so far; 0: they stay", 0, ge=0
     )
     adapt_max_rows: int = key("maximum number of rows that a decision makes hot", 65_536, ge=1)
     spread_rows: bool | None = key(
-        "spread the rows of row-wise sharded tables over their owners by a fixed permutation, so "
-        "that owners are evenly loaded if ids follow popularity; it changes neither results nor "
-        "checkpoints; null: for tables with encoding=rows, and for placement=saved as in the "
-        "partition",
-        None,
+        "spread rows over owners by a fixed permutation; null: with encoding=rows", None
     )
 
     @property
@@ -107,9 +99,7 @@ class CostPlacement(OverridableConfig):
         "allow tables to exchange pooled vectors if these are cheaper than rows", True
     )
     may_decline: bool = key(
-        "use TorchRec's own plan if no placement with hot and cold rows is predicted to be "
-        "faster; false: always use the best such placement",
-        True,
+        "use TorchRec's plan if predicted to be faster than hot and cold rows", True
     )
 
 
@@ -118,19 +108,15 @@ class TieredConfig(HotColdConfig):
     """What all placements share in which the user sets the cold rows' memory."""
 
     cold_tier: ColdTier = key(
-        "memory of the cold rows: device (fused), or host behind device slots filled by "
-        "pipeline=look_ahead (cached, also on CPU)",
+        "memory of the cold rows: device (fused), or host behind device slots (cached)",
         ColdTier.fused,
     )
     cold_rows: WireType = key(
-        "type of the rows in host memory with cold_tier=cached: fp32 or bf16; in slots, "
-        "rows and optimizer state are fp32, and rows are rounded stochastically when written back",
+        "type of rows in host memory with cold_tier=cached; bf16 is rounded stochastically",
         WireType.fp32,
     )
     row_fetch: RowFetch = key(
-        "how rows of cold_tier=cached are copied to a CUDA device: staged (the host gathers them "
-        "into pinned memory for one copy over the bus), mapped (the device reads mapped host "
-        "memory, without a host core), or auto (the faster one by the costs)",
+        "how cached rows are copied to CUDA: staged by the host, mapped memory, or auto",
         RowFetch.auto,
     )
     cache_load_frac: float | None = key(
@@ -218,8 +204,7 @@ class TorchrecPlacement(PlacementConfig):
     """TorchRec's own sharding of unsplit tables."""
 
     plan: TorchrecPlan = key(
-        "TorchRec's plan: planner (its own choice), table_wise, or hand_tuned (tables with "
-        "fewer rows than the batch data-parallel, the rest table-wise)",
+        "planner, table_wise, or hand_tuned (tables below a batch of rows data-parallel)",
         TorchrecPlan.planner,
     )
     tier: TorchrecTier = key(
@@ -249,15 +234,9 @@ class TimeOrder(OrderConfig):
     """Samples in the order of the log, the earliest first."""
 
     evaluate_ahead: bool = key(
-        "evaluate each day of the training split before training on it; no step then spans two "
-        "days",
-        False,
+        "evaluate each day before training on it; no step then spans two days", False
     )
-    new_only: bool = key(
-        "after trainer.warm_start from an earlier generation of the dataset, train only on the "
-        "samples that were appended since",
-        False,
-    )
+    new_only: bool = key("after trainer.warm_start, train only on samples appended since", False)
 
 
 @option("order", OrderKind.all_hot)
@@ -332,7 +311,7 @@ class LayeredConfig(ModelConfig):
         size=1,
     )
     over_layer_sizes: list[int] = key(
-        "sizes of the layers over the interactions; the last must be 1, a logit for each label",
+        "sizes of the layers over the interactions; the last must be 1",
         [256, 128, 1],
         ge=1,
         le=MAX_LAYER_SIZE,
@@ -378,13 +357,10 @@ class DinConfig(LayeredConfig):
     """DIN: attention of one feature over the ids of a sequence."""
 
     attention: dict[str, str] = key(
-        "columns of kind sequence, each with the feature to compare its ids with, such as "
-        "{history: item}",
-        {},
-        size=1,
+        "columns of kind sequence, each with the feature to compare its ids with", {}, size=1
     )
     attention_layer_sizes: list[int] = key(
-        "sizes of the layers that compute the weight of an id, without the last, of size 1",
+        "sizes of the layers that compute the weight of an id, without the last",
         [64, 32],
         ge=1,
         le=MAX_LAYER_SIZE,
@@ -411,18 +387,14 @@ class RetrievalConfig(ModelConfig):
     """Settings of models with a vector of the user and one of the item."""
 
     item_id: str | None = key(
-        "categorical column that identifies the item, for sampled_softmax and "
-        "trainer.eval_ranking; null: none",
-        None,
+        "categorical column of the item, for sampled_softmax and eval_ranking; null: none", None
     )
     loss: RetrievalLoss = key(
-        "cross_entropy of each sample, or sampled_softmax of the item of each sample of label 1 "
-        "among negatives, corrected by the log of their probability",
+        "cross_entropy of samples, or sampled_softmax of the items of positive ones",
         RetrievalLoss.cross_entropy,
     )
     negatives: NegativesKind = key(
-        "negatives of sampled_softmax: in_batch (the items of the global batch) or uniform (drawn "
-        "from all items, for a model that reads nothing of the item besides item_id)",
+        "negatives of sampled_softmax: in_batch (the global batch's) or uniform (of all items)",
         NegativesKind.in_batch,
     )
     num_negatives: int = key("number of uniform negatives of a step, over all ranks", 1024, ge=1)
@@ -480,8 +452,7 @@ class SequenceConfig(RetrievalConfig):
     """Settings of models that read the rows of a history one by one."""
 
     history: dict[str, str] = key(
-        "columns of kind categorical_list, each with the feature of one id that the next id would "
-        "be, of the same table, such as {history: item}",
+        "categorical_list columns, each with the feature of one id that the next would be",
         {},
         size=1,
     )
@@ -498,8 +469,7 @@ class SequenceConfig(RetrievalConfig):
         "fraction of values to drop in training; each rank drops others", 0.0, ge=0, lt=1
     )
     over_layer_sizes: list[int] = key(
-        "sizes of the layers over the output; the last must be 1, a logit for each label; "
-        "sampled_softmax has none",
+        "sizes of the layers over the output; the last must be 1; not of sampled_softmax",
         [64, 1],
         ge=1,
         le=MAX_LAYER_SIZE,
@@ -610,9 +580,7 @@ class OptimizerConfig:
     kind: OptimizerKind = key("choose it with optimizer=")
     learning_rate: float = key("base learning rate of the embeddings", gt=0)
     dense_kind: OptimizerKind | None = key(
-        "update rule of the dense layers; null: that of the embeddings, or adagrad for "
-        "rowwise_adagrad",
-        None,
+        "update rule of the dense layers; null: of the embeddings, not by row", None
     )
     dense_learning_rate: float | None = key(
         "base learning rate of the dense layers; null: that of the embeddings", None, gt=0

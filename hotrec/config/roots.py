@@ -53,25 +53,12 @@ MAX_SECONDS = 1e6
 DEVICE = "device to compute on: cpu, cuda, or auto (cuda if available)"
 BATCH_SIZE = "number of samples per rank and step"
 FINISHED_RUN = "directory of the finished training run; latest: the newest under runs/"
-CHECKPOINT = (
-    "checkpoint: best or latest, a name in the run's checkpoints/, or auto (best if the run "
-    "keeps it, see trainer.keep_best, else latest)"
-)
+CHECKPOINT = "checkpoint: best, latest, a name in checkpoints/, or auto (best if the run keeps it)"
 SCORED_AT_ONCE = "number of samples to score at once"
-NUM_WORKERS = (
-    "number of loader processes per rank; 0: the rank reads by itself; null: on CPU 0 if the "
-    "ranks occupy all cores, else 1; on a GPU the cores of a rank minus two, from 1 to 8"
-)
-WINDOW = (
-    "number of further batches whose rows are announced to look_ahead, to choose which rows stay "
-    "in the slots of placement.cold_tier=cached; at most 32"
-)
+NUM_WORKERS = "number of loader processes per rank; 0: it reads by itself; null: by its cores"
+WINDOW = "further batches whose rows are announced, to choose which stay in cached slots"
 DEPTH = "1: look_ahead exchanges the rows of the next batch during this step; 0: it does not"
-LEVELS = (
-    "how rows that are exchanged unpooled travel between hosts of several ranks: one (every rank "
-    "requests its rows from their owners), two (a row crosses the network once for all ranks of a "
-    "host, and is distributed inside it){}"
-)
+LEVELS = "how unpooled rows travel: one, or two (each crosses the network once for a host){}"
 MICRO_BATCHES = "in look_ahead, first compute the samples that need no row of another rank"
 WIRE = "type of rows and gradients in messages: fp32 (exact) or bf16"
 
@@ -81,21 +68,14 @@ class PipelineConfig:
     """How steps overlap."""
 
     kind: PipelineKind = key(
-        "the train pipeline: look_ahead (exchange the rows of the next batch during this "
-        "step), sparse_dist (exchange only their ids), base, prefetch (TorchRec's, with "
-        "placement=torchrec and its tier fused_uvm_caching), or auto (the fastest by prediction "
-        "or measurement, see plan.trial; without a profile look_ahead for hot and cold rows on "
-        "CPU over several hosts or with at least 2048 samples per rank, else sparse_dist); "
-        "choose it with pipeline=",
+        "look_ahead exchanges the next batch's rows during a step; choose it by pipeline=",
         PipelineKind.auto,
     )
     depth: int = key(DEPTH, 1, ge=0, le=1)
     window: int = key(WINDOW, 32, ge=0, le=32)
     micro_batches: bool = key(MICRO_BATCHES, False)
     wire: WireType = key(WIRE, WireType.fp32)
-    levels: Levels = key(
-        LEVELS.format(", or auto (the faster by prediction; without a profile one)"), Levels.auto
-    )
+    levels: Levels = key(LEVELS.format(", or auto (by prediction)"), Levels.auto)
 
 
 @dataclass
@@ -108,27 +88,20 @@ class TrainerConfig:
     seed: int = key("seed of the weights and of the order of samples", 0, ge=0)
     device: Device = key(DEVICE, Device.auto)
     precision: Precision = key(
-        "precision of the dense layers' products: fp32, tf32 (GPUs only) or bf16 (autocast); rows, "
-        "pooling, loss and updates are always fp32",
+        "precision of the dense layers' products: fp32, tf32 (GPUs only) or bf16; all else is fp32",
         Precision.fp32,
     )
     compile: bool = key(
-        "compile the dense layers with torch.compile; needs a C++ compiler, and warmup_steps to "
-        "exclude the compiling steps from rates",
-        False,
+        "compile the dense layers with torch.compile; needs a C++ compiler and warmup_steps", False
     )
     grad_clip_norm: float | None = key(
-        "maximum global norm of the mean gradient of the dense layers; null: no clipping. "
-        "Gradients of embedding rows are neither clipped nor part of the norm, because rows are "
-        "updated in backward",
+        "maximum norm of the dense layers' mean gradient, without rows; null: no clipping",
         None,
         gt=0,
     )
     num_workers: int | None = key(NUM_WORKERS, None, ge=0, le=256)
     label_weights: dict[str, float] = key(
-        "weight of each label in the loss, for datasets with several; 1 if omitted",
-        {},
-        ge=0,
+        "weight of each label in the loss, if there are several; 1 if omitted", {}, ge=0
     )
     eval_splits: list[str] = key("splits to evaluate; the last is reported", ["valid", "test"])
     eval_batch_size: int = key("number of samples per rank and step of evaluation", 4096, ge=1)
@@ -136,50 +109,32 @@ class TrainerConfig:
         "steps between evaluations of the first split; 0: only at the end", 0, ge=0
     )
     eval_group_by: str | None = key(
-        "categorical column, such as that of the user, in whose groups of samples the AUC is also "
-        "measured and averaged (GAUC); null: none",
-        None,
+        "categorical column by whose values the AUC is averaged too (GAUC); null: none", None
     )
     eval_ranking: list[int] = key(
-        "lengths k of lists: the item of each sample of label 1 is ranked among all items of the "
-        "training split, for recall@k and NDCG@k; needs a model with item_id; empty: no ranking",
-        [],
-        ge=1,
+        "lengths k for recall@k and NDCG@k among all items of training; needs item_id", [], ge=1
     )
     eval_ranking_without: str | None = key(
-        "column of kind categorical_list with the items that the user has seen, which eval_ranking "
-        "leaves out, but not the sample's own item; null: ranks all",
-        None,
+        "categorical_list of seen items that eval_ranking leaves out; null: ranks all", None
     )
     save_every_steps: int = key("steps between checkpoints; 0: not by steps", 0, ge=0)
     save_every_s: float = key(
-        "seconds between checkpoints by rank 0's clock, which is read at each check-up "
-        "(check_every_steps); 0: not by time",
+        "seconds between checkpoints, read at each check-up; 0: not by time",
         600.0,
         ge=0,
         le=MAX_SECONDS,
     )
     best_by: BestBy = key(
-        "figure of the first split by which evaluations are compared, for early_stop_patience and "
-        "keep_best: log_loss, auc, gauc, recall_at or ndcg_at (those at the first k of "
-        "eval_ranking)",
-        BestBy.log_loss,
+        "figure of the first split by which evaluations are compared", BestBy.log_loss
     )
     early_stop_patience: int | None = key(
-        "end the run after this many evaluations (eval_every_steps) in a row without a new best "
-        "value of the first split (best_by); null: never",
-        None,
-        ge=1,
+        "end after this many evaluations in a row without a new best value; null: never", None, ge=1
     )
     keep_best: bool | None = key(
-        "also save a checkpoint at each new best value of the first split (best_by), and evaluate "
-        "the other splits; the last such checkpoint is kept, reported, evaluated and exported; "
-        "null: only with early_stop_patience",
-        None,
+        "keep, report and export the checkpoint of the best value; null: if stopped early", None
     )
     callbacks: list[str] = key(
-        "import paths of callbacks, classes derived from hotrec.train.callbacks.Callback",
-        [],
+        "import paths of classes derived from hotrec.train.callbacks.Callback", []
     )
     keep_checkpoints: int = key("number of latest checkpoints to keep", 2, ge=1)
     log_every_steps: int = key("steps between lines of metrics.jsonl", 100, ge=1)
@@ -187,9 +142,7 @@ class TrainerConfig:
         "port on which rank 0's host serves /metrics for Prometheus; 0: none", 0, ge=0, le=65535
     )
     memory_stacks: bool = key(
-        "record which lines of Python allocate GPU memory, for the snapshot that is written when "
-        "it runs out; slows every step",
-        False,
+        "record which lines allocate GPU memory, for when it runs out; slows every step", False
     )
     check_every_steps: int = key(
         "steps between check-ups for non-finite losses and signals", 10, ge=1
@@ -199,20 +152,16 @@ class TrainerConfig:
         "checkpoint to resume from: latest (of this directory), none, or a path", "latest"
     )
     warm_start: str | None = key(
-        "run or checkpoint that provides the first weights and optimizer state of a new run; "
-        "rows are matched by raw id, so the dataset can differ; null: initial weights",
-        None,
+        "run or checkpoint of the first weights, whose rows match by raw id; null: none", None
     )
     warm_start_names: dict[str, str | None] = key(
-        "names in trainer.warm_start and what they are called in this model, for tables, "
-        "parameters or modules; null: do not load it",
-        {},
+        "names in warm_start of tables, parameters or modules, with this model's, or null", {}
     )
     timeout_s: float = key(
         "seconds that a collective waits for the slowest rank", 600.0, gt=0, le=MAX_SECONDS
     )
     watchdog_s: float = key(
-        "seconds without progress after which the run fails and reports the rank",
+        "seconds without progress after which the run fails and names the rank",
         120.0,
         gt=0,
         le=MAX_SECONDS,
@@ -274,13 +223,10 @@ class RunConfig:
     """Settings of ``hotrec run`` besides its stages."""
 
     compare: bool = key(
-        "also train with the plan of TorchRec's planner, and with hot rows if the chosen plan "
-        "has none, else without; then interleave the plans and report which is faster",
-        False,
+        "also train with TorchRec's planner and the other kind of plan, and compare speed", False
     )
     from_: Stage | None = key(
-        "repeat this stage and those after it, even if they are current; null: none",
-        None,
+        "repeat this stage and those after it, even if current; null: none", None
     )
 
 
@@ -315,8 +261,7 @@ class PathsConfig:
     costs: str = key("directory of the costs that calibrate measured on this machine", "data/costs")
     trials: str = key("directory in which runs record their trials", "data/trials")
     verify: Verify = key(
-        "checksums of the dataset to verify: size (of a chunk when it is first read) or full (of "
-        "all when it is opened)",
+        "checksums of the dataset to verify: size (at first read) or full (when opened)",
         Verify.size,
     )
 
@@ -336,10 +281,7 @@ class ProfileConfig:
         "fraction of the training split to hold out; 0: the validation split", 0.0, ge=0, lt=1
     )
     half_life_samples: float | None = key(
-        "half-life of the probability that a training sample is counted, in samples back from "
-        "the last one, so that popularity is that of the latest days; null: all count equally",
-        None,
-        gt=0,
+        "half-life, in samples from the last one, of being counted; null: all alike", None, gt=0
     )
 
 
@@ -351,16 +293,9 @@ class PlannerConfig:
         "GPU memory per device; null: the free memory, or 80 without a GPU", None, gt=0
     )
     host_gib: float | None = key(
-        "memory per host; null: that of this host or, for hotrec plan with built-in costs, of "
-        "their machine",
-        None,
-        gt=0,
+        "memory per host; null: of this host, or of the one that built-in costs are of", None, gt=0
     )
-    costs: str = key(
-        "costs to predict with: measured (at paths.costs), the name of a built-in set, or auto "
-        "(measured if they exist for this kind of device, else the nearest built-in set)",
-        "auto",
-    )
+    costs: str = key("costs to predict with: measured, the name of a built-in set, or auto", "auto")
 
 
 @dataclass
@@ -374,13 +309,10 @@ class PlanConfig:
         "minimum rate of the machine that a sweep recommends; null: any rate", None, gt=0
     )
     trial: bool = key(
-        "train the candidates whose predictions are too close on the run's first batches, and "
-        "continue with the fastest; false: trust the predictions",
-        True,
+        "train candidates too close to call on the first batches; false: trust predictions", True
     )
     trial_s: float | None = key(
-        "time budget of a trial in seconds; null: the larger of 5 s and 1% of the predicted run, "
-        "at most 60 s, and no trial if the run is predicted to be shorter than that",
+        "time budget of a trial in seconds; null: 1% of the predicted run, from 5 to 60 s",
         None,
         gt=0,
         le=MAX_SECONDS,
@@ -408,11 +340,7 @@ class BenchVariant:
     """A case with its own name; null keys are as in bench."""
 
     placement: BenchCase = key("placement of the case")
-    pipeline: PipelineKind | None = key(
-        "pipeline: sparse_dist, base, look_ahead (with hot and cold rows) or prefetch (with "
-        "TorchRec's plans in the tier fused_uvm_caching)",
-        None,
-    )
+    pipeline: PipelineKind | None = key("pipeline of the case, as in pipeline.kind", None)
     tier: TorchrecTier = key("memory of TorchRec's rows, as in placement", TorchrecTier.fused)
     cold_tier: ColdTier = key("memory of the cold rows, as in placement", ColdTier.fused)
     cache_load_frac: float = key(
@@ -495,15 +423,11 @@ class BenchConfig:
     )
     variants: dict[str, BenchVariant] = key("additional cases by name", {})
     dataset: str | None = key(
-        "directory of a prepared dataset whose training samples the cases train on; null: samples "
-        "drawn for table_rows",
-        None,
+        "directory of a dataset to train on; null: samples drawn for table_rows", None
     )
     shuffle: bool = key("shuffle the samples of dataset; else take them in the files' order", True)
     table_rows: list[int] = key(
-        "rows of each table, each read by one feature; by default those of the bench= choice",
-        [],
-        ge=1,
+        "rows of each table, read by one feature; by default of the bench= choice", [], ge=1
     )
     zipf_exponent: float = key("exponent of the k-th row's popularity, k^-exponent", 1.05, ge=0)
     rows_by_popularity: bool = key("number rows by popularity instead of at random", False)
@@ -525,8 +449,7 @@ class BenchConfig:
         "where ids are routed: main (timed) or loader (before the step)", BenchRouting.main
     )
     pipeline: PipelineKind = key(
-        "pipeline of all cases that set none in bench.variants: sparse_dist or base",
-        PipelineKind.sparse_dist,
+        "pipeline of cases that set none: sparse_dist or base", PipelineKind.sparse_dist
     )
     seed: int = key("seed of weights, popularity and samples", 0, ge=0)
     device: Device = key(DEVICE, Device.auto)
@@ -592,20 +515,13 @@ class Config:
     run_name: str = key("name of the run in reports; by default the placement= choice")
     data: DataSpec = section("the raw log and how to prepare it", DataSpec)
     append: list[str] = key(
-        "for `hotrec prepare`, files that extend the dataset at paths.dataset, given as in "
-        "data.source.files; its training split and vocabularies grow",
-        [],
+        "for `hotrec prepare`, files that extend the dataset at paths.dataset", []
     )
     overwrite: bool = key(
-        "allow `hotrec prepare` and `hotrec run` to prepare a dataset with appended files from "
-        "scratch, without those files",
-        False,
+        "allow to prepare a dataset with appended files from scratch, without them", False
     )
     prune: int | None = key(
-        "for `hotrec prepare`, number of earlier generations of the dataset to keep; applied "
-        "after append=, or instead of preparing if there is none; null: all",
-        None,
-        ge=0,
+        "for `hotrec prepare`, number of earlier generations to keep; null: all", None, ge=0
     )
     profile: ProfileConfig = section("how lookups are counted", ProfileConfig)
     model: ModelConfig = section("the model", ModelConfig)
@@ -714,12 +630,10 @@ class CompareConfig:
     """The configuration of compare."""
 
     runs: list[str] = key(
-        "directories of training runs with the same data, model and batch, whose plans are "
-        "interleaved; `hotrec compare DIRECTORY DIRECTORY ...` sets them",
-        size=2,
+        "training runs with the same data, model and batch; `hotrec compare DIRECTORY ...`", size=2
     )
     seconds: float = key(
-        "seconds of interleaved training; each plan trains for at least three blocks",
+        "seconds of interleaved training, at least three blocks of each plan",
         20.0,
         gt=0,
         le=MAX_SECONDS,
@@ -733,8 +647,7 @@ class ExportFormConfig:
     """The form of the exported model."""
 
     rows: RowType = key(
-        "type of the embedding rows: fp32 (exact), fp16, or int8 (each row times a scale of its "
-        "own)",
+        "type of the embedding rows: fp32 (exact), fp16, or int8 with a scale for each row",
         RowType.fp32,
     )
     eval_split: Split | None = key(
@@ -762,11 +675,7 @@ class PredictFormConfig:
 
     keep: list[str] = key("columns of the input files to copy to the scores, such as ids", [])
     max_unknown_frac: float = key(
-        "maximum share of unknown ids in a column of a file, of those that should be known by "
-        "the share in the held-out samples; 1: any",
-        0.5,
-        ge=0,
-        le=1,
+        "maximum share of unknown ids in a column, of those usually known; 1: any", 0.5, ge=0, le=1
     )
 
 
@@ -775,9 +684,7 @@ class PredictConfig:
     """The configuration of predict."""
 
     input: list[str] = key(
-        "files to score, in the format of the log that the run's dataset was prepared from: paths, "
-        "directories or glob patterns",
-        size=1,
+        "files to score, in the format of the run's log: paths, directories or patterns", size=1
     )
     output: str = key("directory of the scores, with a Parquet file for each input file")
     run_dir: str = key(FINISHED_RUN, "latest")
@@ -800,8 +707,7 @@ class ReportConfig:
     """The configuration of report."""
 
     runs: list[str] = key(
-        "directories of runs or of sweeps; latest: the newest run under runs/; `hotrec report "
-        "DIRECTORY ...` sets them",
+        "directories of runs or sweeps; latest: the newest run; `hotrec report DIRECTORY ...`",
         ["latest"],
     )
     text: bool = key("also print the page on standard error, without charts", False)
@@ -824,9 +730,7 @@ class InitConfig:
     """The configuration of init."""
 
     path: str | None = key(
-        "the log: a file of CSV, TSV, JSON Lines, Parquet or Arrow, a directory of them, or a "
-        "pattern; `hotrec init PATH` sets it",
-        None,
+        "the log: a file, a directory or a pattern; `hotrec init PATH` sets it", None
     )
     name: str | None = key("name of the dataset; null: that of the file", None)
     label: Any = key(

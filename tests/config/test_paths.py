@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from hotrec.cli.app import _complete, run_command
-from hotrec.cli.store import compose_config, quoted
+from hotrec.cli.store import compose_config
 
 ODD = [
     *("dt=2024-05-01", "two words", "a,b", "it's", "x#1", "100%", "\u65e5\u5fd7", "x[1]", "(p)"),
@@ -41,9 +41,9 @@ def make_log(folder: Path) -> None:
 def test_the_first_word_is_a_path_whatever_signs_it_has(tmp_path: Path) -> None:
     for name in ODD:
         make_log(tmp_path / name)
-        (word,) = _complete("init", [name])["overrides"]
+        (word,) = _complete("init", [name])[1]
         assert read(word.replace("path=", "run_name=")) == name
-    (word,) = _complete("predict", ODD)["overrides"]
+    (word,) = _complete("predict", ODD)[1]
     assert read(word) == ODD
 
 
@@ -81,20 +81,12 @@ def test_words_that_are_no_path(
 
 def test_commands_that_take_several() -> None:
     for command, key in (("report", "runs"), ("predict", "input")):
-        words = _complete(command, ["runs/a", "lr=0.1", "output=x", "b"])["overrides"]
+        words = _complete(command, ["runs/a", "lr=0.1", "output=x", "b"])[1]
         assert words.pop() == "b", "after an override a word is none"
         assert compose_config(command, words)[key] == ["runs/a", "lr=0.1"]
-    words = _complete("evaluate", ["runs/lr=0.1, b", "checkpoint=best"])["overrides"]
+    words = _complete("evaluate", ["runs/lr=0.1, b", "checkpoint=best"])[1]
     config = compose_config("evaluate", words)
     assert (config.run_dir, config.checkpoint) == ("runs/lr=0.1, b", "best")
-
-
-def test_names_in_quotes_are_read_as_they_are(tmp_path: Path) -> None:
-    for name in ODD:
-        make_log(tmp_path / name)
-        paths = [f"{name}/part.csv", "part.csv"]
-        word = f"input=[{','.join(map(quoted, paths))}]"
-        assert read(word) == paths
 
 
 def test_a_text_with_commas(capfd: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,17 +13,10 @@ import yaml
 
 from hotrec.cli.app import run_command
 from hotrec.cli.launch import decide_run_dir
-from tests.helpers.commands import environment, run_on_ranks
+from tests.helpers.commands import run_on_ranks
 
 SIZES = ("num_rows=[50]", "mean_lengths=[1]", "num_train=200", "num_valid=0", "num_test=0")
 SMALL = ["data=synthetic", *(f"data.synthetic.{size}" for size in SIZES)]
-# Begins when its standard input ends.
-AT_ONCE = """
-import sys
-from hotrec.cli.launch import decide_run_dir
-sys.stdin.read()
-print(decide_run_dir("train", [], is_multirun=False))
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -60,17 +51,6 @@ def test_two_runs_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
             assert Path(chosen[-1]).is_dir(), "made, so that no other run takes it"
             monkeypatch.delenv("HOTREC_RUN_DIR")
         assert chosen[1:] == [f"{chosen[0]}-1", f"{chosen[0]}-2"]
-
-
-def test_jobs_that_start_at_once_have_directories_of_their_own(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", AT_ONCE]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    jobs = [
-        subprocess.Popen(words, cwd=tmp_path, env=environment(), **pipes)  # type: ignore[call-overload]
-        for _ in range(6)
-    ]
-    chosen = {job.communicate(timeout=60)[0].strip() for job in jobs}
-    assert len(chosen) == len(list((tmp_path / "runs/train").iterdir())) == 6
 
 
 @pytest.mark.parametrize("words", [["trainer.cake=1"], ["--cfg", "job"], ["data=nope"]])

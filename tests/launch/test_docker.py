@@ -20,21 +20,6 @@ from tests.policy.source import REPOSITORY
 DOCKER = REPOSITORY / "docker"
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_image_is_made_from_the_lock_and_is_not_roots(device: str) -> None:
-    text = re.sub(r"\\\n\s*", "", (DOCKER / f"{device}.Dockerfile").read_text())
-    found = [line.split(maxsplit=1) for line in text.splitlines() if line and line[0] not in " #"]
-    runs = [rest for name, rest in found if name == "RUN"]
-    assert any(f"requirements/make_venv.sh /opt/venv {device} pins" in run for run in runs)
-    # Nothing else may bring packages that no lock names.
-    (install,) = (run for run in runs if "pip install" in run)
-    assert install.endswith("--no-deps .")
-    assert found.index(["USER", "hotrec"]) < [name for name, _ in found].index("ENTRYPOINT")
-    ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
-    copied = [rest.split()[:-1] for name, rest in found if name == "COPY" and "--from" not in rest]
-    assert [source for of in copied for source in of if f"!{source}" not in ignored] == []
-
-
 def test_the_trainers_commands_find_each_other(place: Place, free_port: int) -> None:
     """The very command lines, with this host in the place of both."""
     services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
@@ -124,19 +109,3 @@ def test_trial_that_is_stopped_removes_what_it_made(trial: Any, tmp_path: Path) 
     process.communicate(timeout=30)
     assert process.returncode == 143
     assert calls(tmp_path)[-1] == "down"
-
-
-@pytest.mark.parametrize(
-    ("environment", "code"),
-    [({"ENGINE_VERSION": ""}, 77), ({"COMPOSE": "no-such-compose"}, 77), ({"UP": "there"}, 1)],
-)
-def test_trial_does_nothing_without_an_engine_or_beside_another(
-    trial: Any, tmp_path: Path, environment: dict[str, str], code: int
-) -> None:
-    if code == 1:
-        (tmp_path / "up").touch()
-    process = trial(STATES=r"trainer-0 running 0\n", **environment)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == code
-    assert re.search("expected .*, got ", errors)
-    assert not (tmp_path / "calls").exists() or "up" not in calls(tmp_path)

@@ -78,16 +78,6 @@ def test_the_pods_find_each_other(place: Place, free_port: int) -> None:
     assert config.trainer.save_every_steps > 0
 
 
-def test_the_dataset_is_made_by_valid_commands() -> None:
-    pod = pod_of(objects("base")["Job"]["spec"])
-    containers = [*pod["initContainers"], *pod["containers"]]
-    for container, name in zip(containers, ("prepare", "profile"), strict=True):
-        command, *words = container["args"]
-        assert command == name
-        words = [word.replace("$(EXPERIMENT)", settings()["EXPERIMENT"]) for word in words]
-        build_config(compose_config("config", words))
-
-
 def test_a_pod_may_save_before_it_is_killed() -> None:
     found = objects("jobset")
     [timeout] = [word for word in arguments(found, 0, "a:1") if word.startswith("--shutdown")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -69,26 +68,6 @@ def test_a_shim_without_a_python_behind_it_is_passed_over(programs: Path) -> Non
     assert done.stderr.endswith(f"making {programs.parent / 'venv'} with Python 3.11.9\n")
     record = (programs.parent / "record").read_text()
     assert record == f"{programs / 'python3.11'} -m venv {programs.parent / 'venv'}\n"
-
-
-@pytest.mark.parametrize(
-    ("python", "arguments", "torch", "key"),
-    [
-        ("", [], "", "python"),
-        ("old", [], "", "PYTHON"),
-        ("", ["tpu"], "", "DEVICE"),
-        ("", ["cpu", "all"], "", "purpose"),
-        ("", ["cpu"], "2.10", "TORCH"),
-    ],
-)
-def test_what_is_refused(
-    programs: Path, python: str, arguments: list[str], torch: str, key: str
-) -> None:
-    add(programs, "python3.12", DEAD_SHIM)
-    old = add(programs, "old", "#!/bin/sh\necho 'Python 3.9.2'\nexit 1\n")
-    done = run(programs, *arguments, TORCH=torch, PYTHON=old if python else "")
-    assert done.returncode == 1
-    assert re.match(rf"{key}: expected .*, got ", done.stderr), done.stderr
 
 
 def test_pins_are_the_pairs_where_it_has_others(programs: Path) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-
-import pytest
 
 from tests.launch.conftest import Place
 
@@ -82,20 +79,3 @@ def test_ranks_per_node_are_its_gpus_and_an_image_has_its_options(
     assert f"--container-mounts={mounts}" in given
     assert "--container-workdir=/srv/hotrec" in given
     assert all((place.path / name).is_dir() for name in ("data", "runs"))
-
-
-@pytest.mark.parametrize(
-    ("words", "folder", "got"),
-    [
-        (["--container-image", "hotrec.sqsh", "train"], "", "'--container-image'"),
-        ([], "", "nothing"),
-        (["train"], "/", "/"),
-    ],
-)
-def test_what_is_refused(place: Place, words: list[str], folder: str, got: str) -> None:
-    environment = cluster(place, 1)
-    if folder:  # which is no checkout
-        environment["SLURM_SUBMIT_DIR"] = folder
-    done = place.run(["bash", spooled(place), *words], **environment)
-    assert done.returncode == 2
-    assert re.match(rf"launch/slurm\.sbatch: expected .*, got {got}", done.stderr), done.stderr

@@ -17,7 +17,6 @@ from hotrec.cli.app import _complete
 from hotrec.cli.commands import COMMANDS
 from hotrec.cli.stage import check_data
 from hotrec.cli.store import build_config, compose_config
-from hotrec.config.roots import ROOTS
 from tests.policy.source import REPOSITORY
 
 # The log of changes has commands of earlier versions.
@@ -110,7 +109,7 @@ def test_hotrec_takes_the_lines(page: Path, conf: Path) -> None:
         for word in words:
             if word.startswith("runs/"):
                 Path(word).mkdir(parents=True, exist_ok=True)
-        overrides = _complete(name, words)["overrides"]
+        overrides = _complete(name, words)[1]
         # Hydra's launchers and sweepers may not be installed.
         overrides = [word for word in overrides if not word.startswith("hydra")]
         for job in jobs_of(overrides):

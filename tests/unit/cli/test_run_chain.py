@@ -163,15 +163,6 @@ def test_what_is_current_is_not_made_again(machine: Machine, name: str) -> None:
         assert machine.run("run.compare=true")[1] == []
 
 
-def test_what_was_trained_by_half_goes_on_with_new_costs(machine: Machine) -> None:
-    machine.is_killed = True
-    first, _ = machine.run()
-    machine.is_killed, machine.costs = False, "second"
-    again, made = machine.run()
-    assert made == ["plan", "train", "evaluate", "report"]
-    assert again["run_dir"] == first["run_dir"]
-
-
 def test_costs_that_are_not_to_be_trusted_are_measured_again_and_said(machine: Machine) -> None:
     machine.doubts = (DOUBT,)
     first, made = machine.run()
