@@ -34,8 +34,7 @@ from hotrec.config.data import TEXT_FORMATS, ColumnKind, SourceFormat, columns_o
 from hotrec.config.roots import Config, PredictConfig, PredictFormConfig
 from hotrec.config.validate import validate
 from hotrec.data.encode import sources_of
-from hotrec.data.inference.spec import infer
-from hotrec.data.inference.written import to_yaml
+from hotrec.data.infer import infer, to_yaml
 from hotrec.data.memory import to_arrow, write_table
 from hotrec.data.sample import read_sample
 from hotrec.runs.predict import SCORES, predict_run

@@ -17,8 +17,7 @@ from hotrec.cli.store import USER_CONF, options_of
 from hotrec.config.data import DataSpec
 from hotrec.config.roots import InitConfig, TrainerConfig
 from hotrec.config.validate import validate
-from hotrec.data.inference.spec import Inferred, infer
-from hotrec.data.inference.written import to_yaml
+from hotrec.data.infer import Inferred, infer, to_yaml
 from hotrec.data.log import open_log
 from hotrec.data.sample import Sample, read_sample
 
@@ -58,7 +57,7 @@ def run(config: InitConfig, run_dir: Path) -> dict[str, Any]:
     file.parent.mkdir(parents=True, exist_ok=True)
     with naming(file), file.open("x", encoding="utf-8") as stream:
         stream.write(text)
-    labels = [label.column.name for label in found.labels]
+    labels = found.labels
     remarks = remarks_of(sample, found)
     for remark in remarks:
         logger.warning("%s", remark)
@@ -84,7 +83,7 @@ def summary_of(found: Inferred) -> str:
     kinds = [entry.spec["kind"] for entry in found.entries if entry.is_used]
     split = "time" if found.split["kind"] == "time" else "chance, at random"
     return (
-        f"label {', '.join(label.column.name for label in found.labels)}, {kinds.count('dense')} "
+        f"label {', '.join(found.labels)}, {kinds.count('dense')} "
         f"dense, {kinds.count('categorical')} categorical, {kinds.count('categorical_list')} "
         f"lists; split by {split}; skipped: {', '.join(_left_out(found)) or 'nothing'}"
     )
@@ -115,9 +114,8 @@ def remarks_of(sample: Sample, found: Inferred) -> list[str]:
     ]
     if sample.num_bad:
         lines = "1 line" if sample.num_bad == 1 else f"{sample.num_bad:,} lines"
-        whole = "" if sample.is_whole else f" of the {sample.table.num_rows:,} inspected"
         remarks.append(
-            f"{lines}{whole} unreadable: {sample.fault}. `hotrec prepare` would stop there: fix "
+            f"{lines} unreadable: {sample.fault}. `hotrec prepare` would stop there: fix "
             "the file, or set data.source.on_bad_line=skip"
         )
     return [*remarks, *found.remarks]

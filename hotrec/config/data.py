@@ -7,7 +7,6 @@ import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from typing import NamedTuple
 
 from hotrec.config.fields import Rules, key, section
 from hotrec.config.histories import UserHistorySpec, fill_number
@@ -35,58 +34,17 @@ _OF_UTC = re.compile(r"[ ]?(?:UTC|GMT|[zZ])$")
 _OFFSET = re.compile(r"(:.*?)[ ]([+-][0-9]{2}(?::?[0-9]{2})?)$")
 
 
-def time_ms(text: str, form: str = TimeUnit.iso) -> float:
-    """A date or time in text as milliseconds since 1970; UTC where it has no offset.
+def time_ms(text: str) -> float:
+    """A date or time in ISO 8601 as milliseconds since 1970; UTC where it has no offset.
 
-    Args:
-        text: The date or time.
-        form: "iso" for ISO 8601, with UTC and GMT as other names of Z; or the form in the
-            directives of Python's ``strptime``.
+    UTC and GMT are other names of Z.
 
     Raises:
-        ValueError: If it is no date or time of this form.
+        ValueError: If it is no date or time.
     """
-    text = text.strip()
-    if form == TimeUnit.iso:
-        moment = datetime.fromisoformat(_OFFSET.sub(r"\1\2", _OF_UTC.sub("+00:00", text)))
-    else:
-        moment = datetime.strptime(text, form)
-        # Digits alone do not show the end of a year: "9010100" is not "%y%m%d%H".
-        if text.isdigit() and moment.strftime(form) != text:
-            raise ValueError(f"{text!r} is not of the form {form!r}")
+    moment = datetime.fromisoformat(_OFFSET.sub(r"\1\2", _OF_UTC.sub("+00:00", text.strip())))
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     return (moment - EPOCH) / timedelta(milliseconds=1)
-
-
-class NumberForm(NamedTuple):
-    """How a number is written in text; see ``ColumnSpec``."""
-
-    decimal: str = "."
-    thousands: str = ""
-    ignore: str = ""
-
-    def rules(self) -> Rules:
-        decimal, thousands, ignored = self.decimal, self.thousands, self.ignore
-        expected = "no digit, sign, parenthesis or e"
-        yield (
-            len(decimal) == 1 and not _is_of_number(decimal),
-            f"decimal: expected one character, {expected}, got {decimal!r}.",
-        )
-        yield (
-            len(thousands) <= 1 and thousands != decimal and not _is_of_number(thousands),
-            f"thousands: expected at most one character, {expected} and not the decimal one, got "
-            f"{thousands!r}.",
-        )
-        yield (
-            not _is_of_number(ignored) and not {decimal, thousands} & set(ignored),
-            f"ignore: expected characters that are {expected} and not those of decimal and "
-            f"thousands, got {ignored!r}.",
-        )
-
-
-def _is_of_number(characters: str) -> bool:
-    # Of parentheses and other signs of minus only the digits would be left.
-    return any(c.isdigit() or c in "+-eE()\u2212\n\r" for c in characters)
 
 
 @dataclass
@@ -125,35 +83,18 @@ class ColumnSpec:
         ge=0,
         le=65_536,
     )
-    values: list[str] = key(
-        'for label, the values of a negative and of a positive, such as ["-1", "1"]; "" is a '
-        "missing one. Empty: 0 and 1, false and true, f and t, no and yes, or n and y in any case",
-        [],
-    )
-    bit: int = key(
-        "for label, a power of two: the label is whether the source, an integer, has this bit; 0: "
-        "the source is the label",
-        0,
-        ge=0,
-        le=2**52,
-    )
-    decimal: str = key("for numbers in text, the decimal separator", ".")
-    thousands: str = key("for numbers in text, the separator of digit groups; empty: none", "")
-    ignore: str = key("for numbers in text, characters to ignore, such as $, \u20ac and %", "")
 
     @property
     def is_list(self) -> bool:
         """Whether a sample has a list of ids."""
         return self.kind in (ColumnKind.categorical_list, ColumnKind.sequence)
 
-    @property
-    def number_form(self) -> NumberForm:
-        """How its numbers are written in text."""
-        return NumberForm(self.decimal, self.thousands, self.ignore)
-
     def rules(self) -> Rules:
-        yield from self._number_rules()
-        yield from self._label_rules()
+        is_one = self.kind is ColumnKind.dense and self.derive is Derive.none
+        yield (
+            is_one or not self.width,
+            f"width: expected 0 except for dense columns, got {self.width}.",
+        )
         kind, derive, table, separator = self.kind, self.derive, self.table, self.separator
         is_categorical = kind in FEATURE_KINDS
         yield is_categorical or not table, f"table: expected none for this kind, got {table!r}."
@@ -167,39 +108,6 @@ class ColumnSpec:
             kind is not ColumnKind.sequence or self.max_length > 0,
             f"max_length: expected at least 1 for kind sequence, got {self.max_length}. "
             "Set how many of the last ids to keep.",
-        )
-
-    def _number_rules(self) -> Rules:
-        yield from self.number_form.rules()
-        kind, derive, form = self.kind, self.derive, self.number_form
-        is_number = kind in (ColumnKind.dense, ColumnKind.weight) or derive is Derive.log_bucket
-        yield (
-            is_number or form == NumberForm(),
-            f"decimal, thousands, ignore: expected a column of numbers, got kind {kind.name}.",
-        )
-        is_one = kind is ColumnKind.dense and derive is Derive.none
-        yield (
-            is_one or not self.width,
-            f"width: expected 0 except for dense columns, got {self.width}.",
-        )
-        signs = form.decimal + form.thousands + form.ignore
-        yield (
-            not self.width or self.separator not in signs,
-            f"separator: expected another character than in decimal, thousands and ignore, got "
-            f"{self.separator!r}.",
-        )
-
-    def _label_rules(self) -> Rules:
-        values, is_label = self.values, self.kind is ColumnKind.label
-        yield (
-            not values or (is_label and len(values) == 2 and values[0] != values[1]),
-            f"values: expected two different values of a label, got {values}. Name that of a "
-            "negative, then that of a positive.",
-        )
-        bit = self.bit
-        yield (
-            not bit or (is_label and not values and bit & (bit - 1) == 0),
-            f"bit: expected a power of two, for a label without values, or 0, got {bit}.",
         )
 
 
@@ -354,8 +262,14 @@ class SourceSpec:
     times: dict[str, str] = key(
         "columns of times, with their format: iso (text such as 2024-05-01T12:30:00+02:00 or "
         "2024-05-01 12:30:00 UTC, UTC if it has no offset), the unit of numbers since 1970: s, "
-        "ms, us or ns, or directives of Python's strptime, such as %Y%m%d. Without an entry "
-        "numbers are ms; typed times in Parquet and Arrow files need none",
+        "ms, us or ns. Without an entry numbers are ms; typed times in Parquet and Arrow files, "
+        "and those of an expr, need none",
+        {},
+    )
+    expr: dict[str, str] = key(
+        "columns computed from others of the log's files, by name: expressions of Polars SQL, such "
+        "as CAST(REPLACE(price, ',', '.') AS DOUBLE) or STRPTIME(day, '%Y%m%d'). Columns of text "
+        "files are texts. A source, a time, a history or the split can name them",
         {},
     )
     histories: dict[str, UserHistorySpec] = key(
@@ -444,53 +358,33 @@ class SourceSpec:
 def _time_rules(times: dict[str, str]) -> Rules:
     for name, form in times.items():
         yield (
-            form in list(TimeUnit) or ("%" in form and _is_form_of_time(form)),
-            f"times.{name}: expected {', '.join(TimeUnit)} or directives of a date such as %Y%m%d, "
-            f"got {form!r}.",
+            form in list(TimeUnit),
+            f"times.{name}: expected {', '.join(TimeUnit)}, got {form!r}. Read other forms with "
+            "data.source.expr.",
         )
-
-
-def _is_form_of_time(form: str) -> bool:
-    """Whether a text of this form determines a time, independent of the local time zone."""
-    moment = datetime(2001, 2, 3, 16, tzinfo=UTC)
-    try:
-        at_hour_h = time_ms(moment.strftime(form), form) / 3_600_000 - moment.timestamp() / 3600
-    except ValueError:
-        return False
-    # Without the hour it is midnight. Names of zones are read by the local one.
-    return at_hour_h in (0, -16) and "%Z" not in form
 
 
 def _source_rules(columns: dict[str, ColumnSpec], histories: dict[str, UserHistorySpec]) -> Rules:
     """Columns that are made of one column of the log read it in one way."""
     listed = {name: of for history in histories.values() for name, of in history.columns.items()}
-    readings: dict[str, tuple[str, tuple[object, ...]]] = {}
+    readings: dict[str, tuple[str, int]] = {}
     for name, column in columns.items():
         if column.kind in FEATURE_KINDS and column.derive is Derive.none:
             continue
         source = column.source or name
         source = listed.get(source, source)
-        reading = (column.number_form, column.width, tuple(column.values), column.bit > 0)
-        first, other = readings.setdefault(source, (name, reading))
+        first, width = readings.setdefault(source, (name, column.width))
         yield (
-            reading == other,
+            width == column.width,
             f"columns.{name}: expected {source!r} to be read as columns.{first} reads it, got "
-            "another form. Give both the same width, decimal, thousands, ignore and values, and "
-            "both a bit or none.",
+            "another width. Give both the same.",
         )
 
 
 def _history_rules(columns: dict[str, ColumnSpec], histories: dict[str, UserHistorySpec]) -> Rules:
     """Every list of a history is read, and by all its columns as ids or by all as numbers."""
     owners: dict[str, str] = {}
-    masks = {column.source or name for name, column in columns.items() if column.bit}
     for owner, history in histories.items():
-        flags = {source for bits in history.bits.values() for source in bits}
-        yield (
-            not flags & masks,
-            f"histories.{owner}.bits: expected columns of 0 and 1, got {sorted(flags & masks)}, "
-            "whose bits are labels. Name such a column in columns of the history.",
-        )
         for name in history.lists:
             yield (
                 owners.setdefault(name, owner) == owner,

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from hotrec.config.fields import Rules, key
 
-LARGEST_BIT = 2**30
-
 
 @dataclass
 class UserHistorySpec:
@@ -23,11 +21,6 @@ class UserHistorySpec:
     columns: dict[str, str] = key(
         "column of the log or of a joined table whose values of these rows are a list, by the name "
         "of the list",
-        {},
-    )
-    bits: dict[str, dict[str, int]] = key(
-        "columns of the log of 0 and 1 with the bit of each, a power of two, by the name of a "
-        "list: of each row the sum of the bits whose column is 1",
         {},
     )
     age: str = key(
@@ -49,21 +42,13 @@ class UserHistorySpec:
     @property
     def lists(self) -> list[str]:
         """The names of its lists, in order."""
-        return [*self.columns, *self.bits, *([self.age] if self.age else [])]
+        return [*self.columns, *([self.age] if self.age else [])]
 
     def rules(self) -> Rules:
         names, separator = self.lists, self.separator
         yield bool(names), f"columns: expected at least one list, got {names}. Name a column."
         twice = sorted({name for name in names if names.count(name) > 1})
         yield not twice, f"columns: expected a name for each list, got {twice} twice. Rename one."
-        for name, bits in self.bits.items():
-            given = list(bits.values())
-            is_fit = all(0 < bit <= LARGEST_BIT and bit & (bit - 1) == 0 for bit in given)
-            yield (
-                bool(given) and is_fit and len(set(given)) == len(given),
-                f"bits.{name}: expected a different power of two of each column, at most "
-                f"{LARGEST_BIT}, got {bits}. Set 1, 2, 4, ...",
-            )
         for name in self.before:
             yield (
                 name in self.columns,

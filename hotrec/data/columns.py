@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hotrec.config.data import Derive, NumberForm, TimeUnit, time_ms
+from hotrec.config.data import Derive, TimeUnit, time_ms
 from hotrec.data.chunks import one_array
 from hotrec.data.hashing import Hashes, hash_text
 from hotrec.data.value_types import ValueTypes
@@ -33,7 +33,7 @@ _WHOLE_BELOW = 2.0**53  # a larger float stands for several integers
 _BRACKETS = r"(?s)^[ \t\r\n]*\[(.*)\][ \t\r\n]*$"
 _LABELS = (("0", "false", "f", "no", "n"), ("1", "true", "t", "yes", "y"))
 _NO_CODES = np.empty(0, np.int64)
-_PLAIN = NumberForm()
+_NUMBER = r"^[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 _MS_PER_HOUR = 3_600_000
 MS_PER_UNIT = {TimeUnit.s: 1e3, TimeUnit.ms: 1.0, TimeUnit.us: 1e-3, TimeUnit.ns: 1e-6}
 # 1970-01-01 was a Thursday, day 3 of a week that begins on Monday.
@@ -248,18 +248,14 @@ def numbers_from_arrow(column: pa.ChunkedArray | pa.Array) -> Float64s:
     return found
 
 
-def labels_from_texts(texts: Texts, values: Sequence[str] = ()) -> Float64s:
+def labels_from_texts(texts: Texts) -> Float64s:
     """Texts as labels 0 and 1; NaN where missing, and infinite where a text is neither.
 
-    Args:
-        texts: The labels. Surrounding blanks are ignored, and numbers are compared as numbers.
-        values: The texts of a negative and of a positive, see ``ColumnSpec``.
+    Surrounding blanks are ignored, and numbers are compared as numbers.
     """
-    meanings = tuple((value,) for value in values) or _LABELS
-    of = {_label_key(v): float(label) for label, names in enumerate(meanings) for v in names}
-    fold = str if values else str.lower
+    of = {name: float(label) for label, names in enumerate(_LABELS) for name in names}
     found = [
-        of.get(fold(_label_key(text or "")), math.inf if text else math.nan)
+        of.get(_label_key(text or "").lower(), math.inf if text else math.nan)
         for text in [*texts.values.to_pylist(), None]
     ]
     return np.array(found)[texts.codes]
@@ -268,7 +264,7 @@ def labels_from_texts(texts: Texts, values: Sequence[str] = ()) -> Float64s:
 def _label_key(text: str) -> str:
     """Normal form of a label's text."""
     text = text.strip(" \t")
-    return str(float(text) + 0.0) if re.fullmatch(_number_pattern(_PLAIN), text) else text
+    return f"{float(text) + 0.0:g}" if re.fullmatch(_NUMBER, text) else text
 
 
 def times_from_arrow(column: pa.ChunkedArray | pa.Array) -> Float64s:
@@ -278,16 +274,8 @@ def times_from_arrow(column: pa.ChunkedArray | pa.Array) -> Float64s:
     return numbers_from_arrow(times.cast(pa.int64())) / 1000
 
 
-def times_from_texts(texts: Texts, form: str = TimeUnit.iso) -> Float64s:
-    """Texts as milliseconds since 1970; infinite where one is no date or time.
-
-    Args:
-        texts: Dates and times.
-        form: See ``hotrec.config.data.time_ms``.
-    """
-    if form != TimeUnit.iso:
-        milliseconds = _times_one_by_one(whole_ids(texts), form)
-        return np.append(milliseconds, np.nan)[texts.codes]
+def times_from_texts(texts: Texts) -> Float64s:
+    """Texts in ISO 8601 as milliseconds since 1970; infinite where one is no date or time."""
     # Arrow needs to know whether there is an offset, and reads at most six digits of a second.
     values = pc.replace_substring_regex(texts.values, r" ?(UTC|GMT)$", "Z")
     values = pc.replace_substring_regex(values, r"(\.[0-9]{6})[0-9]+", r"\1")
@@ -301,48 +289,27 @@ def times_from_texts(texts: Texts, form: str = TimeUnit.iso) -> Float64s:
         since_1970 = pc.coalesce(*(times.cast(pa.int64()) for times in found))
         milliseconds = numbers_from_arrow(since_1970) / 1000
     except pa.ArrowInvalid:  # to find the bad value; and for forms unknown to Arrow
-        milliseconds = _times_one_by_one(texts, form)
+        found = [_time_or_inf(text) for text in texts.values.to_pylist()]
+        milliseconds = np.array(found, np.float64)
     return np.append(milliseconds, np.nan)[texts.codes]
 
 
-def _times_one_by_one(texts: Texts, form: str) -> Float64s:
-    return np.array([_time_or_inf(text, form) for text in texts.values.to_pylist()], np.float64)
-
-
-def _time_or_inf(text: str | None, form: str) -> float:
+def _time_or_inf(text: str | None) -> float:
     try:
-        return math.nan if text is None else time_ms(text, form)
+        return math.nan if text is None else time_ms(text)
     except ValueError:
         return math.inf
 
 
-def numbers_from_texts(texts: Texts, form: NumberForm = _PLAIN) -> Float64s:
+def numbers_from_texts(texts: Texts) -> Float64s:
     """Texts as numbers; infinite where a text is not a number, to be found by the reader.
 
-    Args:
-        texts: Numbers. Surrounding blanks are ignored.
-        form: How they are written.
+    Surrounding blanks are ignored.
     """
-    values = texts.values
-    for character in form.ignore:
-        values = pc.replace_substring(values, character, "")
-    values = pc.utf8_trim(values, " \t\u00a0\u202f" if form.ignore else " \t")
-    is_number = pc.match_substring_regex(values, _number_pattern(form)).fill_null(True)
-    if form.thousands:
-        values = pc.replace_substring(values, form.thousands, "")
-    if form.decimal != ".":
-        values = pc.replace_substring(values, form.decimal, ".")
+    values = pc.utf8_trim(texts.values, " \t")
+    is_number = pc.match_substring_regex(values, _NUMBER).fill_null(True)
     numbers = numbers_from_arrow(pc.if_else(is_number, values, "inf"))
     return np.append(numbers, np.nan)[texts.codes]
-
-
-def _number_pattern(form: NumberForm) -> str:
-    """A regular expression of numbers, for RE2 and for Python."""
-    decimal, thousands = (f"[{re.escape(sign)}]" for sign in (form.decimal, form.thousands))
-    whole = "[0-9]+"
-    if form.thousands:  # groups of three; in India of two until the last
-        whole = f"([0-9]+|[0-9]{{1,3}}({thousands}[0-9]{{2,3}})*{thousands}[0-9]{{3}})"
-    return f"^[+-]?({whole}({decimal}[0-9]*)?|{decimal}[0-9]+)([eE][+-]?[0-9]+)?$"
 
 
 def lists_from_arrow(column: pa.ChunkedArray | pa.Array) -> Lists:
@@ -397,10 +364,10 @@ def number_lists_from_arrow(column: pa.ChunkedArray | pa.Array) -> NumberLists:
     return NumberLists(_numbers_of_items(items), offsets, codes)
 
 
-def number_lists_from_texts(texts: Texts, separator: str, form: NumberForm) -> NumberLists:
+def number_lists_from_texts(texts: Texts, separator: str) -> NumberLists:
     """Texts that ``lists_from_texts`` splits as lists of numbers; infinite where one is none."""
     lists = lists_from_texts(texts, separator)
-    return NumberLists(numbers_from_texts(lists.items, form), lists.offsets, lists.codes)
+    return NumberLists(numbers_from_texts(lists.items), lists.offsets, lists.codes)
 
 
 def _numbers_of_items(items: pa.Array) -> Float64s:
@@ -419,9 +386,9 @@ def vectors_from_arrow(column: pa.ChunkedArray | pa.Array, width: int) -> Float6
     return _vectors(lists.values, lists.offsets, lists.codes, width)
 
 
-def vectors_from_texts(texts: Texts, separator: str, form: NumberForm, width: int) -> Float64s:
+def vectors_from_texts(texts: Texts, separator: str, width: int) -> Float64s:
     """Texts that ``lists_from_texts`` splits as vectors, see ``vectors_from_arrow``."""
-    lists = number_lists_from_texts(texts, separator, form)
+    lists = number_lists_from_texts(texts, separator)
     return _vectors(lists.values, lists.offsets, lists.codes, width)
 
 

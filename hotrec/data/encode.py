@@ -104,16 +104,11 @@ def label_names(columns: Mapping[str, ColumnSpec]) -> tuple[str, ...]:
 def labels_of(block: RawBlock, columns: Mapping[str, ColumnSpec]) -> Float64s:
     """The labels, float64 (n, L)."""
     labels = [
-        _bit_of(block.numbers[column.source or name], column.bit)
+        block.numbers[column.source or name]
         for name, column in columns.items()
         if column.kind is ColumnKind.label
     ]
     return np.stack(labels, axis=1)
-
-
-def _bit_of(values: Float64s, bit: int) -> Float64s:
-    """Values as labels, or whether each, an integer, has a bit; 0: the values are the labels."""
-    return ((values.astype(np.int64) & bit) > 0).astype(np.float64) if bit else values
 
 
 def needs_numbers(column: ColumnSpec) -> bool:
@@ -303,6 +298,7 @@ def encoding_document(spec: SourceSpec, scaling: Float64s) -> dict[str, Any]:
         "columns": {name: asdict(column) for name, column in columns_of(spec).items()},
         "tables": {name: asdict(table) for name, table in tables_of(spec).items()},
         "times": {name: str(spec.times[name]) for name in read_times(spec)},
+        "expr": dict(spec.expr),
         "means": scaling[0].tolist(),
         "deviations": scaling[1].tolist(),
     }
@@ -358,7 +354,7 @@ def check_encoding(
             )
         scaling = np.array([recorded["means"], recorded["deviations"]], np.float64)
         wanted = encoding_document(spec, scaling)
-        for part in ("columns", "tables", "times", "histories"):
+        for part in ("columns", "tables", "times", "expr", "histories"):
             asked, saved = wanted.get(part, {}), recorded.get(part, {})  # not all have histories
             for name in sorted(asked.keys() | saved.keys()):
                 mine, own = asked.get(name), saved.get(name)

@@ -21,14 +21,12 @@ from hotrec.config.data import SourceSpec, columns_of, is_list_of_numbers
 from hotrec.config.histories import UserHistorySpec
 from hotrec.data.chunks import Integers, Jagged, one_array, write_arrow
 from hotrec.data.columns import (
-    Float64s,
     Lists,
     NumberLists,
     RawBlock,
     Texts,
     lists_from_texts,
     offsets_of,
-    texts_from_numbers,
     whole_ids,
 )
 from hotrec.data.gather import gather_bags
@@ -205,14 +203,9 @@ class _History:
         self._events.add(tail["user"].to_numpy(), columns)
 
     def _texts_of(self, block: RawBlock, name: str) -> Texts:
-        if name in self._spec.columns:
-            texts = block.ids[self._spec.columns[name]]
-            assert isinstance(texts, Texts), f"{name}: expected one id, as the reader has checked"
-            return whole_ids(texts)
-        masks: Float64s = np.zeros(len(block))
-        for source, bit in self._spec.bits[name].items():
-            masks += bit * block.numbers[source]
-        return texts_from_numbers(masks)
+        texts = block.ids[self._spec.columns[name]]
+        assert isinstance(texts, Texts), f"{name}: expected one id, as the reader has checked"
+        return whole_ids(texts)
 
     def _number_texts(self, name: str, texts: Texts) -> Rows:
         numbers: Rows = np.append(self._texts[name].add(texts.values), -1)[texts.codes]

@@ -138,6 +138,9 @@ def open_log(
         place: tuple(dict.fromkeys((*names[place], *partition_of(files[place][0]))))
         for place in files
     }
+    exprs = _exprs(spec, known[_LOG], needs_label=needs_label)
+    formats[_LOG] = log_format = replace(log_format, exprs=exprs)
+    known[_LOG] += tuple(exprs)
     for kind in () if needs_label else (ColumnKind.label, ColumnKind.weight):
         columns = columns_of(spec)
         if not set(sources_of(columns, kind).values()) <= set(known[_LOG]):
@@ -162,6 +165,25 @@ def open_log(
     return Log(
         tuple(files[_LOG]), log_format, wanted[_LOG], side_tables, columns, all_names, histories
     )
+
+
+def _exprs(spec: SourceSpec, known: tuple[str, ...], *, needs_label: bool) -> dict[str, str]:
+    """The computed columns; without labels also without those whose columns the log lacks."""
+    if not spec.expr:
+        return {}
+    from hotrec.data.expr import columns_read_by  # polars is only needed for these
+
+    found = {}
+    for name, sql in spec.expr.items():
+        key, columns = f"data.source.expr.{name}", columns_read_by(name, sql)
+        if name in known:
+            raise ValueError(f"{key}: expected a name that no column has, got {name!r}. Rename it.")
+        if not needs_label and not {*columns} <= {*known}:
+            continue
+        for column in columns:
+            _require(column, known, key)
+        found[name] = sql
+    return found
 
 
 def _say_what_is_not_read(
@@ -218,19 +240,12 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
             single[place] += [source] if column.kind is ColumnKind.categorical else []
         if column.derive in DERIVED_FROM_TIMES:
             times[place][source] = spec.times.get(source, TimeUnit.ms)
-    with_bit = {name: column for name, column in columns.items() if column.bit}
-    others = {name: column for name, column in columns.items() if not column.bit}
-    labels, masks, weights = (
-        list(sources_of(of, kind).values())
-        for of, kind in (
-            (others, ColumnKind.label),
-            (with_bit, ColumnKind.label),
-            (columns, ColumnKind.weight),
-        )
+    labels, weights = (
+        tuple(sources_of(columns, kind).values()) for kind in (ColumnKind.label, ColumnKind.weight)
     )
     required: list[str] = []
     for key, source, use in _history_sources(spec):
-        if use in ("by", "time", "bit"):
+        if use in ("by", "time"):
             place = _LOG
             _require(source, known[_LOG], key)
         else:
@@ -240,8 +255,6 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
         if use == "time":
             times[_LOG][source] = spec.times.get(source, TimeUnit.ms)
             required.append(source)
-        elif use == "bit":
-            labels.append(source)
     for name, column in columns.items():  # the form of numbers that are listed
         for history in spec.histories.values():
             listed_source = history.columns.get(column.source or name)
@@ -258,13 +271,12 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
         place: Wanted(
             tuple(dict.fromkeys(ids[place])),
             tuple(dict.fromkeys(numbers[place])),
-            labels=tuple(labels) if place == _LOG else (),
-            weights=tuple(weights) if place == _LOG else (),
+            labels=labels if place == _LOG else (),
+            weights=weights if place == _LOG else (),
             required=tuple(required) if place == _LOG else (),
             times=times[place],
             columns=readings[place],
             single=tuple(dict.fromkeys(single[place])),
-            masks=tuple(masks) if place == _LOG else (),
             lists=tuple(dict.fromkeys(lists[place])),
         )
         for place in known
@@ -295,8 +307,6 @@ def _history_sources(spec: SourceSpec) -> Iterator[tuple[str, str, str]]:
         for of, source in history.columns.items():
             use = "number" if is_list_of_numbers(columns, of) else "id"
             yield f"{key}.columns.{of}", source, use
-        for of, bits in history.bits.items():
-            yield from ((f"{key}.bits.{of}", source, "bit") for source in bits)
         yield from (
             (f"{key}.before.{of}", source, "before") for of, source in history.before.items()
         )

@@ -23,7 +23,6 @@ from hotrec.config.data import (
     TEXT_FORMATS,
     ColumnKind,
     ColumnSpec,
-    NumberForm,
     OnBadLine,
     SourceFormat,
     TimeUnit,
@@ -72,7 +71,6 @@ _ARROW_MAGIC_BYTES = 8  # with padding
 _ROWS_PER_BLOCK = 131_072
 _NUM_SHOWN, _SHOWN, _FEW = 8, 80, 100
 _LARGEST = float(np.finfo(np.float32).max)
-_MASK_BELOW = 2.0**53  # a larger float stands for several integers
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,6 @@ class Wanted:
         columns: The format of number columns, and the length of vectors, unless they are plain
             numbers.
         single: Id columns that may not be lists.
-        masks: Number columns that must be integers of at least 0, whose bits are labels.
         lists: Columns whose values are lists of numbers. A column may also be in ``ids``.
         kept: Columns to pass through unchanged.
     """
@@ -104,7 +101,6 @@ class Wanted:
     columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
     single: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-    masks: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
 
     @property
@@ -118,10 +114,9 @@ class Wanted:
     def is_text(self, name: str) -> bool:
         """Whether a column is read as text where files are text."""
         column = self.column(name)
-        is_plain = column.number_form == NumberForm() and not column.width
-        is_time = self.times.get(name, TimeUnit.ms) not in MS_PER_UNIT
+        is_iso = self.times.get(name) == TimeUnit.iso
         is_number = name in self.numbers and name not in self.ids and name not in self.labels
-        return not is_number or is_time or not is_plain
+        return not is_number or is_iso or column.width > 0
 
 
 @dataclass(frozen=True)
@@ -133,6 +128,7 @@ class LogFormat:
     null_values: tuple[str, ...] = ("",)
     on_bad_line: OnBadLine = OnBadLine.error
     block_bytes: int = 8 << 20
+    exprs: Mapping[str, str] = field(default_factory=dict)  # of computed columns, by name
 
 
 def find_files(patterns: list[str], log_format: SourceFormat, *, key: str = "files") -> list[Path]:
@@ -220,18 +216,21 @@ def read_blocks(path: Path, log_format: LogFormat, wanted: Wanted) -> Iterator[R
             skipped, for an unreadable sample; the message names the file and the line.
     """
     names, partition = column_names(path, log_format), partition_of(path)
-    partition = {name: value for name, value in partition.items() if name not in names}
+    exprs = {name: sql for name, sql in log_format.exprs.items() if name in wanted.names}
+    roots = _columns_read_by(exprs)
+    read = list(dict.fromkeys((*(name for name in wanted.names if name not in exprs), *roots)))
+    partition = {n: of for n, of in partition.items() if n not in names and n in read}
     # Not every object has all fields, so missing ones of JSON are reported at the end.
     has_names = log_format.format is not SourceFormat.json
-    missing = [name for name in wanted.names if has_names and name not in {*names, *partition}]
+    missing = [name for name in read if has_names and name not in {*names, *partition}]
     if missing:
         raise ValueError(
             f"{path}: expected the columns {missing}, got {[*names, *partition]}. "
             "Correct the columns of the specification."
         )
-    of_file = [name for name in wanted.names if name not in partition]
+    of_file = [name for name in read if name not in partition]
     if log_format.format in TEXT_FORMATS:
-        tables = _text_tables(path, log_format, wanted, names, of_file)
+        tables = _text_tables(path, log_format, wanted, names, of_file, roots)
     else:
         tables = _tables(path, log_format, of_file)
     for parsed in tables:
@@ -239,33 +238,75 @@ def read_blocks(path: Path, log_format: LogFormat, wanted: Wanted) -> Iterator[R
             bad = parsed.bad[0]
             raise _bad_line_error(path, bad.line, bad.expected, bad.got)
         if parsed.lines.size or parsed.bad:
-            table = _with_partition(parsed.table, partition, wanted)
+            table = _with_partition(parsed.table, partition)
+            if exprs:
+                table, parsed = _with_exprs(table, parsed, exprs, path, log_format)
             yield _block(table, parsed, wanted, path, log_format.on_bad_line)
 
 
 def _text_tables(
-    path: Path, log_format: LogFormat, wanted: Wanted, names: tuple[str, ...], of_file: list[str]
+    path: Path,
+    log_format: LogFormat,
+    wanted: Wanted,
+    names: tuple[str, ...],
+    of_file: list[str],
+    roots: list[str],
 ) -> Iterator[text.Parsed]:
     is_delimited, nulls = log_format.format is SourceFormat.delimited, log_format.null_values
     lines = text.read_lines(path, log_format.block_bytes, has_header=is_delimited)
     if log_format.format is SourceFormat.json:
         # Columns that are only passed through keep all digits too.
-        numbers = {*wanted.numbers, *wanted.lists}
+        numbers = {*wanted.numbers, *wanted.lists, *roots}
         ids = tuple(name for name in of_file if name in wanted.ids or name not in numbers)
         return json_lines.parse_lines(path, lines, ids, tuple(of_file), nulls)
-    types = {name: text.TEXT if wanted.is_text(name) else text.NUMBER for name in of_file}
+    # An expression reads texts, whatever else a column is read as.
+    are_texts = {name for name in of_file if name in roots or wanted.is_text(name)}
+    types = {name: text.TEXT if name in are_texts else text.NUMBER for name in of_file}
     layout = text.Layout(names, log_format.separator, is_delimited, nulls, types)
     return text.parse_lines(lines, layout)
 
 
-def _with_partition(
-    table: pa.Table, partition: Mapping[str, str | None], wanted: Wanted
-) -> pa.Table:
+def _with_partition(table: pa.Table, partition: Mapping[str, str | None]) -> pa.Table:
     for name, value in partition.items():
-        if name in wanted.names:
-            value_of_all = pa.array([value], pa.string()).take(pa.array(np.zeros(len(table), int)))
-            table = table.append_column(name, value_of_all)
+        value_of_all = pa.array([value], pa.string()).take(pa.array(np.zeros(len(table), int)))
+        table = table.append_column(name, value_of_all)
     return table
+
+
+def _columns_read_by(exprs: Mapping[str, str]) -> list[str]:
+    if not exprs:
+        return []
+    from hotrec.data.expr import columns_read_by  # polars is only needed for these
+
+    return [column for name, sql in exprs.items() for column in columns_read_by(name, sql)]
+
+
+def _with_exprs(
+    table: pa.Table,
+    parsed: text.Parsed,
+    exprs: Mapping[str, str],
+    path: Path,
+    log_format: LogFormat,
+) -> tuple[pa.Table, text.Parsed]:
+    """A block with its computed columns, without rows for which one cannot be computed."""
+    from hotrec.data.expr import compute
+
+    is_error = log_format.on_bad_line is OnBadLine.error
+    are_texts = log_format.format in TEXT_FORMATS
+    table, bad = compute(table, exprs, are_texts=are_texts, until_bad=is_error)
+    if not bad:
+        return table, parsed
+    if is_error:
+        at, name, row = bad[0]
+        expected = f"a row that data.source.expr.{name} can read"
+        raise _bad_line_error(
+            path, int(parsed.lines[at]), expected, row, "correct the expression, "
+        )
+    rows = np.array(sorted({at for at, *_ in bad}))
+    is_kept = ~np.isin(np.arange(len(table)), rows)
+    more = (text.Bad(int(line), "", "") for line in parsed.lines[rows])
+    parsed = text.Parsed(table, parsed.lines[is_kept], (*parsed.bad, *more))
+    return table.filter(pa.array(is_kept)), parsed
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:
@@ -415,8 +456,6 @@ class _Reading:
             return ~np.isfinite(values)
         if name in wanted.weights:
             return ~((values >= 0) & (values <= _LARGEST))
-        if name in wanted.masks:
-            return ~((values >= 0) & (values < _MASK_BELOW) & (np.floor(values) == values))
         is_bad: Mask = np.any(np.abs(values) > _LARGEST, axis=tuple(range(1, values.ndim)))
         if self.is_time and are_epochs(values).any():
             is_bad |= times_of_another_unit(values)
@@ -481,7 +520,7 @@ def _read(column: pa.Array, name: str, wanted: Wanted) -> _Reading:
         how = wanted.column(name)
         raw = ids_from_arrow(column) if name in wanted.ids or not is_list(column.type) else None
         if isinstance(raw, Texts):
-            lists = number_lists_from_texts(raw, how.separator, how.number_form)
+            lists = number_lists_from_texts(raw, how.separator)
         else:
             lists = number_lists_from_arrow(column)
         return _Reading(raw, None, lists)
@@ -496,7 +535,7 @@ def _read(column: pa.Array, name: str, wanted: Wanted) -> _Reading:
         return _Reading(raw, times_from_arrow(column))
     if how.width:
         numbers = (
-            vectors_from_texts(raw, how.separator, how.number_form, how.width)
+            vectors_from_texts(raw, how.separator, how.width)
             if isinstance(raw, Texts)
             else vectors_from_arrow(column, how.width)
         )
@@ -504,11 +543,11 @@ def _read(column: pa.Array, name: str, wanted: Wanted) -> _Reading:
     if not isinstance(raw, Texts):
         numbers = numbers_from_arrow(column)
     elif name in wanted.labels:
-        return _Reading(raw, labels_from_texts(raw, how.values))
-    elif unit is not None and unit not in MS_PER_UNIT:
-        return _Reading(raw, times_from_texts(raw, unit))
+        return _Reading(raw, labels_from_texts(raw))
+    elif unit == TimeUnit.iso:
+        return _Reading(raw, times_from_texts(raw))
     else:
-        numbers = numbers_from_texts(raw, how.number_form)
+        numbers = numbers_from_texts(raw)
     if unit is None:
         return _Reading(raw, numbers)
     scale = MS_PER_UNIT[TimeUnit(unit)]
@@ -520,24 +559,19 @@ def _expected(name: str, wanted: Wanted) -> tuple[str, str]:
     how, unit = wanted.column(name), wanted.times.get(name)
     if name in wanted.lists:
         return "a list of finite numbers", ""
-    if name in wanted.masks:
-        return "an integer of at least 0, whose bits are labels", ""
     if name not in wanted.numbers:
         return "an id that is an integer or a text", "store ids as integers, "
     if name in wanted.labels:
-        expected = f"a label of {how.values[0]!r} or {how.values[1]!r}" if how.values else None
-        return expected or "a label of 0 or 1", "set values of the label, "
+        return "a label of 0 or 1", "read it with an expr, "
     if name in wanted.weights:
         return "a weight of at least 0", ""
     if unit == TimeUnit.iso:
         return "a time such as 2024-05-01T12:30:00", f"set data.source.times.{name}, "
-    if unit is not None and unit not in MS_PER_UNIT:
-        return f"a time of the form {unit}", f"set data.source.times.{name}, "
     if unit is not None:
         return f"a time in {unit}", f"set data.source.times.{name}, "
     if how.width:
         return f"{how.width} finite numbers or a missing value", ""
-    return "a finite number or a missing value", "set decimal, thousands or ignore of the column, "
+    return "a finite number or a missing value", "read it with an expr, "
 
 
 def _check_type(kind: pa.DataType, name: str, wanted: Wanted, path: Path) -> None:
@@ -578,7 +612,7 @@ def _check_type(kind: pa.DataType, name: str, wanted: Wanted, path: Path) -> Non
     if form == TimeUnit.iso and not is_time:
         raise ValueError(
             f"{path} column {name}: expected text, as in data.source.times, got type {kind}. Set "
-            f"data.source.times.{name} to s, ms, us or ns, or a form such as %Y%m%d."
+            f"data.source.times.{name} to s, ms, us or ns."
         )
 
 

@@ -6,16 +6,16 @@ import csv
 import glob
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import polars as pl
 import pyarrow as pa
 
 from hotrec.config.data import SourceFormat
 from hotrec.data import text
-from hotrec.data.columns import is_list, texts_from_arrow
 from hotrec.data.files import beginning_of, locate
 from hotrec.data.readers import (
     LogFormat,
@@ -46,9 +46,8 @@ _BEGINNINGS = {
     SourceFormat.criteo: re.compile(rb"[01](\t-?[0-9]*){13}(\t([0-9a-f]{8})?){26}\r?\n"),
 }
 _COMPRESSIONS = (".gz", ".zst", ".bz2")
-_SHOWN = 80
 _COMPRESSION = 4  # assumed ratio, to guess the length of the unread part
-_BLOCK_BYTES, _PIECE_BYTES = 4 << 20, 1 << 20
+_PIECE_BYTES = 1 << 20
 T = TypeVar("T")
 
 
@@ -60,27 +59,29 @@ class Sample:
         files: Value for ``data.source.files``.
         format: How the log is stored.
         separator: The character between two columns of text; otherwise a comma.
-        table: Rows, in the order of the log. Columns of text logs are texts without missing values.
+        table: Rows, in the order of the log. All columns of text logs are texts.
         num_rows: Rows of the whole log, estimated for partly read text.
-        num_bad: Unreadable lines of the sample.
+        num_bad: Unreadable lines, where the whole log was read.
         fault: The place of the first of them, what was expected there, and what it is.
         partitions: The columns from names of directories.
-        unread: The content of unsupported columns.
     """
 
     files: list[str]
     format: SourceFormat
     separator: str
-    table: pa.Table
+    table: pl.DataFrame
     num_rows: int
-    num_bad: int
+    num_bad: int = 0
     fault: str = ""
     partitions: tuple[str, ...] = ()
-    unread: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_text(self) -> bool:
+        return self.format not in (SourceFormat.parquet, SourceFormat.arrow)
 
     @property
     def is_whole(self) -> bool:
-        return self.num_rows == self.table.num_rows + self.num_bad
+        return self.num_rows == len(self.table) + self.num_bad
 
 
 def read_sample(path: str) -> Sample:
@@ -94,11 +95,11 @@ def read_sample(path: str) -> Sample:
     log_format = _by_beginning(files[0], log_format)
     partitions = tuple(dict.fromkeys(name for file in files for name in partition_of(file)))
     if log_format in (SourceFormat.parquet, SourceFormat.arrow):
-        table, num_rows = _sample_tables(files, log_format)
-        return Sample([pattern], log_format, ",", table, num_rows, 0, "", partitions)
+        table, num_rows = _read_tables(files, log_format)
+        return Sample([pattern], log_format, ",", table, num_rows, partitions=partitions)
     separator = _find_separator(files[0]) if log_format is SourceFormat.delimited else "\t"
-    sample = _sample_text(files, log_format, separator)
-    return replace(sample, files=[pattern], partitions=partitions)
+    table, num_rows, num_bad, fault = _read_text(files, log_format, separator)
+    return Sample([pattern], log_format, separator, table, num_rows, num_bad, fault, partitions)
 
 
 def _suffix_of(path: Path) -> str:
@@ -118,10 +119,8 @@ def _by_beginning(file: Path, log_format: SourceFormat) -> SourceFormat:
     with text.open_text(file) as stream:
         data = stream.read(1 << 14)
     if log_format in (SourceFormat.delimited, SourceFormat.json):
-        for found, beginning in _BEGINNINGS.items():
-            if beginning.match(data):
-                return found
-        return SourceFormat.delimited
+        matching = (kind for kind, beginning in _BEGINNINGS.items() if beginning.match(data))
+        return next(matching, SourceFormat.delimited)
     return log_format
 
 
@@ -129,10 +128,11 @@ def _pattern_and_format(path: str) -> tuple[str, SourceFormat]:
     directory = locate(path, "path")
     if not directory.is_dir():
         return path, _format_of(directory) or SourceFormat.delimited
+    depth = len(directory.parts)
     files = [
         file
         for file in sorted(directory.rglob("*"))
-        if file.is_file() and not any(p.startswith((".", "_")) for p in _parts(file, directory))
+        if file.is_file() and not any(part.startswith((".", "_")) for part in file.parts[depth:])
     ]
     formats = {_suffix_of(file): found for file in files if (found := _format_of(file))}
     if len(formats) != 1:
@@ -146,11 +146,6 @@ def _pattern_and_format(path: str) -> tuple[str, SourceFormat]:
     return str(pattern), log_format
 
 
-def _parts(file: Path, directory: Path) -> tuple[str, ...]:
-    """The names of a file and of its directories below this one."""
-    return file.parts[len(directory.parts) :]
-
-
 def _spread(items: Sequence[T], num: int) -> list[T]:
     """At most ``num`` of the items, evenly spread, the first and the last among them."""
     if len(items) <= num:
@@ -158,10 +153,30 @@ def _spread(items: Sequence[T], num: int) -> list[T]:
     return [items[round(index * (len(items) - 1) / (num - 1))] for index in range(num)]
 
 
+def _with_partition(table: pl.DataFrame, file: Path) -> pl.DataFrame:
+    """A table with the additional columns from its path."""
+    more = {name: of for name, of in partition_of(file).items() if name not in table.columns}
+    return table.with_columns(pl.lit(of, pl.String).alias(name) for name, of in more.items())
+
+
+def _together(tables: list[pl.DataFrame]) -> pl.DataFrame:
+    """Concatenated tables; a column of several types becomes text, as ids are read."""
+    types: dict[str, set[pl.DataType]] = {}
+    for table in tables:
+        for name, kind in table.schema.items():
+            types.setdefault(name, set()).add(kind)
+    odd = {n for n, of in types.items() if len(of) > 1 and not all(t.is_integer() for t in of)}
+    texts = [
+        table.with_columns(pl.col(name).cast(pl.String) for name in table.columns if name in odd)
+        for table in tables
+    ]
+    return pl.concat(texts, how="diagonal_relaxed").select(list(types))
+
+
 # Parquet and Arrow.
 
 
-def _sample_tables(files: list[Path], log_format: SourceFormat) -> tuple[pa.Table, int]:
+def _read_tables(files: list[Path], log_format: SourceFormat) -> tuple[pl.DataFrame, int]:
     for file in files:
         column_names(file, LogFormat(log_format))  # refuses names that occur twice
     num_rows = sum(count_samples(file, LogFormat(log_format)) for file in files)
@@ -173,42 +188,22 @@ def _sample_tables(files: list[Path], log_format: SourceFormat) -> tuple[pa.Tabl
         pieces = _spread(pieces, NUM_PIECES)
         most = MAX_ROWS // len(pieces)
     tables = [
-        _with_partition(_piece(file, piece, log_format).slice(0, most), file)
+        _with_partition(_frame(_piece(file, piece, log_format).slice(0, most)), file)
         for file, piece in pieces
     ]
     return _together(tables), num_rows
 
 
-def _with_partition(table: pa.Table, file: Path) -> pa.Table:
-    """A table with the additional columns from its path."""
-    for name, value in partition_of(file).items():
-        if name not in table.column_names:
-            table = table.append_column(name, pa.array([value] * table.num_rows, pa.string()))
-    return table
+def _frame(table: pa.Table) -> pl.DataFrame:
+    """An Arrow table with the columns whose type polars has; others are empty structures."""
 
-
-def _together(tables: list[pa.Table]) -> pa.Table:
-    """Concatenated tables; a column of several types becomes text, as ids are read."""
-    names = list(dict.fromkeys(name for table in tables for name in table.column_names))
-    for name in names:
-        kinds = {table.schema.field(name).type for table in tables if name in table.column_names}
+    def series(name: str) -> pl.Series:
         try:
-            pa.unify_schemas(
-                [pa.schema([(name, kind)]) for kind in kinds], promote_options="permissive"
-            )
-        except pa.ArrowException:
-            tables = [_with_texts(table, name) for table in tables]
-    return pa.concat_tables(tables, promote_options="permissive").select(names)
+            return pl.Series(name, table.column(name))
+        except (pl.exceptions.PolarsError, pa.ArrowException, TypeError, ValueError):
+            return pl.Series(name, [None] * len(table), pl.Struct({}))
 
-
-def _with_texts(table: pa.Table, name: str) -> pa.Table:
-    if name not in table.column_names:
-        return table
-    index, column = table.column_names.index(name), table.column(name)
-    if not is_list(column.type):
-        texts = texts_from_arrow(column)
-        column = texts.values.take(pa.array(texts.codes, mask=texts.codes < 0))
-    return table.set_column(index, name, column)
+    return pl.DataFrame([series(name) for name in table.column_names])
 
 
 def _num_pieces(file: Path, log_format: SourceFormat) -> int:
@@ -252,156 +247,91 @@ def _find_separator(file: Path) -> str:
     return best
 
 
-@dataclass
-class _Read:
-    """The text read so far, and the unreadable lines."""
-
-    tables: list[pa.Table] = field(default_factory=list)
-    objects: list[dict[str, Any]] = field(default_factory=list)
-    num_bytes: int = 0
-    num_bad: int = 0
-    fault: str = ""
-    is_whole: bool = True
-
-    @property
-    def num_read(self) -> int:
-        return self.num_bad + len(self.objects) + sum(map(len, self.tables))
-
-    def limited(self, blocks: Iterator[text.Lines], num_bytes: int) -> Iterator[text.Lines]:
-        """The blocks of a file up to this many bytes."""
-        for lines in blocks:
-            if num_bytes <= 0:
-                self.is_whole = False
-                return
-            num_bytes -= len(lines.data)
-            self.num_bytes += len(lines.data)
-            yield lines
-
-    def note(self, bad: Sequence[text.Bad], file: Path, *, has_numbers: bool) -> None:
-        self.num_bad += len(bad)
-        if bad and not self.fault:
-            at = f"{file} line {bad[0].line}" if has_numbers else f"{file}"
-            self.fault = f"{at}: expected {bad[0].expected}, got {bad[0].got}"
-
-
-def _sample_text(files: list[Path], log_format: SourceFormat, separator: str) -> Sample:
-    sizes = {file: file.stat().st_size for file in files}
-    total_bytes, is_compressed = sum(sizes.values()), files[0].suffix in _COMPRESSIONS
-    found = _Read(is_whole=total_bytes <= MAX_TEXT_BYTES)
-    read = files if found.is_whole else _spread(files, NUM_PIECES)
-    most = MAX_TEXT_BYTES // (1 if found.is_whole and not is_compressed else len(read))
-    has_header = log_format is SourceFormat.delimited
+def _read_text(
+    files: list[Path], log_format: SourceFormat, separator: str
+) -> tuple[pl.DataFrame, int, int, str]:
+    """Rows, an estimate of all rows, the number of bad lines, and the first of them."""
+    sizes = [file.stat().st_size for file in files]
+    is_compressed, is_large = files[0].suffix in _COMPRESSIONS, sum(sizes) > MAX_TEXT_BYTES
+    read = _spread(files, NUM_PIECES) if is_large else files
+    most = MAX_TEXT_BYTES // (len(read) if is_large or is_compressed else 1)
+    is_whole, num_bytes, num_bad, fault, tables = len(read) == len(files), 0, 0, "", []
     for file in read:
-        if sizes[file] > most and not is_compressed:
-            found.is_whole = False
-            for lines, is_last in _pieces(file, sizes[file], most):
-                found.num_bytes += len(lines.data)
-                _read([lines], file, log_format, separator, found, is_piece=True, is_end=is_last)
-        else:
-            blocks = text.read_lines(file, _BLOCK_BYTES, has_header=has_header)
-            _read(found.limited(blocks, most), file, log_format, separator, found)
-    if found.num_bad == found.num_read:
+        for lines, is_last in _pieces(file, most, log_format, is_compressed=is_compressed):
+            is_whole &= is_last
+            if not is_last and is_compressed:
+                break
+            num_bytes += len(lines.data)
+            table, bad = _parse(lines, file, log_format, separator)
+            num_bad += len(bad)
+            if bad and not fault:
+                at = f"{file} line {bad[0].line}" if is_last else f"{file}"
+                fault = f"{at}: expected {bad[0].expected}, got {bad[0].got}"
+            tables.append(_with_partition(table, file))
+    num_rows = sum(map(len, tables)) + num_bad
+    if num_bad == num_rows:
         raise ValueError(
-            f"{found.fault}; none of {found.num_read} lines can be read. Correct the file: text "
-            "must be UTF-8, and quotes must be closed."
+            f"{fault}; none of {num_bad} lines can be read. Correct the file: text must be UTF-8, "
+            "and quotes must be closed."
         )
-    num_rows = found.num_read
-    if not found.is_whole:
-        all_bytes = total_bytes * (_COMPRESSION if is_compressed else 1)
-        num_rows = max(num_rows + 1, all_bytes * num_rows // found.num_bytes)
-    unread: dict[str, str] = {}
-    if log_format is SourceFormat.json:
-        table, unread = _table_of(found.objects)
-    else:
-        table = pa.concat_tables(found.tables, promote_options="permissive").unify_dictionaries()
-    bad = (found.num_bad, found.fault)
-    return Sample([], log_format, separator, table, num_rows, *bad, unread=unread)
+    if not is_whole:
+        num_bad, fault = 0, ""  # pieces begin and end inside of records
+        all_bytes = sum(sizes) * (_COMPRESSION if is_compressed else 1)
+        num_rows = max(num_rows + 1, all_bytes * num_rows // num_bytes)
+    return _together(tables), num_rows, num_bad, fault
 
 
-def _read(
-    blocks: Iterable[text.Lines],
-    file: Path,
-    log_format: SourceFormat,
-    separator: str,
-    found: _Read,
-    *,
-    is_piece: bool = False,
-    is_end: bool = True,
-) -> None:
-    """Read blocks of a file that follow each other: all, or a piece from somewhere in it."""
-    if log_format is SourceFormat.json:
-        for lines in blocks:
-            objects, bad = _objects(lines)
-            found.objects += [{**partition_of(file), **one} for one in objects]
-            found.note(bad, file, has_numbers=not is_piece)
+def _pieces(
+    file: Path, most: int, log_format: SourceFormat, *, is_compressed: bool
+) -> Iterator[tuple[text.Lines, bool]]:
+    """Whole lines of a file, in all at most ``most`` bytes, and whether they are all of it."""
+    size, has_header = file.stat().st_size, log_format is SourceFormat.delimited
+    if size <= most or is_compressed:
+        for lines in text.read_lines(file, most, has_header=has_header):
+            yield lines, most > 0
+            most -= len(lines.data)
         return
-    is_delimited = log_format is SourceFormat.delimited
-    names = column_names(file, LogFormat(log_format, separator))
-    layout = text.Layout(names, separator, is_delimited, (), dict.fromkeys(names, text.TEXT))
-    for parsed in text.parse_lines(blocks, layout):
-        faults = parsed.bad
-        if is_piece and parsed.lines.size:  # it may start and end inside a value
-            first, last = parsed.lines[0], parsed.lines[-1]
-            faults = tuple(b for b in faults if b.line > first and (is_end or b.line < last))
-        found.tables.append(_with_partition(parsed.table, file))
-        found.note(faults, file, has_numbers=not is_piece)
+    num = max(2, most // _PIECE_BYTES)
+    with file.open("rb") as stream:
+        for offset in (index * (size - _PIECE_BYTES) // (num - 1) for index in range(num)):
+            stream.seek(offset)
+            data = stream.read(_PIECE_BYTES)
+            # The first line is the header or a part of one, and the last may be cut.
+            first, last = data.find(b"\n") + 1, data.rfind(b"\n") + 1
+            if 0 < first < last:
+                yield text.Lines(data[first:last], 1, data.count(b"\n", first, last)), False
 
 
-def _objects(lines: text.Lines) -> tuple[list[dict[str, Any]], list[text.Bad]]:
-    objects, bad = [], []
+def _parse(
+    lines: text.Lines, file: Path, log_format: SourceFormat, separator: str
+) -> tuple[pl.DataFrame, list[text.Bad]]:
+    """The rows of lines, and the bad ones."""
+    if log_format is SourceFormat.json:
+        return _parse_json(lines)
+    names, is_quoted = column_names(file, LogFormat(log_format, separator)), True
+    is_quoted = log_format is SourceFormat.delimited
+    layout = text.Layout(names, separator, is_quoted, (), dict.fromkeys(names, text.TEXT))
+    parsed = list(text.parse_lines([lines], layout))
+    tables = pa.concat_tables([of.table for of in parsed]).unify_dictionaries()
+    frame = pl.DataFrame(tables).cast(pl.String)
+    return frame, [bad for of in parsed for bad in of.bad]
+
+
+def _parse_json(lines: text.Lines) -> tuple[pl.DataFrame, list[text.Bad]]:
+    """Objects as texts: numbers, lists and objects as they are written in JSON."""
+    rows, bad = [], []
     for number, line in enumerate(lines.data.split(b"\n")[:-1], lines.first_line):
         try:
             found = json.loads(line.decode("utf-8-sig"))
         except ValueError:
             found = None
         if isinstance(found, dict):
-            objects.append(found)
+            rows.append({name: _written(value) for name, value in found.items()})
         else:
-            bad.append(text.Bad(number, "a JSON object", repr(line[:_SHOWN])))
-    return objects, bad
+            bad.append(text.Bad(number, "a JSON object", repr(line[:80])))
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pl.DataFrame(rows, schema=dict.fromkeys(names, pl.String)), bad
 
 
-def _table_of(objects: list[dict[str, Any]]) -> tuple[pa.Table, dict[str, str]]:
-    """The fields of objects as columns, and reasons for skipped ones."""
-    arrays, unread = {}, {}
-    for name in dict.fromkeys(name for found in objects for name in found):
-        values = [found.get(name) for found in objects]
-        array = _array(values)
-        if array is None:
-            has_objects = any(isinstance(value, dict) for value in values)
-            unread[name] = "objects" if has_objects else "values of several kinds"
-        arrays[name] = pa.nulls(len(values)) if array is None else array
-    return pa.table(arrays), unread
-
-
-def _array(values: list[Any]) -> pa.Array | None:
-    """Values of JSON: numbers as written, so that ids keep their digits."""
-    kinds = {type(value) for value in values if value is not None}
-    if kinds <= {int, float} or kinds in ({str}, {bool}):
-        return pa.array([v if v is None else _written(v) for v in values], pa.string())
-    if kinds != {list}:
-        return None
-    items = {type(item) for value in values for item in value or () if item is not None}
-    if items <= {int}:  # of any number of digits
-        return pa.array([v and [i if i is None else str(i) for i in v] for v in values])
-    return pa.array(values) if items <= {int, float} or items == {str} else None
-
-
-def _written(value: bool | float | str) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _pieces(file: Path, size: int, num_bytes: int) -> Iterator[tuple[text.Lines, bool]]:
-    """Complete lines at evenly spread places of a plain file, and whether they are its last."""
-    num = max(2, num_bytes // _PIECE_BYTES)
-    with file.open("rb") as stream:
-        for offset in (index * (size - _PIECE_BYTES) // (num - 1) for index in range(num)):
-            stream.seek(offset)
-            data = stream.read(_PIECE_BYTES)
-            is_last = offset + len(data) == size
-            if is_last and not data.endswith(b"\n"):
-                data += b"\n"
-            # The first line is the header or a part of one, and the last may be cut.
-            first, last = data.find(b"\n") + 1, data.rfind(b"\n") + 1
-            if 0 < first < last:
-                yield text.Lines(data[first:last], 1, data.count(b"\n", first, last)), is_last
+def _written(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else json.dumps(value)

@@ -117,8 +117,6 @@ def type_of_times(
         return "boolean"
     if pa.types.is_temporal(kind):
         return _time(not pa.types.is_date(kind), getattr(kind, "tz", None) is not None)
-    if "%" in form:
-        return _time(any(f"%{part}" in form for part in "HIcX"), "%z" in form)
     if form != TimeUnit.iso or values is None:
         if are_epochs(times).any():
             return "time"

@@ -6,6 +6,7 @@ inputs of ``hotrec.models.plain``, also need torch.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -39,6 +40,7 @@ _OF_UTC = re.compile(r"[ ]?(?:UTC|GMT|[zZ])$")
 _OFFSET = re.compile(r"(:.*?)[ ]([+-][0-9]{2}(?::?[0-9]{2})?)$")
 _CLOCK, _ZONE = re.compile("[Tt ][0-9]"), re.compile(":.*(?:Z|z|UTC|GMT|[+-][0-9:]+)$")
 _ROW_NUMBER = re.compile("[0-9]{1,13}")
+_NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _LARGEST = float(np.finfo(np.float32).max)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _EPOCH_WEEKDAY = 3  # 1970-01-01 was a Thursday; weeks begin on Monday
@@ -126,8 +128,12 @@ class Encoder:
             for name, column in encoding["columns"].items()
             if column["kind"] in ("categorical", "categorical_list", "sequence")
         ]
-        read = (column["source"] for _, column, *_ in (*self._dense, *self._features))
-        self.columns = list(dict.fromkeys(read))
+        self._exprs, self._are_texts = encoding["expr"], encoding["are_texts"]
+        read = [column["source"] for _, column, *_ in (*self._dense, *self._features)]
+        of = {
+            name: self._exprs[name]["columns"] if name in self._exprs else [name] for name in read
+        }
+        self.columns = list(dict.fromkeys(column for columns in of.values() for column in columns))
         self.num_ids: Counter[str] = Counter()
         self.num_unknown: Counter[str] = Counter()
 
@@ -171,6 +177,8 @@ class Encoder:
                     f"read, got {sorted(map(str, record.keys() - self._names))}. Correct the name, "
                     "or remove it."
                 )
+        if self._exprs:
+            records = self._computed(records)
         parts = [np.empty((len(records), 0))]
         for _, column in self._dense:
             is_vector = column["width"] > 0
@@ -198,6 +206,44 @@ class Encoder:
                 has_id = np.diff(offsets) >= place
                 ids[f"{name}_{place}"] = rows[offsets[1:][has_id] - place], _offsets(has_id)
         return dense, ids
+
+    def _computed(self, records: Sequence[Record]) -> list[dict[str, Any]]:
+        """The records with their computed columns, which polars evaluates as in ``prepare``."""
+        import polars as pl
+
+        def read(value: Any) -> Any:
+            value = _scalar(value)
+            if not self._are_texts or value is None:
+                return value
+            is_number = isinstance(value, float | Decimal)
+            text = str(value).removesuffix(".0") if is_number else _text(value)
+            return None if text in self._nulls else text
+
+        def compute(row: Mapping[str, list[Any]], expr: Any) -> Any:
+            """The value of a row; a missing value has whatever type the expression takes."""
+            kinds = [pl.String] if self._are_texts else [pl.String, pl.Float64, pl.Datetime("us")]
+            missing = [name for name, of in row.items() if self._are_texts or of == [None]]
+            for types in itertools.product(kinds, repeat=len(missing)):
+                schema = dict(zip(missing, types, strict=True))
+                try:
+                    return pl.DataFrame(row, schema_overrides=schema).select(expr).item()
+                except pl.exceptions.PolarsError as error:
+                    last = error
+            raise last
+
+        found = [dict(record) for record in records]
+        for name, of in self._exprs.items():
+            expr = pl.sql_expr(of["sql"])
+            for number, record in enumerate(found):
+                row = {column: [read(record.get(column))] for column in of["columns"]}
+                try:
+                    record[name] = compute(row, expr)
+                except pl.exceptions.PolarsError as error:
+                    raise ValueError(
+                        f"record {number}: expected values that {of['sql']} can read, got {row}. "
+                        "Correct them."
+                    ) from error
+        return found
 
     def _vectors(self, column: Mapping[str, Any], records: Sequence[Record]) -> _Floats:
         """The vectors of a column, float64 (B, width), NaN if one, or a part of it, is missing."""
@@ -242,17 +288,16 @@ class Encoder:
         number = _LARGEST * 2
         if unit is not None and isinstance(value, date):
             number = _time_ms(value)
-        elif unit is not None and unit not in _MS_PER_UNIT:
-            text = value if unit == "iso" or isinstance(value, str) else _text(value)
-            number = _ms_of(_whole(text) if unit != "iso" else text, unit) if text else number
+        elif unit == "iso":
+            number = _ms_of(value) if isinstance(value, str) else number
         elif isinstance(value, str):
-            number = _float_of(value, column) * _MS_PER_UNIT[unit or "ms"]
+            number = _float_of(value) * _MS_PER_UNIT[unit or "ms"]
         elif isinstance(value, int | float | Decimal):
             number = float(value) * _MS_PER_UNIT[unit or "ms"]
         if not abs(number) <= _LARGEST:
             what = "a finite number"
-            if unit is not None and unit not in _MS_PER_UNIT:
-                what = f"a time such as {'2024-05-01T12:30:00' if unit == 'iso' else unit}"
+            if unit == "iso":
+                what = "a time such as 2024-05-01T12:30:00"
             raise ValueError(f"{what} or nothing")
         if unit is not None:
             self._check(_type_of_time(value, number, unit), column)
@@ -440,35 +485,19 @@ def _time_ms(moment: date) -> float:
     return (moment - _EPOCH) / timedelta(milliseconds=1)
 
 
-def _ms_of(text: str, form: str) -> float:
-    """A date or time in text as milliseconds since 1970; infinite if it does not have this form."""
+def _ms_of(text: str) -> float:
+    """A date or time in ISO 8601 as milliseconds since 1970; infinite if it is none."""
     try:
-        text = text.strip()
-        if form == "iso":
-            zoned = _OFFSET.sub(r"\1\2", _OF_UTC.sub("+00:00", text))
-            return _time_ms(datetime.fromisoformat(zoned))
-        moment = datetime.strptime(text, form)
-        # In digits alone the end of a year is ambiguous: "9010100" is not a "%y%m%d%H".
-        is_other = text.isdigit() and moment.strftime(form) != text
-        return np.inf if is_other else _time_ms(moment)
-    except (ValueError, OverflowError, AttributeError):
+        zoned = _OFFSET.sub(r"\1\2", _OF_UTC.sub("+00:00", text.strip()))
+        return _time_ms(datetime.fromisoformat(zoned))
+    except (ValueError, OverflowError):
         return np.inf
 
 
-def _float_of(text: str, column: Mapping[str, Any]) -> float:
-    """A number as in the text of a column; infinite if it is not a number."""
-    decimal, thousands, ignored = (column[key] for key in ("decimal", "thousands", "ignore"))
-    text = "".join(c for c in text if c not in ignored).strip(
-        " \t\u00a0\u202f" if ignored else " \t"
-    )
-    point, group = f"[{re.escape(decimal)}]", f"[{re.escape(thousands)}]"
-    whole = "[0-9]+"
-    if thousands:
-        whole = f"([0-9]+|[0-9]{{1,3}}({group}[0-9]{{2,3}})*{group}[0-9]{{3}})"
-    pattern = f"[+-]?({whole}({point}[0-9]*)?|{point}[0-9]+)([eE][+-]?[0-9]+)?"
-    if not re.fullmatch(pattern, text):
-        return np.inf
-    return float(text.replace(thousands or " ", "").replace(decimal, "."))
+def _float_of(text: str) -> float:
+    """A number in text; infinite if it is not a number."""
+    text = text.strip(" \t")
+    return float(text) if _NUMBER.fullmatch(text) else np.inf
 
 
 def _whole(text: str) -> str:

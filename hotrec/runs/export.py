@@ -404,11 +404,23 @@ def _encoding(trained: Trained) -> dict[str, Any] | None:
         "columns": columns,
         "tables": recorded["tables"],
         "names": recorded["names"],
+        "expr": _exprs(recorded["expr"], {column["source"] for column in columns.values()}),
+        "are_texts": source.format in TEXT_FORMATS,
         "value_types": recorded["value_types"],
         "times": {name: recorded["times"].get(name, TimeUnit.ms.name) for name in sorted(of_times)},
         "means": dict(zip(dense, recorded["means"], strict=True)),
         "deviations": dict(zip(dense, recorded["deviations"], strict=True)),
     }
+
+
+def _exprs(recorded: Mapping[str, str], used: set[str]) -> dict[str, Any]:
+    """The computed columns that are read, and what they are computed from."""
+    exprs = {name: sql for name, sql in recorded.items() if name in used}
+    if not exprs:
+        return {}
+    from hotrec.data.expr import columns_read_by  # polars is only needed for these
+
+    return {n: {"sql": sql, "columns": columns_read_by(n, sql)} for n, sql in exprs.items()}
 
 
 def _description(trained: Trained, shape: Architecture, form: ExportFormConfig) -> dict[str, Any]:

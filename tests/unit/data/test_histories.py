@@ -45,8 +45,10 @@ HISTORY = UserHistorySpec(
     by="user",
     time="time",
     max_length=4,
-    columns={"past_item": "item", "past_play": "play", "past_maker": "maker"},
-    bits={"past_action": {"click": 1, "like": 4}},
+    columns={
+        **{"past_item": "item", "past_action": "action"},
+        **{"past_play": "play", "past_maker": "maker"},
+    },
     age="past_age",
     before={"past_item": "watched"},
     fill={"past_action": "0", "past_age": "-1"},
@@ -109,6 +111,7 @@ def write_files(directory: Path, rows: list[Row], num_files: int = 1) -> SourceS
         columns=COLUMNS,
         tables={"action": TableSpec(Encoding.rows, num_rows=8)},
         joins=joins,
+        expr={"action": 'CAST(click AS INT) + 4 * CAST("like" AS INT)'},
         histories=history(),
         split=split,
         rows_per_chunk=CHUNK,
@@ -331,11 +334,9 @@ def history(**changes: Any) -> dict[str, UserHistorySpec]:
     ("changes", "columns", "message"),
     [
         ({"max_length": 0}, {}, r"past\.max_length: .*0"),
-        ({"columns": {}, "bits": {}, "age": "", "before": {}}, {}, r"past\.columns: .*\[\]"),
+        ({"columns": {}, "age": "", "before": {}}, {}, r"past\.columns: .*\[\]"),
         ({"age": "past_item"}, {}, r"past\.columns: .*\['past_item'\]"),
-        ({"bits": {"past_action": {"click": 3}}}, {}, r"past\.bits\.past_action: .*3"),
-        ({"bits": {"past_action": {"click": 1, "like": 1}}}, {}, r"bits\.past_action: .*1"),
-        ({"before": {"past_action": "watched"}}, {}, r"past\.before\.past_action"),
+        ({"before": {"past_page": "watched"}}, {}, r"past\.before\.past_page"),
         ({"fill": {"past_item": "0"}}, {}, r"past\.fill\.past_item"),
         ({"fill": {"past_age": "old"}}, {}, r"past\.fill\.past_age: .*'old'"),
         ({"separator": ""}, {}, r"past\.separator: .*''"),
@@ -346,11 +347,7 @@ def history(**changes: Any) -> dict[str, UserHistorySpec]:
             r"histories\.page: .*'on_page'",
         ),
         ({}, {"past_age": ColumnSpec(LIST)}, r"histories\.past: .*log_bucket"),
-        ({}, {"past_action": ColumnSpec(LIST, derive=Derive.log_bucket)}, r"\['past_action'\]"),
         ({}, {"past_item": ColumnSpec(CATEGORICAL)}, r"got \['past_item'\]"),
-        ({}, {"like": ColumnSpec(ColumnKind.label, bit=4)}, r"past\.bits: .*\['like'\]"),
-        ({}, {"like": ColumnSpec(ColumnKind.label, bit=3)}, r"columns\.like\.bit: .*3"),
-        ({}, {"user": ColumnSpec(CATEGORICAL, bit=4)}, r"columns\.user\.bit: .*4"),
         (
             {},
             {"seen": ColumnSpec(LIST, source="on_page", derive=Derive.hour_of_day)},
@@ -363,22 +360,3 @@ def test_settings_that_cannot_be_carried_out(changes, columns, message):
     spec = SourceSpec(SourceFormat.delimited, ["log"], columns, histories=history(**changes))
     with pytest.raises(ValueError, match=message):
         validate(spec, "data.source")
-
-
-def test_labels_are_bits(tmp_path):
-    masks = [0, 1, 4, 5, 6, 127]
-    columns = {
-        "click": ColumnSpec(ColumnKind.label, source="actions", bit=1),
-        "follow": ColumnSpec(ColumnKind.label, source="actions", bit=4),
-        "user": ColumnSpec(CATEGORICAL),
-    }
-    log = tmp_path / "log.csv"
-    spec = delimited_spec([log], columns=columns)
-    log.write_text("actions,user\n" + "".join(f"{mask},u{mask % 2}\n" for mask in masks))
-    prepare(spec, tmp_path / "dataset")
-    labels = [[float(mask & 1), float(mask & 4 > 0)] for mask in masks]
-    assert Dataset.open(tmp_path / "dataset").block("train", 0).label.tolist() == labels
-    for bad in ("-1", "0.5", "", "x"):
-        log.write_text(f"actions,user\n1,u\n{bad},u\n")
-        with pytest.raises(ValueError, match="line 3: expected (an integer|a number)"):
-            prepare(spec, tmp_path / "bad")

@@ -63,9 +63,16 @@ COLUMNS = {
     "seen": ColumnSpec(ColumnKind.sequence, separator="|", max_length=2, table="item"),
     "gaps": ColumnSpec(LIST, separator="|", max_length=3, derive=Derive.log_bucket),
     "emb": ColumnSpec(DENSE, width=3, standardize=True, fill=0.5),
-    "paid": ColumnSpec(DENSE, decimal=",", thousands=".", ignore="\u20ac ", transform=LOG),
+    "paid": ColumnSpec(DENSE, source="paid amount", transform=LOG),
     "code": ColumnSpec(CATEGORICAL),
-    "hour_of_day": ColumnSpec(CATEGORICAL, source="yymmddhh", derive=Derive.hour_of_day),
+    "hour_of_day": ColumnSpec(CATEGORICAL, source="hour of log", derive=Derive.hour_of_day),
+    "both": ColumnSpec(CATEGORICAL, source="user and slot"),
+}
+EXPR = {
+    "paid amount": "CAST(REPLACE(REPLACE(REPLACE(paid, '.', ''), ',', '.'), '\u20ac', '') "
+    "AS DOUBLE)",
+    "hour of log": "STRPTIME(CAST(yymmddhh AS VARCHAR) || '00', '%y%m%d%H%M')",
+    "user and slot": "\"user\" || ' in ' || CAST(slot AS VARCHAR)",
 }
 TABLES = {
     "hashed": TableSpec(Encoding.hashing, num_rows=1000),
@@ -132,9 +139,7 @@ def typed_records() -> Iterator[Record]:
             "seen": rng.choice([None, [], [rng.randrange(60), None, 3], [1] * rng.randrange(5)]),
             "gaps": rng.choice([None, [], [-1.5, None, 1e30], [rng.expovariate(1e-4)] * 4]),
             "emb": rng.choice([None, [0.5, None, -1e9], [rng.gauss(0, 1) for _ in range(3)]]),
-            "paid": rng.choice(
-                [None, "7", "1.234.567,5 \u20ac", f"\u20ac -{rng.randrange(999)},5"]
-            ),
+            "paid": rng.choice([None, "7", "1.234.567,5\u20ac", f"\u20ac-{rng.randrange(999)},5"]),
             "code": rng.choice([None, 3.0, -0.0, float(rng.randrange(40)), 2.0**53 - 1]),
             "yymmddhh": rng.choice([None, 14102100 + rng.randrange(24)]),
         }
@@ -203,7 +208,7 @@ def spec_of(path: Path, *, format: SourceFormat, **more: Any) -> SourceSpec:
             "columns": COLUMNS,
             "tables": TABLES,
             "null_values": ["", "NULL"],
-            "times": {"yymmddhh": "%y%m%d%H"},
+            "expr": EXPR,
             "split": SplitSpec(SplitKind.last, valid_frac=0.1, test_frac=0.2),
             "rows_per_chunk": 3000,
             **more,
@@ -268,7 +273,7 @@ def json_records() -> Iterator[Record]:
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "csv", "jsonl"])
 def test_records_are_encoded_as_files_are(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"log.{suffix}"
-    more: dict[str, Any] = {"times": {"when": TimeUnit.iso, "yymmddhh": "%y%m%d%H"}}
+    more: dict[str, Any] = {"times": {"when": TimeUnit.iso}}
     if suffix == "csv":
         format, records = SourceFormat.delimited, list(text_records())
         write_text(path, records)
@@ -331,7 +336,7 @@ def check_alike(path: Path, value: Any, name: str, **more: Any) -> None:
     is_dense = columns[name].kind is DENSE
     table, dense = ("z", [name]) if is_dense else (name, [])
     columns |= {"z": ColumnSpec(CATEGORICAL)} if is_dense else {}
-    spec = spec_of(path, **{"columns": columns, "tables": {}, "times": {}, **more})
+    spec = spec_of(path, **{"columns": columns, "tables": {}, "expr": {}, **more})
     scaling = np.array([[0.0] * len(dense), [1.0] * len(dense)])
     expected: Any = None
     with suppress(ValueError):
@@ -342,6 +347,8 @@ def check_alike(path: Path, value: Any, name: str, **more: Any) -> None:
         "null_values": spec.null_values if path.suffix == ".csv" else [],
         "names": ["x", "y", "z"],
         "value_types": {},
+        "expr": {},
+        "are_texts": path.suffix == ".csv",
         "columns": {
             key: {**asdict(column), "source": column.source or key, "table": column.table or key}
             for key, column in spec.columns.items()
@@ -375,7 +382,6 @@ def check_alike(path: Path, value: Any, name: str, **more: Any) -> None:
         ("number", NUMBERS, ""),
         ("hour", TIMES, "iso"),
         ("hour", NUMBERS, "s"),
-        ("hour", (*TIMES, *NUMBERS), "%Y%m%d"),
         ("id", (*IDS, *NUMBERS, *TIMES), ""),
         ("bag", (*LISTS, *IDS), ""),
     ],

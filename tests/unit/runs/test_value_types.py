@@ -78,7 +78,8 @@ BAG = ColumnSpec(ColumnKind.categorical_list, source="x")
 
 
 def write(path: Path, x: pa.Array) -> Path:
-    table = pa.table({"y": pa.array(IDS % 2), "x": x, "z": pa.array(IDS), "unread": texts("{}")})
+    unread = texts(f"{path.stem} {{}}")  # no two files are equal
+    table = pa.table({"y": pa.array(IDS % 2), "x": x, "z": pa.array(IDS), "unread": unread})
     pacsv.write_csv(table, path) if path.suffix == ".csv" else pq.write_table(table, path)
     return path
 
