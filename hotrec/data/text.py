@@ -357,18 +357,6 @@ def _parse_records(lines: Lines, layout: Layout) -> tuple[Parsed, Lines] | None:
     return Parsed(table, lines.first_line + starts), rest
 
 
-def find_bad_lines(
-    lines: Lines, layout: Layout
-) -> tuple[list[tuple[int, str, str]], Lines, list[int]]:
-    """Examine the lines one by one, but not whether values are numbers; about 200,000 lines/s.
-
-    Returns:
-        Number, expected content and content of each unreadable line; the others, and their numbers.
-    """
-    bad, kept, starts, _ = _examine(lines, layout, is_last=True)
-    return [(one.line, one.expected, one.got) for one in bad], kept, starts
-
-
 def _examine(
     lines: Lines, layout: Layout, *, is_last: bool
 ) -> tuple[list[Bad], Lines, list[int], Lines]:
