@@ -28,13 +28,14 @@ from hotrec.cli.launch import (
 from hotrec.cli.made import artifact_inputs, record_artifact
 from hotrec.cli.output import LOG_FILE, CommandFailed, quiet_torch, start_logging
 from hotrec.cli.store import options_of, user_conf_dir
-from hotrec.config.roots import Config
+from hotrec.config.roots import Config, EvaluateConfig, ExportConfig, PredictConfig
 from hotrec.config.text import as_document, as_yaml
 from hotrec.lock import lock_file
 from hotrec.runtime.run_dir import (
     CHECKPOINTS,
     CONFIG_FILE,
     LOCK_FILE,
+    find_trained,
     latest_step,
     read_finished,
 )
@@ -67,6 +68,8 @@ def run_stage(
         CommandFailed: If ranks failed, after their error message.
     """
     check_data(name, config)
+    if isinstance(config, EvaluateConfig | ExportConfig | PredictConfig):
+        find_trained(config.run_dir)  # before anything is written
     text = as_yaml(as_document(config))
     if name == "train" and config.trainer.resume == "latest":
         finished = read_finished(run_dir, text)
