@@ -43,14 +43,12 @@ class Stream:
 
     Args:
         rows: Distinct rows of each batch, int64 (U,).
-        lookups: How often each of them is looked up, int64 (U,).
         counts: Lookups of every row in the profile, int64 (R,).
         every: Sampling interval: one of ``every`` rows is in the stream, and one of ``every`` slots
             in a cache.
     """
 
     rows: Sequence[Rows]
-    lookups: Sequence[Rows]
     counts: Rows
     every: int = 1
 
@@ -135,10 +133,9 @@ def read_stream(
         starts = [begin_of[table_of[name]] for name in batch.sparse.keys()]  # noqa: SIM118 (a KJT)
         read = ids + np.repeat(starts, batch.sparse.length_per_key())
         found = numbers[read]
-        batches.append(np.unique(found[found >= 0], return_counts=True))
+        batches.append(np.unique(found[found >= 0]))
     of_all = np.concatenate(list(counts.values()))
-    rows, lookups = zip(*batches, strict=True)
-    return Stream(rows, lookups, of_all[numbers >= 0], every)
+    return Stream(batches, of_all[numbers >= 0], every)
 
 
 def draw_stream(
@@ -155,12 +152,11 @@ def draw_stream(
     num_read = num_ids * ends[-1] / counts.sum()
     batches = [
         np.unique(
-            np.searchsorted(ends, rng.integers(ends[-1], size=rng.poisson(num_read)), "right"),
-            return_counts=True,
+            np.searchsorted(ends, rng.integers(ends[-1], size=rng.poisson(num_read)), "right")
         )
         for _ in range(num_batches)
     ]
-    return Stream([rows for rows, _ in batches], [times for _, times in batches], of_stream, every)
+    return Stream(batches, of_stream, every)
 
 
 @dataclass(frozen=True)
@@ -270,9 +266,9 @@ def replay(
     every = stream.every
     size = max(1, round(num_slots / every))
     slots = SlotMap(stream.counts.size, size, popular, torch.device("cpu"))
-    known = num_rows = num_lookups = missed_lookups = num_in = num_out = 0
+    known = num_rows = num_in = num_out = 0
     try:
-        for number, (rows, lookups) in enumerate(zip(stream.rows, stream.lookups, strict=True)):
+        for number, rows in enumerate(stream.rows):
             while window and known <= min(max(number, depth) + window, len(stream.rows) - 1):
                 slots.foresee(torch.from_numpy(stream.rows[known]), known)
                 known += 1
@@ -281,11 +277,8 @@ def replay(
             _, moves = slots.reserve(torch.from_numpy(rows), number)
             if number < num_skipped:
                 continue
-            is_missing = np.isin(rows, moves.in_rows.numpy(), assume_unique=True)
             num_rows += rows.size
-            num_lookups += every * int(lookups.sum())
-            missed_lookups += every * int(lookups[is_missing].sum())
-            num_in += int(np.count_nonzero(is_missing))
+            num_in += int(np.isin(rows, moves.in_rows.numpy(), assume_unique=True).sum())
             num_out += moves.out_rows.numel()
     except TooFewSlotsError:
         return None
@@ -293,7 +286,6 @@ def replay(
     return Replayed(
         num_slots,
         1 - num_in / max(num_rows, 1),
-        1 - missed_lookups / max(num_lookups, 1),
         num_in * of_batch,
         num_out * of_batch,
     )

@@ -32,14 +32,12 @@ class Replayed:
     Args:
         num_slots: Slots over all ranks.
         row_hit_frac: Hits among the distinct rows of batches.
-        lookup_hit_frac: Hits among lookups.
         num_in: Rows fetched per batch.
         num_out: Rows written back per batch.
     """
 
     num_slots: int
     row_hit_frac: float
-    lookup_hit_frac: float
     num_in: float
     num_out: float
 

@@ -10,12 +10,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hotrec.cost_model.blocks import Block, IntArray
+from hotrec.cost_model.blocks import Block
 from hotrec.cost_model.profile import Profile, count_rows, read_profile
 from hotrec.cost_model.reuse import ReuseMeter
 from hotrec.program.tables import SplitCollection, configs_of, split_collections, tables_of
@@ -24,12 +23,9 @@ from hotrec.routing.checks import check_names
 from hotrec.runtime.ranks import all_gather_object, same_verdict, world_size
 from hotrec.types import Feature, Schema, Table
 
-# Ids of a feature: one per sample, or the ids of all bags and the length of each.
-Ids = IntArray | tuple[IntArray, IntArray]
-
 
 def profile(
-    source: Iterable[Any] | Mapping[str, Ids] | str | Path,
+    source: Iterable[Any] | str | Path,
     model: nn.Module | None = None,
     *,
     num_batches: int | None = None,
@@ -45,9 +41,7 @@ def profile(
 
     Args:
         source: Batches that contain a ``KeyedJaggedTensor``, such as a loader, whose first batches
-            are read; or arrays by feature, int32 or int64 (S,) with an id per sample, or (ids (K,),
-            lengths (S,)) with a bag per sample; or the directory of a profile written by
-            ``Profile.save`` or `hotrec profile`.
+            are read; or the directory of a profile written by ``Profile.save`` or `hotrec profile`.
         model: The unsharded model, whose ``EmbeddingBagCollection`` and ``EmbeddingCollection``
             modules define the tables and their features; not needed for a saved profile.
         num_batches: Batches to count on this rank; None for all.
@@ -70,9 +64,6 @@ def profile(
     meter, sizes = ReuseMeter(schema), list[int]()
 
     def blocks() -> Iterator[Block]:
-        if isinstance(source, Mapping):
-            yield _block_of_arrays(source, schema)
-            return
         names = [
             {name for table in configs_of(collection) for name in table.feature_names}
             for collection in collections
@@ -138,31 +129,6 @@ def _block_of(features_of: Mapping[Any, Any]) -> Block:
                 rows[column] = ids[name].values().numpy()
                 lengths[column] = ids[name].lengths().numpy()
     return Block(stride, rows, lengths)
-
-
-def _block_of_arrays(arrays: Mapping[str, Ids], schema: Schema) -> Block:
-    rows: dict[str, Any] = {}
-    lengths: dict[str, Any] = {}
-    sizes = set()
-    for column in schema.features:
-        name = column.name.removesuffix(f"@{column.table}")
-        if name not in arrays:
-            raise ValueError(
-                f"profile arrays: expected the feature {name!r}, got {sorted(arrays)[:8]}. Pass "
-                "an array for each feature of the model's tables."
-            )
-        given = arrays[name]
-        ids, of_bags = given if isinstance(given, tuple) else (given, None)
-        rows[column.name] = np.asarray(ids)
-        if of_bags is not None:
-            lengths[column.name] = np.asarray(of_bags)
-        sizes.add(len(ids if of_bags is None else of_bags))
-    if len(sizes) != 1:
-        raise ValueError(
-            f"profile arrays: expected the same number of samples in each, got {sorted(sizes)}. "
-            "Pass a feature with several ids per sample as (ids, lengths)."
-        )
-    return Block(sizes.pop(), rows, lengths)
 
 
 def _summed(counted: Profile) -> Profile:

@@ -21,13 +21,11 @@ def test_a_sample_of_the_rows_predicts_the_misses_of_all(exponent: float) -> Non
     num_rows, num_batches, batch = 20_000, 60, 512
     samples = ZipfTables([num_rows] * 4, exponent=exponent, num_dense=0, seed=1)
     counts = np.concatenate(list(samples.count(20_000_000).values()))
-    rows, lookups = [], []
+    rows = []
     for read in samples.stream(num_batches, batch_size=batch, rank=0, world_size=1):
         ids = read.sparse.values().numpy() + np.repeat(np.arange(4) * num_rows, batch)
-        distinct, times = np.unique(ids, return_counts=True)
-        rows.append(distinct)
-        lookups.append(times)
-    stream = Stream(rows, lookups, counts)
+        rows.append(np.unique(ids))
+    stream = Stream(rows, counts)
     numbers = sample_rows(counts, 4)
     assert abs(counts[numbers >= 0].sum() / counts.sum() - 1 / 4) < 0.02
     drawn = draw_stream(counts, numbers, 4, num_ids=4 * batch, num_batches=num_batches)

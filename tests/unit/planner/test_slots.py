@@ -48,7 +48,7 @@ class Counted:
 
     def predict(self, load_frac: float, popular_rows: Any) -> Replayed:
         moved = 1e6 * (1 - load_frac)
-        return Replayed(10, load_frac, load_frac, moved, moved)
+        return Replayed(10, load_frac, moved, moved)
 
 
 def propose_slots(slots: SlotRequest, on: Any, load_frac: float = 0.3) -> Decision:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,6 @@ class Model(nn.Module):
         super().__init__()
         self.collections = nn.ModuleList(collections or [bags("a", "b")])
         self.out = nn.Linear(8, 1)
-
-
-def features(*names: str, num: int = 2) -> KeyedJaggedTensor:
-    ids = torch.arange(num * len(names)) % 12
-    return KeyedJaggedTensor(list(names), ids, lengths=torch.ones(ids.numel(), dtype=torch.int64))
 
 
 def in_backward(model: Model, **rates: float) -> Model:
@@ -173,38 +169,34 @@ def test_weights_and_random_numbers_are_left_as_they_were(one_rank: Ranks, hot: 
         assert torch.equal(table, weights[f"0.embedding_bags.{name}.weight"])
 
 
-def test_a_profile_of_arrays_is_that_of_batches(tmp_path: Path) -> None:
-    ids = {"a": np.array([1, 1, 3]), "b": (np.array([0, 2]), np.array([0, 2, 0]))}
-    batch = KeyedJaggedTensor(
-        ["b", "a"], torch.tensor([0, 2, 1, 1, 3]), lengths=torch.tensor([0, 2, 0, 1, 1, 1])
-    )
-    of_batches = hotrec.profile([batch, batch], Model(), num_batches=1)
-    of_batches.save(tmp_path / "profile")
-    again = hotrec.profile(tmp_path / "profile")
-    assert (of_batches.batch_size, again.batch_size) == (3, 3)
-    for counted in (hotrec.profile(ids, Model()), of_batches, again):
-        assert counted.num_samples == 3
-        assert np.flatnonzero(counted.counts["a"]).tolist() == [1, 3]
-        assert counted.counts["a"][1] == 2
-        assert np.flatnonzero(counted.counts["b"]).tolist() == [0, 2]
-    for number in (0, 2.0, math.nan, 10**30):
-        with pytest.raises(ValueError, match=rf"^profile num_batches: .* got {number!r}\."):
-            hotrec.profile([batch], Model(), num_batches=number)
+def features(*names: str, ids: Sequence[int] = (1, 1, 3)) -> KeyedJaggedTensor:
+    """Samples with an id of each feature."""
+    lengths = torch.ones(len(ids) * len(names), dtype=torch.int64)
+    return KeyedJaggedTensor(list(names), torch.tensor([*ids] * len(names)), lengths=lengths)
+
+
+def test_a_profile_is_read_as_it_was_saved(tmp_path: Path) -> None:
+    first = hotrec.profile([features("b", "a")] * 2, Model(), num_batches=1)
+    first.save(tmp_path / "profile")
+    for counted in (first, hotrec.profile(tmp_path / "profile")):
+        assert (counted.batch_size, counted.num_samples) == (3, 3)
+        for table in ROWS:
+            assert np.flatnonzero(counted.counts[table]).tolist() == [1, 3]
+            assert counted.counts[table][1] == 2
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "num", "said"),
     [
-        ([], "one sample"),
-        ({"a": np.array([1])}, "'b'"),
-        ({"a": np.array([1]), "b": np.array([1, 2])}, "number of samples"),
-        ([features("a")], "'b'"),
-        ({"a": np.array([20]), "b": np.array([0])}, "table a .*20"),
+        ([], None, "one sample"),
+        ([features("a")], None, "'b'"),
+        ([features("a", "b", ids=[12])], None, "table b .*12"),
+        *(([features("a", "b")], num, "profile num_batches") for num in (0, 2.0, math.nan, 10**30)),
     ],
 )
-def test_what_cannot_be_counted_is_an_error(source: Any, said: str) -> None:
+def test_what_cannot_be_counted_is_an_error(source: Any, num: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        hotrec.profile(source, Model())
+        hotrec.profile(source, Model(), num_batches=num)
 
 
 @pytest.mark.parametrize("hot", ["off", Partition(ROWS, {"a": np.arange(3)})], ids=["off", "hot"])
