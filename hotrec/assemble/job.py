@@ -12,7 +12,7 @@ import torch
 
 from hotrec.artifact import Artifact
 from hotrec.assemble.model import ModelSpec
-from hotrec.assemble.order import Adaptation, AllHotBlocks, TrainingOrder
+from hotrec.assemble.order import Adaptation, TrainingOrder
 from hotrec.config.groups import (
     AdagradConfig,
     AllHotOrder,
@@ -47,8 +47,6 @@ from hotrec.types import ColdTier, OptimizerKind, PipelineSpec, Schema
 # Keys of models that are fields of an architecture; the others are arguments of its layers.
 _SHARED = {"dense_layer_sizes", "over_layer_sizes", "cross_num_layers", "cross_low_rank_dim"}
 
-# The minimum length of blocks of all-hot batches, as a share of an epoch's.
-LEAST_RATE = 0.01
 # The factor applied to lookup counts at each decision on hot rows.
 DECAY = 0.5
 
@@ -306,14 +304,6 @@ def label_weights_of(trainer: TrainerConfig, schema: Schema) -> dict[str, float]
 def order_of(config: Config) -> TrainingOrder:
     """The order of training samples."""
     trainer, order = config.trainer, config.order
-    blocks = None
-    if isinstance(order, AllHotOrder):
-        blocks = AllHotBlocks(
-            order.start_rate,
-            LEAST_RATE,
-            order.patience,
-            has_evaluations=bool(trainer.eval_every_steps and trainer.eval_splits),
-        )
     return TrainingOrder(
         config.paths.dataset,
         trainer.batch_size,
@@ -323,7 +313,7 @@ def order_of(config: Config) -> TrainingOrder:
         kind=order.kind,
         assign=order.assign,
         by_day=isinstance(order, TimeOrder) and order.evaluate_ahead,
-        blocks=blocks,
+        blocks=order if isinstance(order, AllHotOrder) else None,
         negatives=negatives_of(config),
     )
 

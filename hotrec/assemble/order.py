@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from torchrec.distributed.types import (
-    EmbeddingModuleShardingPlan,
-    EnumerableShardingSpec,
     ShardingPlan,
 )
 
 from hotrec.artifact import Artifact
-from hotrec.config.groups import OrderAssign, OrderKind
+from hotrec.assemble.torchrec_plan import plan_document, rank_of_shard
+from hotrec.config.groups import AllHotOrder, OrderAssign, OrderKind
 from hotrec.data.all_hot import (
     AllHotSamples,
     SampleSubset,
@@ -38,23 +37,8 @@ from hotrec.types import Exchange, Partition, Placement, Schema, Sharding
 logger = logging.getLogger(__name__)
 
 SPLIT, ALL_HOT = "train", "all_hot"
-
-
-@dataclass(frozen=True)
-class AllHotBlocks:
-    """The lengths of blocks of all-hot and of mixed batches; see ``Alternation``.
-
-    Args:
-        start_rate: Length of the first blocks, as a share of an epoch's batches of their kind.
-        least_rate: Minimum length of blocks, as the same share.
-        patience: Consecutive evaluations with a lower loss before blocks are doubled.
-        has_evaluations: Whether there are evaluations, without which no length changes.
-    """
-
-    start_rate: float
-    least_rate: float
-    patience: int
-    has_evaluations: bool
+# The minimum length of blocks of all-hot batches, as a share of an epoch's.
+LEAST_RATE = 0.01
 
 
 @dataclass(frozen=True)
@@ -82,7 +66,7 @@ class TrainingOrder:
     kind: OrderKind = OrderKind.shuffled
     assign: OrderAssign = OrderAssign.as_read
     by_day: bool = False
-    blocks: AllHotBlocks | None = None
+    blocks: AllHotOrder | None = None
     negatives: Negatives | None = None
 
     @property
@@ -229,26 +213,17 @@ def by_owner(schema: Schema, placement: Placement, plan: ShardingPlan) -> ByOwne
 
 def _shards(table: str, plan: ShardingPlan) -> list[ShardOwner]:
     """The non-empty shards of a table, ordered by row."""
-    found = [
-        (shard, sharding.sharding_type)
-        for module_plan in plan.plan.values()
-        if isinstance(module_plan, EmbeddingModuleShardingPlan)
-        for name, sharding in module_plan.items()
-        if name == table and isinstance(sharding.sharding_spec, EnumerableShardingSpec)
-        for shard in sharding.sharding_spec.shards
-    ]
-    types = {sharding_type for _, sharding_type in found}
-    if len(types) != 1 or not types <= {Sharding.ROW_WISE.value, Sharding.TABLE_WISE.value}:
+    tables = plan_document(plan).values()
+    found = [facts for of in tables for name, facts in of.items() if name == table]
+    types = sorted({facts["sharding_type"] for facts in found if facts["shards"]})
+    if types not in ([Sharding.ROW_WISE.value], [Sharding.TABLE_WISE.value]):
         raise RuntimeError(
             f"plan table {table}: expected it row-wise or table-wise once, got "
-            f"{sorted(types) or 'no shards'}. Use the pinned torchrec (see `hotrec doctor`)."
+            f"{types or 'no shards'}. Use the pinned torchrec (see `hotrec doctor`)."
         )
-    shards = []
-    for found_shard, _ in found:
-        assert found_shard.placement is not None, table
-        if found_shard.shard_sizes[0]:
-            shards.append(ShardOwner(found_shard.shard_offsets[0], found_shard.placement.rank()))
-    return sorted(shards, key=lambda shard: shard.first_row)
+    shards = [shard for facts in found for shard in facts["shards"] if shard["sizes"][0]]
+    owners = [ShardOwner(shard["offsets"][0], rank_of_shard(shard)) for shard in shards]
+    return sorted(owners, key=lambda owner: owner.first_row)
 
 
 def find_all_hot(
@@ -346,14 +321,13 @@ def make_alternation(
     logger.info(
         "order=all_hot: training samples are reordered: %d of %d (%.1f%%) are all-hot and get "
         "separate batches; an epoch has %d all-hot and %d mixed steps, in blocks of initially %.3g "
-        "of each kind%s",
+        "of each kind",
         sum(samples.num_all_hot),
         samples.num_samples,
         100 * samples.frac,
         all_hot,
         mixed,
         blocks.start_rate,
-        "" if blocks.has_evaluations else "; the length is fixed, without evaluations",
     )
     if all_hot == 0:
         logger.warning("order=all_hot: no sample is all-hot, so no step saves the cold exchange")
@@ -361,7 +335,7 @@ def make_alternation(
         all_hot,
         mixed,
         start_rate=blocks.start_rate,
-        least_rate=blocks.least_rate,
+        least_rate=LEAST_RATE,
         patience=blocks.patience,
     )
 

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import (
-    EmbeddingModuleShardingPlan,
     ShardingPlan,
 )
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer
 
 from hotrec.assemble.model import Embeddings, ModelSpec, build_unsharded
-from hotrec.assemble.torchrec_plan import host_tier_bytes
+from hotrec.assemble.torchrec_plan import host_tier_bytes, plan_document
 from hotrec.data.batch import Batch
 from hotrec.embedding.collection import HotColdCollection
 from hotrec.embedding.convert import check_replicas, shard
@@ -95,12 +94,8 @@ class Trainable:
         if isinstance(tables, SplitTables) and tables.has_slots:
             slots = SlotCounters(self.model)
             return lambda: asdict(slots.end_line())
-        kernels = {
-            sharding.compute_kernel
-            for module in self.sharding.plan.values()
-            if isinstance(module, EmbeddingModuleShardingPlan)
-            for sharding in module.values()
-        }
+        modules = plan_document(self.sharding).values()
+        kernels = {facts["compute_kernel"] for tables in modules for facts in tables.values()}
         if self.device.type == "cpu" or TorchrecTier.fused_uvm_caching.value not in kernels:
             return None
         counters = CacheCounters(fused_modules(self.model))
