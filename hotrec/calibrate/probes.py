@@ -20,8 +20,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from hotrec.calibrate.timing import Probe, Work
@@ -176,19 +174,8 @@ def build_dense_layers(workload: CalibrationWorkload) -> nn.Module:
     """The configured model with the rows of its features as input instead of ids."""
     target = workload.target
     shape = target.spec.architecture
-    if shape.reads_sequences:
-        model: Any = build_architecture(shape, nn.Identity(), target.seed, workload.device)
-        return ClickTask(model, workload.ranks.world_size)
-    tables = [
-        EmbeddingBagConfig(
-            name=name, num_embeddings=1, embedding_dim=workload.dim, feature_names=[name]
-        )
-        for name in workload.samples.schema.feature_names
-    ]
-    embeddings = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    built: Any = build_architecture(shape, embeddings, target.seed, workload.device)
-    built.sparse_arch.embedding_bag_collection = nn.Identity()
-    return ClickTask(built, workload.ranks.world_size)
+    model = build_architecture(shape, nn.Identity(), target.seed, workload.device)
+    return ClickTask(model, workload.ranks.world_size)
 
 
 def _dense(workload: CalibrationWorkload, num_samples: int, dim: int) -> Work:

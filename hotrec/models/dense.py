@@ -70,7 +70,7 @@ def set_up_dense_layers(
     """
     if device.type == "meta" or not (is_compiled or precision is Precision.bf16):
         return
-    for part in model.dense_parts():
+    for part in model.dense_parts:
         forward: Callable[..., torch.Tensor] = part.forward
         if is_compiled:
             # Raise for graph breaks instead of running slowly.

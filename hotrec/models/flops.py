@@ -1,8 +1,8 @@
-"""Floating-point operations and parameters of the dense layers, from their sizes or counted."""
+"""Floating-point operations and parameters of the dense layers, counted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -10,10 +10,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hotrec.models.hstu import Hstu
-from hotrec.models.interaction import padded_vectors
 from hotrec.models.plain import Architecture
 from hotrec.models.sasrec import Sasrec
-from hotrec.types import ModelKind
 
 
 class DenseWork(NamedTuple):
@@ -30,37 +28,19 @@ class DenseWork(NamedTuple):
     num_dense_values: int
 
 
-def dense_flops(shape: Architecture) -> DenseWork:
-    """Count the multiplications and additions of matrix products, which dominate.
+def count_flops(run: Callable[[], torch.Tensor]) -> float:
+    """Operations of the matrix products, which dominate, in a forward and its backward.
 
-    The model is a DLRM or DCNv2. A product of (m, k) and (k, n) takes 2 m k n. Backward takes it
-    twice, for the gradients of both factors, but for the first layer, whose input needs none.
-    DLRM's interaction multiplies the F + 1 vectors of a sample, and some zeros, with one another
-    (Naumov et al. 2019, section 2), and in backward once, see ``hotrec.models.interaction``;
-    DCNv2's cross layer x0 * (W V x + b) + x has V (r, n) and W (n, r) for n = (F + 1) D (Wang et
-    al. 2021, section 3.4).
+    A product of (m, k) and (k, n) takes 2 m k n, and twice that in backward, for the gradients of
+    both factors, but for a first layer, whose input needs none.
     """
-    dim, num_columns = shape.embedding_dim, len(shape.features)
-    num_vectors, num_inputs = num_columns + 1, num_bottom_inputs(len(shape.dense))
-    bottom_flops, bottom_values = _layers(num_inputs, shape.dense_layer_sizes, is_first=True)
-    if shape.kind == ModelKind.dcnv2.name:
-        width = num_vectors * dim
-        rank, num_layers = shape.cross_low_rank_dim, shape.cross_num_layers
-        cross_flops = 3 * 2 * 2 * width * rank * num_layers
-        cross_values = (2 * width * rank + width) * num_layers
-    else:
-        width = dim + num_vectors * (num_vectors - 1) // 2
-        padded = padded_vectors(num_columns)
-        cross_flops = 2 * dim * (padded * padded + num_columns * padded + num_columns)
-        cross_values = 0
-    over_sizes = [*shape.over_layer_sizes[:-1], len(shape.labels)]
-    over_flops, over_values = _layers(width, over_sizes, is_first=False)
-    flops = bottom_flops + cross_flops + over_flops
-    return DenseWork(flops, bottom_flops / flops, bottom_values + cross_values + over_values)
+    with FlopCounterMode(display=False) as counter:
+        run().sum().backward()
+    return counter.get_total_flops()
 
 
 def count_work(shape: Architecture, layers: Any, num_samples: int, rows: Any) -> DenseWork:
-    """The same for any layers, counted by PyTorch in forward and backward.
+    """The work of layers.
 
     Args:
         shape: Their architecture.
@@ -68,15 +48,11 @@ def count_work(shape: Architecture, layers: Any, num_samples: int, rows: Any) ->
         num_samples: Number of samples to count.
         rows: Their rows, of ``hotrec.models.zoo.zero_rows``.
     """
-    with FlopCounterMode(display=False) as counter:
-        layers(torch.zeros(num_samples, len(shape.dense)), rows).sum().backward()
-    flops = counter.get_total_flops() / num_samples
-    bottom_flops = 0.0
-    if shape.has_bottom:
-        num_inputs = num_bottom_inputs(len(shape.dense))
-        bottom_flops, _ = _layers(num_inputs, shape.dense_layer_sizes, is_first=True)
+    dense = torch.zeros(num_samples, len(shape.dense))
+    flops = count_flops(lambda: layers(dense, rows))
+    of_bottom = count_flops(lambda: layers.before_rows(dense)) if shape.has_bottom else 0.0
     num_values = sum(parameter.numel() for parameter in layers.parameters())
-    return DenseWork(flops, bottom_flops / flops if flops else 0.0, num_values)
+    return DenseWork(flops / num_samples, of_bottom / flops if flops else 0.0, num_values)
 
 
 class SequenceWork(NamedTuple):
@@ -130,21 +106,4 @@ def _sequence_flops(layers: Hstu | Sasrec, length: int) -> float:
     }
     layers = deepcopy(layers).eval()  # neither gradients nor random numbers of the caller's
     num_dense = 0 if layers.score is None else layers.score.num_dense
-    with FlopCounterMode(display=False) as counter:
-        layers(torch.zeros(1, num_dense), rows).sum().backward()
-    return counter.get_total_flops()
-
-
-def num_bottom_inputs(num_dense: int) -> int:
-    """Inputs of the bottom MLP: the dense columns, or a column of ones if there are none."""
-    return max(num_dense, 1)
-
-
-def _layers(num_inputs: int, sizes: Sequence[int], *, is_first: bool) -> tuple[float, int]:
-    """Operations per sample, forward and backward, and parameters of linear layers with bias."""
-    flops, values = 0.0, 0
-    for num_outputs in sizes:
-        flops += (2 if is_first else 3) * 2 * num_inputs * num_outputs
-        values += num_inputs * num_outputs + num_outputs
-        num_inputs, is_first = num_outputs, False
-    return flops, values
+    return count_flops(lambda: layers(torch.zeros(1, num_dense), rows))

@@ -1,6 +1,6 @@
-"""A trained model as a plain PyTorch module, read from the directory that ``hotrec export`` wrote.
+"""The layers of models, and a trained model as a plain PyTorch module, read from an export.
 
-Only needs torch and safetensors, and no other module of hotrec, and is copied into every export; a
+Only needs torch and safetensors, and is copied into every export, as the modules that it imports; a
 model of your own also needs the package of its class. ``hotrec.models.encoder`` makes its inputs.
 """
 
@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from hotrec.models.interaction import CrossLayers, DotPairs, stack_vectors
+
 DESCRIPTION, DENSE_FILE, TABLES_DIR = "model.json", "dense.safetensors", "tables"
-# Version 1 had no hashes, which the encoder needs.
-FORMAT_VERSION, VERSIONS = 2, (1, 2)
+FORMAT_VERSION = 2
 WEIGHT, SCALE = "weight", "scale"
 # The tensors of a table, by the type of its rows.
 FORMS = {
@@ -149,7 +151,7 @@ class TableRows(nn.Module):
 
 
 def _layers(
-    num_inputs: int, sizes: Sequence[int], *, ends_with_relu: bool, device: str = "meta"
+    num_inputs: int, sizes: Sequence[int], *, ends_with_relu: bool, device: str
 ) -> nn.Sequential:
     layers: list[nn.Module] = []
     for index, num_outputs in enumerate(sizes):
@@ -158,41 +160,6 @@ def _layers(
             layers.append(nn.ReLU())
         num_inputs = num_outputs
     return nn.Sequential(*layers)
-
-
-class DotPairs(nn.Module):
-    """DLRM: the dense vector and the dot products of all pairs of vectors."""
-
-    def __init__(self, num_vectors: int) -> None:
-        super().__init__()
-        self.pairs: torch.Tensor
-        first, second = torch.triu_indices(num_vectors, num_vectors, offset=1)
-        self.register_buffer("pairs", first * num_vectors + second, persistent=False)
-
-    def forward(self, vectors_BVD: torch.Tensor) -> torch.Tensor:
-        """(B, V, D) -> (B, D + V (V - 1) / 2); the first vector is the dense one."""
-        products_BVV = torch.bmm(vectors_BVD, vectors_BVD.transpose(1, 2))
-        pairs_BP = products_BVV.flatten(1).index_select(1, self.pairs)
-        return torch.cat((vectors_BVD[:, 0], pairs_BP), dim=1)
-
-
-class CrossLayers(nn.Module):
-    """DCNv2: x <- x + x_0 * (W V x + b), with W (N, r) and V (r, N)."""
-
-    def __init__(self, width: int, num_layers: int, rank: int) -> None:
-        super().__init__()
-
-        def make(*shape: int) -> nn.ParameterList:
-            return nn.ParameterList(torch.empty(shape, device="meta") for _ in range(num_layers))
-
-        self.v, self.w, self.bias = make(rank, width), make(width, rank), make(width)
-
-    def forward(self, vectors_BVD: torch.Tensor) -> torch.Tensor:
-        """(B, V, D) -> (B, V D)."""
-        x_0 = x = vectors_BVD.flatten(1)
-        for v, w, bias in zip(self.v, self.w, self.bias, strict=True):
-            x = x + x_0 * F.linear(F.linear(x, v), w, bias)
-        return x
 
 
 class DeepFm(nn.Module):
@@ -207,8 +174,9 @@ class DeepFm(nn.Module):
         super().__init__()
         self.deep = _layers(width, deep_layer_sizes, ends_with_relu=True, device=device)
 
-    def forward(self, vectors_BVD: torch.Tensor) -> torch.Tensor:
-        """(B, V, D) -> (B, D + deep + 1); the first vector is the dense one."""
+    def forward(self, dense_BD: torch.Tensor, pooled_BFD: torch.Tensor) -> torch.Tensor:
+        """-> (B, D + deep + 1)."""
+        vectors_BVD = stack_vectors(dense_BD, pooled_BFD)
         squares_BD = vectors_BVD.sum(1).square() - vectors_BVD.square().sum(1)
         pairs_B1 = squares_BD.sum(1, keepdim=True) / 2
         return torch.cat((vectors_BVD[:, 0], self.deep(vectors_BVD.flatten(1)), pairs_B1), dim=1)
@@ -249,8 +217,9 @@ class Attention(nn.Module):
         )
         self.num_outputs = len(others) + len(sequences)
 
-    def forward(self, vectors_BVD: torch.Tensor) -> torch.Tensor:
-        """(B, V, D) -> vectors without sequences and a sum for each, (B, num_outputs * D)."""
+    def forward(self, dense_BD: torch.Tensor, pooled_BFD: torch.Tensor) -> torch.Tensor:
+        """-> vectors without sequences and a sum for each, (B, num_outputs * D)."""
+        vectors_BVD = stack_vectors(dense_BD, pooled_BFD)
         outputs = [vectors_BVD.index_select(1, self.get_buffer("others"))]
         for number, layers in enumerate(self.weights):
             read = vectors_BVD.index_select(1, self.get_buffer(f"read_{number}"))
@@ -295,52 +264,76 @@ class MixtureOfExperts(nn.Module):
         return torch.cat([tower(mixed_BH) for tower, mixed_BH in towers], dim=1)
 
 
-class DenseLayers(nn.Module):
-    """All layers except the tables; on "meta" for ``load_state_dict(assign=True)``."""
+class Vectors(nn.Module):
+    """No interaction: all vectors side by side."""
 
-    def __init__(self, shape: Architecture, device: str = "meta") -> None:
+    def forward(self, dense_BD: torch.Tensor, pooled_BFD: torch.Tensor) -> torch.Tensor:
+        """-> (B, (1 + F) D)."""
+        return stack_vectors(dense_BD, pooled_BFD).flatten(1)
+
+
+def dense_inputs(dense_BN: torch.Tensor) -> torch.Tensor:
+    """The inputs of the bottom layers: the dense columns, or a column of ones, (B, 1)."""
+    return dense_BN if dense_BN.size(1) else dense_BN.new_ones(dense_BN.size(0), 1)
+
+
+# A leaf for the tracer of TorchRec's pipelines, which cannot follow data-dependent branches.
+torch.fx.wrap("dense_inputs")
+
+
+class DenseLayers(nn.Module):
+    """Bottom layers over the dense columns, an interaction with the features, and top layers.
+
+    First weights are drawn in the order of TorchRec's ``DLRM`` and ``DLRM_DCN``, so that one seed
+    trains the same model.
+    """
+
+    def __init__(self, shape: Architecture, device: str) -> None:
         super().__init__()
-        dim, num_vectors = shape.embedding_dim, len(shape.features) + 1
-        over, num_labels = shape.over_layer_sizes, len(shape.labels)
-        # Without dense columns the bottom layers read a one.
+        kind, dim, num_features = shape.kind, shape.embedding_dim, len(shape.features)
+        sizes, width = [*shape.over_layer_sizes[:-1], len(shape.labels)], (1 + num_features) * dim
+        width_of_pairs = dim + num_features * (num_features + 1) // 2
+
+        def make_top(width: int) -> nn.Module:
+            if kind == "mmoe":
+                over: dict[str, Any] = {"over_layer_sizes": shape.over_layer_sizes}
+                return MixtureOfExperts(
+                    width, len(shape.labels), **shape.args, **over, device=device
+                )
+            return _layers(width, sizes, ends_with_relu=False, device=device)
+
         self.bottom = _layers(
             max(len(shape.dense), 1), shape.dense_layer_sizes, ends_with_relu=True, device=device
         )
-        width = num_vectors * dim
-        self.interaction: nn.Module
-        self.top: nn.Module
-        if shape.kind == "dlrm":
-            self.interaction = DotPairs(num_vectors)
-            width = dim + num_vectors * (num_vectors - 1) // 2
-        elif shape.kind == "dcnv2":
-            self.interaction = CrossLayers(width, shape.cross_num_layers, shape.cross_low_rank_dim)
-        elif shape.kind == "din":
-            features = [name for name, _ in shape.features]
-            self.interaction = Attention(features, dim, **shape.args, device=device)
-            width = self.interaction.num_outputs * dim
-        elif shape.kind == "deepfm":
+        self.interaction: nn.Module = Vectors()
+        if kind == "dlrm":
+            self.interaction, width = DotPairs(num_features), width_of_pairs
+        elif kind == "dcnv2":
+            make_top(width_of_pairs)  # drawn and not used, as by DLRM_DCN
+            sizes_of_cross = shape.cross_num_layers, shape.cross_low_rank_dim
+            self.interaction = CrossLayers(width, *sizes_of_cross, device)
+        elif kind == "din":
+            names = [name for name, _ in shape.features]
+            self.interaction = attention = Attention(names, dim, **shape.args, device=device)
+            width = attention.num_outputs * dim
+        elif kind == "deepfm":
             self.interaction = DeepFm(width, **shape.args, device=device)
             width = dim + shape.args["deep_layer_sizes"][-1] + 1
-        else:
-            self.interaction = nn.Flatten()
-        if shape.kind == "mmoe":
-            self.top = MixtureOfExperts(
-                width, num_labels, **shape.args, over_layer_sizes=over, device=device
-            )
-        else:
-            sizes = [*over[:-1], num_labels]
-            self.top = _layers(width, sizes, ends_with_relu=False, device=device)
+        self.top = make_top(width)
 
-    def join(self, bottom_BD: torch.Tensor, pooled_BFD: torch.Tensor) -> torch.Tensor:
-        """Outputs of the bottom layers and pooled features (B, F, D) -> logits (B, L)."""
-        vectors_BVD = torch.cat((bottom_BD.unsqueeze(1), pooled_BFD), dim=1)
-        logits: torch.Tensor = self.top(self.interaction(vectors_BVD))
+    def before_rows(self, dense_BN: torch.Tensor) -> torch.Tensor:
+        """Dense columns (B, N) -> the output of the bottom layers, (B, D)."""
+        dense_BD: torch.Tensor = self.bottom(dense_inputs(dense_BN))
+        return dense_BD
+
+    def with_rows(self, dense_BD: torch.Tensor, pooled_BFD: torch.Tensor) -> torch.Tensor:
+        """That and pooled features (B, F, D) -> logits (B, L)."""
+        logits: torch.Tensor = self.top(self.interaction(dense_BD, pooled_BFD))
         return logits
 
     def forward(self, dense_BN: torch.Tensor, pooled_BFD: torch.Tensor) -> torch.Tensor:
         """Dense columns (B, N) and pooled features (B, F, D) -> logits (B, L)."""
-        inputs = dense_BN if dense_BN.size(1) else dense_BN.new_ones(dense_BN.size(0), 1)
-        return self.join(self.bottom(inputs), pooled_BFD)
+        return self.with_rows(self.before_rows(dense_BN), pooled_BFD)
 
 
 class TwoTower(nn.Module):
@@ -596,24 +589,12 @@ def load_model(
             f"{directory / DESCRIPTION}: expected a model of hotrec's own layers, got one of the "
             f"class {shape.target}. Call load_model(..., allow_code=True) if its code may be run."
         )
-    dense_file = file_within(directory, DENSE_FILE)
-    check_dense_file(dense_file, description)
-    dense = load_tensors(dense_file)
-    for name, weight in dense.items():
-        if weight.dtype is not torch.float32 or not weight.isfinite().all():
-            raise ValueError(
-                f"{dense_file}: expected finite values of type float32 in {name}, got others. "
-                "Export the model again."
-            )
-    tables = load_tables(directory, description, check_values=check_values)
+    dense = _load_dense(file_within(directory, DENSE_FILE), description.get("dense_sha256"))
+    tables = _load_tables(directory, description, shape, check_values=check_values)
     try:
         return PlainModel(shape, dense, tables)
     except (LookupError, TypeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"{directory}: expected a whole exported model, got {type(error).__name__}: "
-            f"{reason:.300}. Export it again."
-        ) from error
+        raise _damaged(directory, error) from error
 
 
 def read_description(directory: Path) -> dict[str, Any]:
@@ -622,58 +603,45 @@ def read_description(directory: Path) -> dict[str, Any]:
     Raises:
         ValueError: If it is missing, of another version, or not the description of a model.
     """
-    path = directory / DESCRIPTION
     try:
         description: dict[str, Any] = json.loads(file_within(directory, DESCRIPTION).read_text())
         version = description["format_version"]
-        if version in VERSIONS:
-            _check_description(description, version)
+        if version != FORMAT_VERSION:
+            raise ValueError(f"format version {version!r} instead of {FORMAT_VERSION}")
+        _check_description(description)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         if ": expected " in str(error):
             raise
         reason = str(error) if type(error) is ValueError else repr(error)
         raise ValueError(
-            f"{path}: expected the description of an exported model, got {reason}. Correct the "
-            "path, or run `hotrec export`."
+            f"{directory / DESCRIPTION}: expected the description of an exported model, got "
+            f"{reason}. Correct the path, or run `hotrec export`."
         ) from error
-    if version not in VERSIONS:
-        raise ValueError(
-            f"{path}: expected format version {' or '.join(map(str, VERSIONS))}, got {version!r}. "
-            "Export the model with this version of hotrec."
-        )
     return description
 
 
-def _check_description(description: Mapping[str, Any], version: int) -> None:
+def _check_description(description: Mapping[str, Any]) -> None:
     """Raise an error for an entry of a description that no export writes."""
     shape = Architecture(**description["architecture"])
-    tables = {table["name"]: table for table in description["tables"]}
+    names = [table["name"] for table in description["tables"]]
     read = [table for _, table in shape.features]
     for what, found, expected in (
         ("kind", shape.kind, KINDS),
         ("pooling", shape.pooling, POOLINGS),
-        ("rows", description.get("rows", "fp32" if version == 1 else None), tuple(FORMS)),
-        *(("table", table, tuple(tables)) for table in read),
+        ("rows", description["rows"], tuple(FORMS)),
+        *(("table", table, names) for table in read),
     ):
         if found not in expected:
             raise ValueError(f"a {what} {found!r}, which is none of {', '.join(expected)}")
-    names = [table["name"] for table in description["tables"]]
-    if len(tables) < len(names) or set(names) != set(read):
+    if sorted(names) != sorted(set(read)):
         raise ValueError(f"tables {names} for features of {sorted(set(read))}")
-    for name, table in tables.items():
-        expected_file = f"{TABLES_DIR}/{name}.safetensors"
-        if os.path.basename(name) != name or name in ("", ".", ".."):
-            raise ValueError(f"a table {name!r}, whose files would be elsewhere")
-        if version > 1 and table["file"] != expected_file:
-            raise ValueError(f"the file {table['file']!r}, which is not {expected_file}")
-        if not _is_count(table["num_rows"]):
-            raise ValueError(f"{table['num_rows']!r} rows of table {name}")
-    if not _is_count(shape.embedding_dim):
-        raise ValueError(f"an embedding_dim of {shape.embedding_dim!r}")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    for table in description["tables"]:
+        name, num_rows = table["name"], table["num_rows"]
+        if os.path.basename(name) != name or table["file"] != f"{TABLES_DIR}/{name}.safetensors":
+            raise ValueError(f"the file {table['file']!r} of table {name!r}")
+        for what, number in ((f"rows of table {name}", num_rows), ("D", shape.embedding_dim)):
+            if type(number) is not int or number < 1:
+                raise ValueError(f"{number!r} as number of {what}")
 
 
 def file_within(directory: Path, name: str) -> Path:
@@ -696,24 +664,7 @@ def file_within(directory: Path, name: str) -> Path:
     return directory / name
 
 
-def check_dense_file(path: Path, description: Mapping[str, Any]) -> None:
-    """Check that the weights of the layers belong to a description.
-
-    Raises:
-        ValueError: If they are those of another model.
-    """
-    expected = description.get("dense_sha256")
-    if expected is None and description["format_version"] == 1:
-        return
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != expected:
-        raise ValueError(
-            f"{path}: expected the layers of this model, with SHA-256 {str(expected)[:12]}, got "
-            f"{found[:12]}. Export the model again."
-        )
-
-
-def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a file, mapped into memory.
 
     Raises:
@@ -722,52 +673,40 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return dict(load_file(path))
     except (SafetensorError, OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"{path}: expected a whole exported model, got {type(error).__name__}: {reason}. "
-            "Export it again."
-        ) from error
+        raise _damaged(path, error) from error
 
 
-def check_rows(
-    path: Path,
-    held: Mapping[str, torch.Tensor],
-    form: str | None,
-    shape: tuple[int, int],
-    *,
-    check_values: bool = True,
+def _damaged(path: Path, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split())
+    return ValueError(
+        f"{path}: expected a whole exported model, got {type(error).__name__}: {reason:.300}. "
+        "Export it again."
+    )
+
+
+def _check_tensors(
+    path: Path, held: Mapping[str, torch.Tensor], expected: Mapping[str, Any], *, check_values: bool
 ) -> None:
-    """Check the tensors of a table.
-
-    Args:
-        path: Their file.
-        held: The tensors.
-        form: "fp32", "fp16" or "int8"; None for any of them.
-        shape: Number of rows, and D.
-        check_values: Whether to check for values that are not finite, too.
+    """Check tensors against their types, or types and shapes, by name.
 
     Raises:
-        ValueError: If they do not match the table.
+        ValueError: If they are others, or with ``check_values`` not finite.
     """
-    found = {name: tensor.dtype for name, tensor in held.items()}
-    forms = FORMS.values() if form is None else (FORMS[form],)
-    if found not in forms:
+    found = {
+        name: (tensor.dtype, tuple(tensor.shape))[: len(expected.get(name, ()))]
+        for name, tensor in held.items()
+    }
+    if found != expected:
         raise ValueError(
-            f"{path}: expected {' or '.join(map(_shown, forms))}, got {_shown(found)}. Export the "
-            "model again."
+            f"{path}: expected the tensors {dict(expected)}, got {found}. Export the model again."
         )
     for name, tensor in held.items():
-        expected = shape if name == WEIGHT else shape[:1]
-        if tuple(tensor.shape) != expected:
-            raise ValueError(
-                f"{path}: expected {'rows' if name == WEIGHT else name} of shape {expected}, got "
-                f"{tuple(tensor.shape)}. Export the model again."
-            )
         if not check_values or not tensor.is_floating_point():
             continue
-        step = max(1, _CHECKED_AT_ONCE // shape[1])
-        for begin in range(0, len(tensor), step):
-            is_fine = tensor[begin : begin + step].isfinite()
+        rows = tensor if tensor.dim() else tensor.view(1)
+        step = max(1, _CHECKED_AT_ONCE // max(1, rows[:1].numel()))
+        for begin in range(0, len(rows), step):
+            is_fine = rows[begin : begin + step].isfinite()
             if not is_fine.all():
                 row = begin + int((~is_fine).nonzero()[0, 0])
                 raise ValueError(
@@ -776,24 +715,29 @@ def check_rows(
                 )
 
 
-def _shown(types: Mapping[str, torch.dtype]) -> str:
-    return ", ".join(f"{name} of type {dtype}" for name, dtype in sorted(types.items()))
+def _load_dense(path: Path, sha256: object) -> dict[str, torch.Tensor]:
+    """The weights of the layers that belong to a description."""
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != sha256:
+        raise ValueError(
+            f"{path}: expected the layers of this model, with SHA-256 {str(sha256)[:12]}, got "
+            f"{found[:12]}. Export the model again."
+        )
+    held = _load_tensors(path)
+    _check_tensors(path, held, dict.fromkeys(held, (torch.float32,)), check_values=True)
+    return held
 
 
-def load_tables(
-    directory: Path, description: Mapping[str, Any], *, check_values: bool = True
+def _load_tables(
+    directory: Path, description: Mapping[str, Any], shape: Architecture, *, check_values: bool
 ) -> dict[str, TableRows]:
-    """The tables of an exported model, mapped into memory.
-
-    Raises:
-        ValueError: If one is incomplete, or does not match the description.
-    """
-    shape = Architecture(**description["architecture"])
+    """The tables of an exported model, mapped into memory."""
     tables = {}
     for table in description["tables"]:
-        path = file_within(directory, table["file"])
-        held = load_tensors(path)
-        size = table["num_rows"], shape.embedding_dim
-        check_rows(path, held, description.get("rows"), size, check_values=check_values)
+        path, num_rows = file_within(directory, table["file"]), table["num_rows"]
+        held = _load_tensors(path)
+        sizes = {WEIGHT: (num_rows, shape.embedding_dim), SCALE: (num_rows,)}
+        form = {name: (of, sizes[name]) for name, of in FORMS[description["rows"]].items()}
+        _check_tensors(path, held, form, check_values=check_values)
         tables[table["name"]] = TableRows(held[WEIGHT], held.get(SCALE), shape.pooling == "mean")
     return tables

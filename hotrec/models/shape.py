@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hotrec.data.tokens import SampleWork
-from hotrec.models.flops import DenseWork, count_sequence_work, count_work, dense_flops
-from hotrec.models.plain import SEQUENCE_KINDS, Architecture, make_layers
-from hotrec.models.zoo import OF_TORCHREC, make_checked_layers, zero_rows
+from hotrec.models.flops import DenseWork, count_sequence_work, count_work
+from hotrec.models.plain import OWN, SEQUENCE_KINDS, Architecture, make_layers
+from hotrec.models.zoo import make_checked_layers, zero_rows
 from hotrec.types import Schema
 
 # What an id costs besides layers over tokens, in operations per dimension of its row: the row is
@@ -98,14 +98,12 @@ def check_roles(
 
 
 def work_of(shape: Architecture, means: Mapping[str, float] | None = None) -> DenseWork:
-    """The work of a model's dense layers, by formula if there is one, otherwise counted.
+    """The work of a model's dense layers.
 
     Args:
         shape: The architecture.
         means: The mean number of ids of a feature in a sample, by table, see ``ids_per_sample``.
     """
-    if shape.kind in OF_TORCHREC:
-        return dense_flops(shape)
     ids = ids_per_sample(shape, means or {})
     key = repr((shape, ids))
     if key not in _COUNTED:
@@ -150,7 +148,7 @@ def sample_work_of(shape: Architecture) -> SampleWork:
         per_id[history] += round(work.per_position)
         per_pair = {history: round(work.per_pair)}
         return SampleWork(max(1, round(work.fixed)), per_id, per_pair, shape.args["max_length"])
-    layers = None if shape.kind in OF_TORCHREC else make_layers(shape)
+    layers = make_layers(shape) if shape.kind == OWN else None
     told: Mapping[str, tuple[float, float]] = getattr(layers, "sequence_flops", {})
     return SampleWork(
         max(1, round(work_of(shape).flops)),

@@ -11,24 +11,31 @@ Tables are copied a chunk at a time.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from safetensors.torch import save_file
 
 from hotrec.artifact import (
+    MANIFEST,
     Artifact,
     ArtifactError,
     commit_artifact,
+    read_record,
+    real_path,
     scratch_directory,
 )
 from hotrec.assemble.job import make_job
@@ -51,6 +58,7 @@ from hotrec.data.kept import open_generation
 from hotrec.data.loader import make_loader
 from hotrec.data.vocabulary import read_vocabulary
 from hotrec.embedding.canonical import TensorPart
+from hotrec.models import encoder, hstu, interaction, plain, sasrec, sequence
 from hotrec.models.encoder import hash_file
 from hotrec.models.plain import (
     DENSE_FILE,
@@ -64,21 +72,6 @@ from hotrec.models.plain import (
     load_model,
 )
 from hotrec.runs.evaluate import AUTO, find_checkpoint
-from hotrec.runs.exported import (
-    CODE,
-    IDS_AT_ONCE,
-    KIND,
-    VOCABULARIES,
-    Forms,
-    TensorWriter,
-    check_place,
-    make_ids,
-    rows_at_once,
-    table_file,
-    vocabulary_file,
-    write_code,
-    write_ids,
-)
 from hotrec.runtime.run_dir import read_finished
 from hotrec.train.checkpoint import LATEST, open_tensors, read_facts
 from hotrec.train.evaluate import Quality, measure_all
@@ -87,20 +80,23 @@ from hotrec.types import Schema
 
 logger = logging.getLogger(__name__)
 
+KIND, VOCABULARIES = "model export", "vocab"
+# The reader code for services without hotrec.
+CODE = {
+    path.name: path
+    for of in (encoder, plain, interaction, hstu, sasrec, sequence)
+    for path in [Path(inspect.getfile(of))]
+}
+# Raw ids, and bytes of a table, that are written at once.
+IDS_AT_ONCE, _CHUNK_BYTES = 1 << 18, 64 << 20
+_IDS = pa.schema([("value", pa.large_string()), ("row", pa.int64())])
 _INT8_MOST = 127
 _TABLE = re.compile(
-    r"(?:.*\.)?(?:sparse_arch\.embedding_bag_collection\.embedding_bags"
-    r"|embedding_collection\.embeddings)\.(.+)\.weight"
+    r"(?:.*\.)?embedding(?:_bag_collection\.embedding_bags|_collection\.embeddings)\.(.+)\.weight"
 )
-# The layers of TorchRec's models by our names; {n} is the last of the top ones.
-_LAYERS = (
-    (r"dense_arch\.model\._mlp\.(\d+)\._linear\.(\w+)", r"bottom.{}.\2"),
-    (r"over_arch\.model\.0\._mlp\.(\d+)\._linear\.(\w+)", r"top.{}.\2"),
-    (r"inter_arch\.crossnet\.V_kernels\.(\d+)", r"interaction.v.\1"),
-    (r"inter_arch\.crossnet\.W_kernels\.(\d+)", r"interaction.w.\1"),
-    (r"inter_arch\.crossnet\.bias\.(\d+)", r"interaction.bias.\1"),
-)
-_TYPES = {RowType.fp32: "float32", RowType.fp16: "float16", RowType.int8: "int8"}
+_TYPES = {RowType.fp32: np.float32, RowType.fp16: np.float16, RowType.int8: np.int8}
+# Names of the types in safetensors files.
+_NAMES: Mapping[Any, str] = {np.float32: "F32", np.float16: "F16", np.int8: "I8"}
 
 
 @dataclass(frozen=True)
@@ -188,37 +184,10 @@ def table_names(files: TensorFiles, schema: Schema) -> dict[str, str]:
     return found
 
 
-def dense_weights(files: TensorFiles, shape: Architecture) -> dict[str, torch.Tensor]:
-    """The weights of the layers from a checkpoint."""
+def dense_weights(files: TensorFiles) -> dict[str, torch.Tensor]:
+    """The weights of the layers from a checkpoint, by their names in ``make_layers``."""
     names = (name for name in files.shapes if "/" not in name and not _TABLE.fullmatch(name))
-    return by_layer({name: files.whole(name) for name in names}, shape)
-
-
-def by_layer(weights: Mapping[str, torch.Tensor], shape: Architecture) -> dict[str, torch.Tensor]:
-    """Weights of a trained model by the names of the plain one's layers."""
-    if shape.kind in ("dlrm", "dcnv2"):
-        last = len(shape.over_layer_sizes) - 1
-        return {layer_name(name, last): weight for name, weight in weights.items()}
-    # Trained with exactly the plain model's layers.
-    return {name.partition("layers.")[2]: weight for name, weight in weights.items()}
-
-
-def layer_name(name: str, last: int) -> str:
-    """The name in ``DenseLayers`` of a weight of TorchRec's models; ``last`` is of the top layers.
-
-    Raises:
-        ArtifactError: If it is a weight of another model.
-    """
-    if match := re.search(r"over_arch\.model\.1\.(\w+)$", name):
-        return f"top.{2 * last}.{match[1]}"
-    for pattern, ours in _LAYERS:
-        if match := re.search(f"{pattern}$", name):
-            # In our models every second module is an activation.
-            return match.expand(ours).format(2 * int(match[1]))
-    raise ArtifactError(
-        f"checkpoint: expected weights of a DLRM or DCNv2, got {name}. Use a checkpoint of a model "
-        "that hotrec trained."
-    )
+    return {name.partition("layers.")[2]: files.whole(name) for name in names}
 
 
 def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) -> ExportedModel:
@@ -246,12 +215,16 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
         shape = trained.spec.architecture
         description = _description(trained, shape, form)
         with open_tensors(trained.checkpoint) as files:
-            num_rows = _write_tables(scratch, files, trained, form.rows)
-            dense = dense_weights(files, shape)
-        _write_dense(scratch / DENSE_FILE, dense)
+            (scratch / TABLES_DIR).mkdir()
+            for table, tensor in table_names(files, trained.dataset.schema).items():
+                write_table(scratch / _table_file(table), files, tensor, form.rows)
+            dense = dense_weights(files)
+        save_file(dense, scratch / DENSE_FILE)
         description["dense_sha256"] = sha256((scratch / DENSE_FILE).read_bytes()).hexdigest()
         _write_vocabularies(scratch, trained)
-        write_code(scratch)
+        for name, source in CODE.items():  # never code from another export
+            code = source.read_text().replace("from hotrec.models.", "from ")
+            (scratch / name).write_text(code)
         (scratch / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
         quality = _evaluate(scratch, trained, form)
         artifact = commit_artifact(
@@ -262,55 +235,68 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
             made_from={"dataset": dataset.content_hash},
             apart=CODE,
         )
+    num_rows = sum(table.num_rows for table in trained.dataset.schema.tables)
     return ExportedModel(artifact, trained.checkpoint.name, trained.step, num_rows, quality)
 
 
-def _write_tables(scratch: Path, files: TensorFiles, trained: Trained, row_type: RowType) -> int:
-    """Write the rows of all tables; returns their number."""
-    (scratch / TABLES_DIR).mkdir()
-    num_rows = 0
-    for table, tensor in table_names(files, trained.dataset.schema).items():
-        num_rows += _write_table(scratch / table_file(table), files, tensor, row_type)
-    return num_rows
+def check_place(target: Path) -> None:
+    """Check that an output directory is not inside an artifact, which it would modify.
+
+    Raises:
+        ValueError: If it is.
+    """
+
+    def is_artifact(directory: Path) -> bool:
+        try:  # the file may be from another program
+            manifest = json.loads(read_record(directory / MANIFEST))
+            return {"kind", "content_hash"} <= manifest.keys()
+        except (OSError, ValueError, AttributeError):
+            return False
+
+    for parent in filter(is_artifact, real_path(target).parents):
+        raise ValueError(
+            f"output {target}: expected a directory outside of hotrec's artifacts, got one "
+            f"inside {parent}. Choose another directory."
+        )
 
 
-def row_chunks(files: TensorFiles, name: str) -> Iterator[npt.NDArray[np.float32]]:
-    """The rows of a table of a checkpoint, float32 (r, D), a bounded number at a time."""
+def _table_file(table: str) -> str:
+    return f"{TABLES_DIR}/{table}.safetensors"
+
+
+def write_table(path: Path, files: TensorFiles, name: str, row_type: RowType) -> None:
+    """Write the rows of a table of a checkpoint, which may exceed memory, as a safetensors file.
+
+    Raises:
+        ArtifactError: If a value exceeds the type.
+    """
     num_rows, dim = files.shapes[name]
-    step = rows_at_once(dim)
-    for begin in range(0, num_rows, step):
-        rows = torch.empty(min(step, num_rows - begin), dim)
-        files.read([TensorPart(name, (num_rows, dim), rows, (begin, 0))])
-        yield rows.numpy()
-
-
-def stored_chunks(
-    files: TensorFiles, name: str, row_type: RowType
-) -> Iterator[dict[str, npt.NDArray[Any]]]:
-    """The tensors of a table in exported form, a bounded number of rows at a time."""
-    for rows in row_chunks(files, name):
-        _check_range(rows, name, row_type)
-        if row_type is RowType.int8:
-            scales, rows_of_int8 = quantize(rows)
-            yield {SCALE: scales, WEIGHT: rows_of_int8}
-        else:
-            yield {WEIGHT: rows.astype(_TYPES[row_type], copy=False)}
-
-
-def _forms(num_rows: int, dim: int, row_type: RowType) -> Forms:
-    """Type and shape of each tensor of ``num_rows`` rows, the widest type first."""
-    weight = {WEIGHT: (_TYPES[row_type], (num_rows, dim))}
-    return {SCALE: ("float32", (num_rows,)), **weight} if row_type is RowType.int8 else weight
-
-
-def _write_table(path: Path, files: TensorFiles, name: str, row_type: RowType) -> int:
-    """Write all rows of a table; returns their number."""
-    num_rows, dim = files.shapes[name]
-    with TensorWriter(path, _forms(num_rows, dim, row_type)) as writer:
-        for chunk in stored_chunks(files, name, row_type):
-            for tensor, values in chunk.items():
-                writer.write(tensor, values)
-    return num_rows
+    forms: dict[str, tuple[Any, tuple[int, ...]]] = {WEIGHT: (_TYPES[row_type], (num_rows, dim))}
+    if row_type is RowType.int8:  # before the rows, because wider types must come first
+        forms = {SCALE: (np.float32, (num_rows,)), **forms}
+    header: dict[str, dict[str, Any]] = {}
+    places: dict[str, int] = {}
+    end = 0
+    for tensor, (dtype, shape) in forms.items():
+        places[tensor], end = end, end + prod(shape) * np.dtype(dtype).itemsize
+        header[tensor] = {"dtype": _NAMES[dtype], "shape": shape}
+        header[tensor]["data_offsets"] = [places[tensor], end]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    step = max(1, _CHUNK_BYTES // (4 * dim))
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for begin in range(0, num_rows, step):
+            part = torch.empty(min(step, num_rows - begin), dim)
+            files.read([TensorPart(name, (num_rows, dim), part, (begin, 0))])
+            rows = part.numpy()
+            _check_range(rows, name, row_type)
+            stored: list[Any] = [rows.astype(_TYPES[row_type], copy=False)]
+            if row_type is RowType.int8:
+                stored = list(quantize(rows))
+            for tensor, values in zip(forms, stored, strict=True):
+                file.seek(8 + len(text) + places[tensor])
+                places[tensor] += file.write(values.data)
 
 
 def quantize(
@@ -332,22 +318,6 @@ def _check_range(rows: npt.NDArray[np.float32], name: str, row_type: RowType) ->
         )
 
 
-def _write_dense(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
-    arrays = {name: value.numpy() for name, value in weights.items()}
-    tensors = {name: (str(array.dtype), array.shape) for name, array in arrays.items()}
-    with TensorWriter(path, tensors) as writer:
-        for name, array in arrays.items():
-            writer.write(name, array)
-
-
-def _vocabulary_chunks(dataset: Artifact, table: str) -> Iterator[pa.Table]:
-    values = read_vocabulary(dataset.path, table)["value"]
-    for begin in range(0, len(values), IDS_AT_ONCE):
-        chunk = values.slice(begin, IDS_AT_ONCE).combine_chunks()
-        # Row 0 is for all other values.
-        yield make_ids(chunk, np.arange(1 + begin, 1 + begin + len(chunk)))
-
-
 def _write_vocabularies(scratch: Path, trained: Trained) -> None:
     """Write value and row of each raw id, and the hashes of the values for the encoder."""
     dataset = trained.dataset.artifact
@@ -358,10 +328,18 @@ def _write_vocabularies(scratch: Path, trained: Trained) -> None:
         hashes: Hashes = np.lib.format.open_memmap(
             scratch / hash_file(table), mode="w+", dtype="<u8", shape=shape
         )
-        with write_ids(scratch / vocabulary_file(table)) as writer:
-            for ids in _vocabulary_chunks(dataset, table):
-                writer.write_table(ids)
-                hashes[ids["row"].to_numpy() - 1] = hash_text(ids["value"].combine_chunks())
+        values = read_vocabulary(dataset.path, table)["value"]
+        with pq.ParquetWriter(scratch / _vocabulary_file(table), _IDS) as writer:
+            for begin in range(0, len(values), IDS_AT_ONCE):
+                chunk = values.slice(begin, IDS_AT_ONCE).combine_chunks()
+                end = begin + len(chunk)
+                # Row 0 is for all other values.
+                writer.write_table(pa.table([chunk, np.arange(begin, end) + 1], schema=_IDS))
+                hashes[begin:end] = hash_text(chunk)
+
+
+def _vocabulary_file(table: str) -> str:
+    return f"{VOCABULARIES}/{table}.parquet"
 
 
 def _with_vocabulary(trained: Trained) -> list[str]:
@@ -431,8 +409,8 @@ def _description(trained: Trained, shape: Architecture, form: ExportFormConfig) 
         {
             "name": table.name,
             "num_rows": table.num_rows,
-            "file": table_file(table.name),
-            "vocabulary": vocabulary_file(table.name) if table.name in with_vocabulary else None,
+            "file": _table_file(table.name),
+            "vocabulary": _vocabulary_file(table.name) if table.name in with_vocabulary else None,
         }
         for table in schema.tables
     ]

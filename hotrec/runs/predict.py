@@ -53,8 +53,7 @@ from hotrec.data.unknown import UnknownIds, unknown_ids_of
 from hotrec.data.value_types import ValueTypes
 from hotrec.data.vocabulary import RowEncoder
 from hotrec.models.plain import Ids, PlainModel, TableRows
-from hotrec.runs.export import Trained, dense_weights, open_trained, table_names
-from hotrec.runs.exported import check_place
+from hotrec.runs.export import Trained, check_place, dense_weights, open_trained, table_names
 from hotrec.runtime.ranks import all_gather_object, rank, same_verdict, shared_scratch, world_size
 from hotrec.train.checkpoint import open_tensors
 from hotrec.train.evaluate import Quality, measure_all
@@ -341,7 +340,7 @@ def read_model(trained: Trained) -> PlainModel:
             table: TableRows(files.whole(tensor), None, shape.pooling == "mean")
             for table, tensor in table_names(files, schema).items()
         }
-        return PlainModel(shape, dense_weights(files, shape), tables)
+        return PlainModel(shape, dense_weights(files), tables)
 
 
 class _Counted:

@@ -132,7 +132,7 @@ class Clicks(nn.Module):
         )
         bags = EmbeddingBagCollection(tables=tables)
         self.model = build_architecture(shape, bags, seed, torch.device("cpu"))
-        self.model.sparse_arch.requires_grad_(False)
+        self.model.embedding_bag_collection.requires_grad_(False)
         self._names = names
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ WALLS = {
     "omegaconf": {"hotrec.cli"},
     "torchx": set(),
     "fbgemm_gpu": {"hotrec.calibrate", "hotrec.embedding"},
-    "safetensors": {"hotrec.models.plain", "hotrec.runs.exported", "hotrec.train"},
+    "safetensors": {"hotrec.models.plain", "hotrec.runs.export", "hotrec.train"},
     "tensorboard": {"hotrec.train"},
     "wandb": {"hotrec.train"},
     "mlflow": {"hotrec.train"},

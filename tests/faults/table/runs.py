@@ -154,7 +154,7 @@ def _resume_cases() -> Iterator[Case]:
     warm, layer = f"{TRAIN} trainer.warm_start={ONE}", "model.over_layer_sizes=[16,1]"
     for words, key in ((f"{warm} model.embedding_dim=8 model.dense_layer_sizes=[8,8]", "embedding_dim|shape"), (f"{warm} {layer}", "warm_start_names"), (f"{warm} +trainer.warm_start_names={{nothing:user}}", "warm_start_names.nothing"), (f"{TRAIN} +trainer.warm_start_names={{user:user}}", "warm_start_names")):
         yield refused(f"resume/warm-{words[-22:].strip().replace('/', '.')}", words, key, **NEW)
-    yield works("resume/warm-left-out", f"{warm} {layer} +trainer.warm_start_names={{over_arch:null}}", **NEW)
+    yield works("resume/warm-left-out", f"{warm} {layer} +trainer.warm_start_names={{layers.top:null}}", **NEW)
     # What a kill has left is removed or taken up.
     yield refused("resume/dataset-replaced", GO_ON, "dataset", forge.copied("data/other/dataset", DATASET), variables=in_run(ONE))
     yield works("resume/latest-missing", GO_ON, forge.damaged(f"{ONE}/checkpoints/latest", "deleted"), check=latest_whole(24), **OWN)

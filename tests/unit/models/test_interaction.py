@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations
 
 import pytest
 import torch
+from torch import nn
 from torchrec.models.dlrm import InteractionArch
 from torchrec.modules.crossnet import LowRankCrossNet
 
 from hotrec.assemble.job import architecture_of
 from hotrec.config.groups import DinConfig, TwoTowerConfig
-from hotrec.models.interaction import CrossNet, DotInteraction
+from hotrec.models.interaction import CrossLayers, DotPairs
 from hotrec.models.plain import Attention, DeepFm, MixtureOfExperts, TwoTower, make_layers
 from hotrec.types import Feature, Schema, Table
 
@@ -26,52 +28,47 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, dtype=dtype, generator=generator)
 
 
-def outcome(
-    arch: torch.nn.Module, dense: torch.Tensor, sparse: torch.Tensor, weight: torch.Tensor
-) -> list[torch.Tensor]:
-    """Output and both gradients of a sum weighted by ``weight``."""
-    dense, sparse = dense.detach().requires_grad_(), sparse.detach().requires_grad_()
-    out = arch(dense_features=dense, sparse_features=sparse)
-    (out * weight).sum().backward()
-    assert dense.grad is not None
-    return [out, dense.grad, torch.zeros_like(sparse) if sparse.grad is None else sparse.grad]
+class Cross(nn.Module):
+    """TorchRec's cross layers over the same vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = LowRankCrossNet(8 * DIM, 3, 4)
+
+    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        return self.net(torch.cat((dense.unsqueeze(1), sparse), dim=1).flatten(1))
 
 
-@pytest.mark.parametrize("num_features", [0, 1, 7])
-@pytest.mark.parametrize("num_samples", [0, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_dots_same_as_torchrecs(num_features: int, num_samples: int, dtype: torch.dtype) -> None:
-    sizes = (DIM, num_samples), (num_samples, DIM, num_features)
-    dense, sparse = draw(*sizes[0], dtype=dtype).t(), draw(*sizes[1], dtype=dtype).transpose(1, 2)
-    weight = draw(num_samples, DIM + num_features * (num_features + 1) // 2, dtype=dtype)
-    expected = outcome(InteractionArch(num_features), dense, sparse, weight)
-    got = outcome(DotInteraction(num_features), dense, sparse, weight)
-    rtol = 1e-6 if dtype == torch.float32 else 1e-13
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=rtol, atol=10 * rtol)
-
-
+@pytest.mark.parametrize("name", ["dlrm", "dcnv2"])
 @pytest.mark.parametrize("num_samples", [0, 1, 5])
-def test_cross_net_same_as_torchrecs(num_samples: int) -> None:
-    torch.manual_seed(0)
-    plain, ours = LowRankCrossNet(12, 3, 4), CrossNet(12, 3, 4)
-    with torch.no_grad():
-        for bias in plain.bias:
-            bias.normal_()
-    ours.load_state_dict(plain.state_dict())
-    x = draw(num_samples, 12)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_interactions_are_torchrecs(name: str, num_samples: int, dtype: torch.dtype) -> None:
+    makes: dict[str, list[Callable[[], nn.Module]]] = {
+        "dlrm": [lambda: InteractionArch(7), lambda: DotPairs(7)],
+        "dcnv2": [Cross, lambda: CrossLayers(8 * DIM, 3, 4)],
+    }
     results = []
-    for net in (plain, ours):
-        out = net(x)
-        out.square().sum().backward()
-        results.append([out, *(parameter.grad for parameter in net.parameters())])
+    for make in makes[name]:
+        torch.manual_seed(0)
+        layers = make().to(dtype)
+        for parameter in layers.parameters():
+            if parameter.dim() == 1:
+                torch.nn.init.normal_(parameter)
+        dense = draw(DIM, num_samples, dtype=dtype).t().requires_grad_()
+        sparse = draw(num_samples, DIM, 7, dtype=dtype).transpose(1, 2).requires_grad_()
+        out = layers(dense, sparse)
+        (out * draw(*out.shape, dtype=dtype)).sum().backward()
+        # Also the first weights are TorchRec's.
+        of_layers = [t for p in layers.parameters() for t in (p.detach(), p.grad)]
+        results.append([out, dense.grad, sparse.grad, *of_layers])
+    rtol = 1e-5 if dtype == torch.float32 else 1e-13
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one, other, rtol=rtol, atol=10 * rtol)
 
 
 def test_deepfm_adds_the_products_of_all_pairs() -> None:
     vectors = draw(5, 4, DIM)
-    found = DeepFm(4 * DIM, [6], "cpu")(vectors)
+    found = DeepFm(4 * DIM, [6], "cpu")(vectors[:, 0], vectors[:, 1:])
     assert torch.equal(found[:, :DIM], vectors[:, 0])
     pairs = [(vectors[:, i] * vectors[:, j]).sum(1) for i, j in combinations(range(4), 2)]
     torch.testing.assert_close(found[:, -1], torch.stack(pairs).sum(0))
@@ -92,9 +89,12 @@ def test_attention_sums_each_sequence_by_weights_of_its_ids() -> None:
     sums = [weighted(0, "shop", "shops_1")]
     sums.append(weighted(1, "item", "seen_1") + weighted(1, "item", "seen_2"))
     kept = [of[name] for name in ("dense", "item", "shop", "seen_1_ago")]
-    torch.testing.assert_close(layers(vectors), torch.cat((*kept, *sums), dim=1))
+    torch.testing.assert_close(
+        layers(vectors[:, 0], vectors[:, 1:]), torch.cat((*kept, *sums), dim=1)
+    )
     # A sequence without ids has no part in gradients.
-    layers(vectors * 0)[:, 4 * DIM :].square().sum().backward()
+    none = vectors * 0
+    layers(none[:, 0], none[:, 1:])[:, 4 * DIM :].square().sum().backward()
     assert not any(of.grad.any() for of in (vectors, *layers.parameters()))
 
 

@@ -22,7 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.models.plain import Architecture, Ids, PlainModel, TableRows, load_model
 from hotrec.models.zoo import build_architecture
-from hotrec.runs.export import by_layer, quantize
+from hotrec.runs.export import quantize
 from hotrec.types import ModelKind
 from tests.helpers.dense import shape_of
 
@@ -54,7 +54,7 @@ def both(
     if not shape.reads_sequences:
         make = partial(EmbeddingBagConfig, pooling=PoolingType[pooling.upper()])
         holder = EmbeddingBagCollection
-        bags = "sparse_arch.embedding_bag_collection.embedding_bags"
+        bags = "embedding_bag_collection.embedding_bags"
     tables = [
         make(name=name, num_embeddings=rows, embedding_dim=DIM,
              feature_names=[feature for feature, table in FEATURES.items() if table == name])
@@ -66,7 +66,9 @@ def both(
         table: TableRows(weights.pop(f"{bags}.{table}.weight"), None, pooling == "mean")
         for table in NUM_ROWS
     }
-    return model, PlainModel(shape, by_layer(weights, shape), rows)
+    return model, PlainModel(
+        shape, {n.removeprefix("layers."): w for n, w in weights.items()}, rows
+    )
 
 
 def inputs(num_dense: int) -> tuple[torch.Tensor, dict[str, Ids]]:

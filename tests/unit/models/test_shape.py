@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from hotrec.assemble.job import architecture_of
 from hotrec.config.groups import DinConfig, OwnModelConfig, SasrecConfig, TwoTowerConfig
-from hotrec.models.flops import dense_flops
 from hotrec.models.plain import make_layers
-from hotrec.models.zoo import build_architecture, make_checked_layers
+from hotrec.models.shape import work_of
+from hotrec.models.zoo import make_checked_layers
 from hotrec.types import Feature, ModelKind, Schema, Table
 from tests.helpers.dense import OwnLayers, shape_of
 
@@ -63,23 +59,20 @@ def test_features_that_do_not_fit_their_role_are_refused(
 def test_work_is_that_of_the_layers(kind: ModelKind, num_dense: int) -> None:
     names = [f"f{number}" for number in range(4)]
     sizes: Any = {"dense_layer_sizes": [16, DIM], "over_layer_sizes": [12, 6, 1]}
-    of = shape_of(kind, num_dense, [(name, name) for name in names], DIM, **sizes)
-    tables = [
-        EmbeddingBagConfig(name=n, num_embeddings=1, embedding_dim=DIM, feature_names=[n])
-        for n in names
-    ]
-    bags = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    layers: Any = build_architecture(of, bags, 0, torch.device("cpu"))
-    layers.sparse_arch.embedding_bag_collection = nn.Identity()
-    work = dense_flops(of)
-    assert work.num_dense_values == sum(p.numel() for p in layers.parameters())
-    pooled = KeyedTensor(names, [DIM] * 4, torch.randn(10, 4 * DIM, requires_grad=True))
-    with FlopCounterMode(display=False) as counter:
-        layers(torch.randn(10, num_dense), pooled).sum().backward()
-    assert work.flops * 10 == counter.get_total_flops()
+    work = work_of(shape_of(kind, num_dense, [(name, name) for name in names], DIM, **sizes))
+    num_inputs, width = max(num_dense, 1), 5 * DIM
     # num_dense -> 16 without a gradient of the input, 16 -> 8 with.
-    bottom = 2 * 2 * max(num_dense, 1) * 16 + 3 * 2 * 16 * 8
+    bottom = 2 * 2 * num_inputs * 16 + 3 * 2 * 16 * DIM
+    # A product of 8 vectors, the gradients of 4 of them and of the dense one; or two cross layers.
+    inner, values = 2 * DIM * (8 * 8 + 4 * 8 + 4), 0
+    if kind is ModelKind.dcnv2:
+        inner, values = 3 * 2 * 2 * width * 3 * 2, (2 * width * 3 + width) * 2
+    inputs = width if values else DIM + 10
+    top = 3 * 2 * (inputs * 12 + 12 * 6 + 6)
+    assert work.flops == bottom + inner + top
     assert work.bottom_frac * work.flops == pytest.approx(bottom)
+    linear = ((num_inputs, 16), (16, DIM), (inputs, 12), (12, 6), (6, 1))
+    assert work.num_dense_values == values + sum((m + 1) * n for m, n in linear)
 
 
 class Refused(nn.Module):

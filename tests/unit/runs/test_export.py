@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from hotrec.artifact import ArtifactError, commit_artifact, scratch_directory
 from hotrec.config.roots import RowType
 from hotrec.embedding.canonical import TensorPart, TensorParts
-from hotrec.runs import export, exported
-from hotrec.runs.export import quantize
+from hotrec.runs import export
+from hotrec.runs.export import check_place, quantize, write_table
 from hotrec.train.checkpoint import KIND, open_tensors
 from hotrec.train.tensor_files import TensorFiles, make_index, own_shares, write_tensors
 
@@ -49,9 +49,9 @@ def test_a_table_in_chunks(
     row_type: RowType,
     rows_per_chunk: int,
 ) -> None:
-    monkeypatch.setattr(exported, "_CHUNK_BYTES", rows_per_chunk * 4 * DIM)
+    monkeypatch.setattr(export, "_CHUNK_BYTES", rows_per_chunk * 4 * DIM)
     with saved(rows, tmp_path / "step-00000001") as files:
-        export._write_table(tmp_path / "t", files, "t", row_type)
+        write_table(tmp_path / "t", files, "t", row_type)
     found = load_file(tmp_path / "t")
     if row_type is RowType.int8:
         scales, quantized = quantize(rows.numpy())
@@ -75,7 +75,7 @@ def test_values_outside_the_type_are_refused(
 ) -> None:
     rows[30, 2] = value
     with saved(rows, tmp_path / "step-00000001") as files, pytest.raises(ArtifactError, match=said):
-        export._write_table(tmp_path / "t", files, "t", row_type)
+        write_table(tmp_path / "t", files, "t", row_type)
 
 
 def test_outputs_stand_outside_of_artifacts(rows: torch.Tensor, tmp_path: Path) -> None:
@@ -83,11 +83,11 @@ def test_outputs_stand_outside_of_artifacts(rows: torch.Tensor, tmp_path: Path) 
     with saved(rows, tmp_path / "step-00000001"):
         pass
     with pytest.raises(ValueError, match=r"^output .*: expected a directory outside .*, got"):
-        exported.check_place(tmp_path / "step-00000001" / "deep" / "output")
+        check_place(tmp_path / "step-00000001" / "deep" / "output")
     os.mkfifo(tmp_path / "manifest.json")
     (tmp_path / "loop").symlink_to("loop")
     for name in ("output", "loop", "loop/output"):
-        exported.check_place(tmp_path / name)
+        check_place(tmp_path / name)
 
 
 def test_int8_is_within_half_a_step_and_keeps_zeros(rows: torch.Tensor) -> None:
