@@ -38,6 +38,9 @@ START_SPREAD = 0.02
 # After one block the spread is unknown; a candidate that takes this much longer is dropped. Blocks
 # of one candidate on a busy machine differed by factors of up to 1.4.
 FIRST_RATIO = 1.5
+# If the interval of a ratio is wider than this, the blocks disagree: on a quiet machine it is a
+# fifth of it.
+MAX_WIDTH = 1.5
 
 
 def ratio_interval(
@@ -87,17 +90,27 @@ class Trial:
         first, *others = sorted(names, key=self.step_s)
         return [first, *(name for name in others if self._ratio(name, first)[0] <= 1)]
 
-    @property
+    @cached_property
     def chosen(self) -> str:
-        """The fastest candidate."""
-        return self.open_candidates[0]
+        """The fastest candidate; where noise hides it, the one that was predicted to be."""
+        leader, *others = self.open_candidates
+        alike = {leader, *(name for name in others if self._is_noisy(name, leader))}
+        return next(name for name in self.block_s if name in alike)
 
     @property
     def is_decided(self) -> bool:
         """Whether no candidate is likely to be faster than the leader by more than TOLERANCE."""
-        return all(
-            self._ratio(name, self.chosen)[0] > 1 - TOLERANCE for name in self.open_candidates[1:]
-        )
+        leader, *others = self.open_candidates
+        return all(self._ratio(name, leader)[0] > 1 - TOLERANCE for name in others)
+
+    def _is_left_out(self, name: str) -> bool:
+        """Whether it has fewer than two blocks where others have more."""
+        return len(self.block_s[name]) < min(2, len(self.block_s[self.chosen]))
+
+    def _is_noisy(self, name: str, first: str) -> bool:
+        """Whether blocks disagree so much that they do not tell which of two is faster."""
+        low, high = self._ratio(name, first)
+        return low <= 1 <= high and high / low > MAX_WIDTH
 
     def _ratio(self, name: str, first: str) -> tuple[float, float]:
         """The interval of the ratio of a candidate's step to that of ``first``."""
@@ -124,24 +137,31 @@ class Trial:
 
     def why(self, titles: Mapping[str, str]) -> str:
         """The verdict for the user, with these titles of the candidates."""
+        chosen = titles[self.chosen]
         others = sorted((n for n in self.block_s if n != self.chosen), key=self.step_s)
         when = "an earlier run's trial" if self.is_recorded else "a trial"
-        text = (
-            f"{titles[self.chosen]} took {1e3 * self.step_s(self.chosen):.3g} ms a step, the least "
-            f"of {len(self.block_s)} plans in {when} of {self.seconds:.0f} s on this machine"
-        )
+        when += f" of {self.seconds:.0f} s on this machine"
         if not self.took_turns:
-            text += ", in which they did not take turns: no claim of speed"
-        for name in others:
-            verdict = f" ({self._verdict(name)})" if self.took_turns else ""
-            text += f"; {titles[name]} {1e3 * self.step_s(name):.3g} ms{verdict}"
-        return f"{text}."
+            times = (f"{titles[n]} {1e3 * self.step_s(n):.3g} ms" for n in (self.chosen, *others))
+            return (
+                f"{chosen} took the least time a step in {when}, in which the plans did not take "
+                f"turns: no claim of speed ({'; '.join(times)})."
+            )
+        text = f"{chosen} took {1e3 * self.step_s(self.chosen):.3g} ms a step"
+        if self.chosen == self.open_candidates[0]:
+            num_measured = sum(not self._is_left_out(name) for name in self.block_s)
+            text += f", the least of {num_measured} plans in {when}"
+        else:
+            text += f" and was predicted to be the fastest; {when} was too noisy to tell"
+        return f"{'; '.join([text, *(f'{titles[n]} {self._verdict(n)}' for n in others)])}."
 
     def _verdict(self, name: str) -> str:
-        """The interval of the difference, and its meaning."""
-        if len(self.block_s[name]) < min(2, len(self.block_s[self.chosen])):
-            return "left out after its first steps"
+        """The interval of the difference in the rounds of both, and its meaning."""
+        if self._is_left_out(name):
+            return "left out: its first steps were slower"
         low, high = self._ratio(name, self.chosen)
+        if self._is_noisy(name, self.chosen):
+            return "too noisy to tell"
         judged = "perhaps as fast, within the noise" if low <= 1 <= high else "slower"
         return f"{low - 1:+z.0%} to {high - 1:+z.0%}: {judged}"
 

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.artifact import read_record, real_path
+from hotrec.planner.trial import MAX_WIDTH
 from hotrec.report.read import Run, parse_object
 
 COMPARED_JSON = "compare.json"
-# If the interval of a ratio is wider than this, the blocks disagree: on a quiet machine it is a
-# fifth of it.
-MAX_WIDTH = 1.5
 
 
 @dataclass(frozen=True)

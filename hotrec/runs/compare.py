@@ -21,7 +21,7 @@ from hotrec.planner.machine import Machine
 from hotrec.planner.predict import MEMORIES
 from hotrec.planner.trial import Trial
 from hotrec.runs.train import make_candidate, make_run_machine, open_dataset
-from hotrec.runs.trial import Candidate, run_turns
+from hotrec.runs.trial import Candidate, run_trial
 from hotrec.runtime.cores import num_workers
 from hotrec.runtime.load import LoadMeter, disturbance
 from hotrec.runtime.ranks import Ranks, same_verdict
@@ -131,7 +131,7 @@ def compare_runs(runs: Mapping[Path, Config], ranks: Ranks, *, seconds: float) -
         lambda: {str(run.run_dir): run.candidate(machine, ranks, places) for run in read}
     )
     load = LoadMeter()
-    trial = run_turns(candidates, ranks, limit_s=seconds)
+    trial = run_trial(candidates, ranks, limit_s=seconds, compares_all=True)
     doubts = _doubts(trial, read[0].plan, disturbance(load.hosts(ranks)))
     return _document(trial, places, doubts)
 

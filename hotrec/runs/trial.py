@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -101,7 +101,13 @@ def trial_seconds(
     return limit_s, sum(candidate.min_s for candidate in itertools.islice(candidates, 2))
 
 
-def run_trial(candidates: Mapping[str, Candidate], ranks: Ranks, *, limit_s: float) -> Trial:
+def run_trial(
+    candidates: Mapping[str, Candidate],
+    ranks: Ranks,
+    *,
+    limit_s: float,
+    compares_all: bool = False,
+) -> Trial:
     """Interleave training of the candidates until the fastest is known; collective.
 
     All start from the same weights. They are freed at the end; random states are restored.
@@ -114,23 +120,24 @@ def run_trial(candidates: Mapping[str, Candidate], ranks: Ranks, *, limit_s: flo
         limit_s: Seconds after which no further round begins. There are at least two candidates,
             and three rounds unless they take more than MAX_S; others are built as long as all
             are expected to end within OVERRUN of it.
+        compares_all: Whether to measure all candidates in all rounds until the seconds are over,
+            to compare them, instead of only those that may still be the fastest.
 
     Returns:
         The trial, equal on every rank.
     """
-    trial = _Rounds(ranks, limit_s)
-    return trial.run(candidates, trial.choose_together, 2)
-
-
-def run_turns(candidates: Mapping[str, Candidate], ranks: Ranks, *, limit_s: float) -> Trial:
-    """Interleave all candidates until the budget is used up, to compare them; see ``run_trial``.
-
-    Returns:
-        The trial, equal on every rank; all candidates have the same number of blocks, at least
-        three.
-    """
-    trial = _Rounds(ranks, limit_s)
-    return trial.run(candidates, trial.compare_together, len(candidates))
+    contest = _Contest(ranks, limit_s, compares_all=compares_all)
+    devices = [ranks.device] if ranks.device.type == "cuda" else []
+    took_turns = _fits(candidates.values(), ranks)
+    with torch.random.fork_rng(devices=devices):
+        if took_turns:
+            contest.interleave(candidates)
+        else:
+            logger.info("trial: the candidates do not fit into memory together")
+            contest.run_alone(candidates)
+    gc.collect()
+    watchdog.enter(watchdog.MAIN, watchdog.START, None)
+    return Trial({**contest.block_s, **contest.first_s}, contest.seconds(), took_turns=took_turns)
 
 
 def _fits(candidates: Iterable[Candidate], ranks: Ranks) -> bool:
@@ -145,134 +152,78 @@ def _fits(candidates: Iterable[Candidate], ranks: Ranks) -> bool:
     return all(all_gather_object(fits))
 
 
-class _Rounds:
-    """The blocks measured so far."""
+class _Contest:
+    """The blocks measured so far, by candidate, and the candidates that are held."""
 
-    def __init__(self, ranks: Ranks, limit_s: float) -> None:
-        self._ranks = ranks
-        self._limit_s = limit_s
+    def __init__(self, ranks: Ranks, limit_s: float, *, compares_all: bool) -> None:
+        self._ranks, self._limit_s, self._compares_all = ranks, limit_s, compares_all
         self._start_s = time.perf_counter()
-        self._block_s: dict[str, list[float]] = {}
-        self._first_s: dict[str, list[float]] = {}  # of candidates without rounds
-        self._took_turns = True
+        self._held: dict[str, _Contender] = {}
+        self.block_s: dict[str, list[float]] = {}
+        self.first_s: dict[str, list[float]] = {}  # of candidates without rounds
 
-    def run(
-        self,
-        candidates: Mapping[str, Candidate],
-        together: Callable[[Mapping[str, Candidate]], None],
-        num_needed: int,
-    ) -> Trial:
-        """Run the candidates together, or alone if they do not fit, at least ``num_needed``."""
-        is_together = _fits(candidates.values(), self._ranks)
-        devices = [self._ranks.device] if self._ranks.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            if is_together:
-                together(candidates)
-            else:
-                logger.info(
-                    "trial: the candidates do not fit into memory together; measuring one by one"
-                )
-                self._run_alone(candidates, num_needed)
-        gc.collect()
-        watchdog.enter(watchdog.MAIN, watchdog.START, None)
-        blocks = {**self._block_s, **self._first_s}
-        return Trial(blocks, self._seconds(), took_turns=self._took_turns)
-
-    def compare_together(self, candidates: Mapping[str, Candidate]) -> None:
-        """Rounds of all candidates."""
-        with Progress("turns", self._limit_s, unit="s", is_shown=self._ranks.is_first) as bar:
-            held = {}
-            for name, candidate in candidates.items():
-                bar.set_postfix_str(candidate.title)
-                held[name] = _Contender(candidate, self._ranks)
-            for number in itertools.count():
-                so_far = self._round(held, number, bar)
-                is_over = so_far.seconds + _round_s(held.values()) > self._limit_s
-                if number + 1 >= MIN_ROUNDS and is_over:
-                    break
-        for contender in held.values():
-            contender.close()
-
-    def choose_together(self, candidates: Mapping[str, Candidate]) -> None:
-        """Rounds of the candidates that may still be fastest."""
+    def interleave(self, candidates: Mapping[str, Candidate]) -> None:
+        """Rounds of all candidates, or of those that may still be fastest."""
         with Progress("trial", self._limit_s, unit="s", is_shown=self._ranks.is_first) as bar:
-            held = self._build(candidates, bar)
-            self._drop_late(held)
-            for number in itertools.count():
-                so_far = self._round(held, number, bar)
-                for name in [name for name in held if name not in so_far.open_candidates]:
-                    held.pop(name).close()
-                is_enough = number + 1 >= MIN_ROUNDS or so_far.seconds >= MAX_S
-                is_over = so_far.seconds + _round_s(held.values()) > self._limit_s
-                if len(held) == 1 or (is_enough and (so_far.is_decided or is_over)):
+            for number, (name, candidate) in enumerate(candidates.items()):
+                if not (self._compares_all or number < 2 or self._has_time(number)):
                     break
-        for contender in held.values():
-            contender.close()
-
-    def _round(self, held: Mapping[str, _Contender], number: int, bar: Progress) -> Trial:
-        """One block of each, in rotating order; returns the measurements so far."""
-        for name in in_turn(list(held), number):
-            bar.set_postfix_str(held[name].title)
-            self._block_s.setdefault(name, []).append(held[name].block())
-        so_far = Trial(self._block_s, self._seconds())
-        bar.update(max(0.0, min(self._limit_s, so_far.seconds) - bar.n))
-        return so_far
-
-    def _build(self, candidates: Mapping[str, Candidate], bar: Progress) -> dict[str, _Contender]:
-        """Build two candidates, and more while time allows.
-
-        Drops candidates whose first steps already rule them out.
-        """
-        held: dict[str, _Contender] = {}
-        for num_built, (name, candidate) in enumerate(candidates.items()):
-            bar.set_postfix_str(candidate.title)
-            if num_built >= 2:
-                # Its time is estimated as the average of those before.
-                spent_s, rounds_s = self._seconds(), MIN_ROUNDS * _round_s(held.values())
-                needed_s = spent_s + spent_s / num_built + rounds_s + rounds_s / len(held)
-                if needed_s > self._max_s:
+                bar.set_postfix_str(candidate.title)
+                self._held[name] = _Contender(candidate, self._ranks)
+                self._drop_slow()
+            for number in itertools.count(1):
+                for name in in_turn(list(self._held), number - 1):
+                    bar.set_postfix_str(self._held[name].title)
+                    self.block_s.setdefault(name, []).append(self._held[name].block())
+                so_far = Trial(self.block_s, self.seconds())
+                bar.update(max(0.0, min(self._limit_s, so_far.seconds) - bar.n))
+                if self._is_over(so_far, number):
                     break
-            held[name] = _Contender(candidate, self._ranks)
-            min_s = min(contender.step_s for contender in held.values())
-            for other in [n for n, c in held.items() if c.step_s > FIRST_STEPS_RATIO * min_s]:
-                self._drop(other, held)
-        return held
+        for name in list(self._held):
+            self._held.pop(name).close()
 
-    def _drop_late(self, held: dict[str, _Contender]) -> None:
-        """Drop the slowest if time is short, but keep two."""
-        spent_s = self._seconds()
-        for name in sorted(held, key=lambda name: held[name].step_s, reverse=True):
-            needed_s = spent_s + MIN_ROUNDS * _round_s(held.values())
-            if len(held) > 2 and needed_s > self._max_s:
-                self._drop(name, held)
-
-    def _drop(self, name: str, held: dict[str, _Contender]) -> None:
-        contender = held.pop(name)
-        self._first_s[name] = [contender.step_s]
-        contender.close()
-
-    def _run_alone(self, candidates: Mapping[str, Candidate], num_needed: int) -> None:
-        self._took_turns = False
-        for name, candidate in candidates.items():
+    def run_alone(self, candidates: Mapping[str, Candidate]) -> None:
+        """Blocks of one candidate after the other."""
+        for number, (name, candidate) in enumerate(candidates.items()):
+            if number >= 2 and not self._compares_all and self.seconds() >= self._limit_s:
+                break
             contender = _Contender(candidate, self._ranks)
-            self._block_s[name] = [contender.block() for _ in range(MIN_ROUNDS)]
+            self.block_s[name] = [contender.block() for _ in range(MIN_ROUNDS)]
             contender.close()
             gc.collect()
-            if self._seconds() >= self._limit_s and len(self._block_s) >= num_needed:
-                return
+
+    def _has_time(self, num_built: int) -> bool:
+        """Whether one more can be built and measured; its time is the average of those before."""
+        spent_s, rounds_s = self.seconds(), MIN_ROUNDS * self._round_s
+        needed_s = spent_s + spent_s / num_built + rounds_s + rounds_s / len(self._held)
+        return needed_s <= OVERRUN * self._limit_s
+
+    def _drop_slow(self) -> None:
+        """Drop candidates whose first steps already rule them out."""
+        min_s = min(contender.step_s for contender in self._held.values())
+        for name, contender in list(self._held.items()):
+            if not self._compares_all and contender.step_s > FIRST_STEPS_RATIO * min_s:
+                self.first_s[name] = [contender.step_s]
+                self._held.pop(name).close()
+
+    def _is_over(self, so_far: Trial, num_rounds: int) -> bool:
+        """Whether to end after a round; drops candidates that are not the fastest."""
+        is_enough, has_won = num_rounds >= MIN_ROUNDS, False
+        if not self._compares_all:
+            for name in [name for name in self._held if name not in so_far.open_candidates]:
+                self._held.pop(name).close()
+            is_enough |= so_far.seconds >= MAX_S
+            has_won = len(self._held) == 1 or (is_enough and so_far.is_decided)
+        return has_won or (is_enough and so_far.seconds + self._round_s > self._limit_s)
 
     @property
-    def _max_s(self) -> float:
-        return OVERRUN * self._limit_s
+    def _round_s(self) -> float:
+        """Expected seconds of a round."""
+        return sum(contender.block_s for contender in self._held.values())
 
-    def _seconds(self) -> float:
+    def seconds(self) -> float:
         """Seconds since the start on the slowest rank; collective."""
         return max(all_gather_object(time.perf_counter() - self._start_s))
-
-
-def _round_s(held: Collection[_Contender]) -> float:
-    """Expected seconds of a round."""
-    return sum(contender.block_s for contender in held)
 
 
 class _Contender:

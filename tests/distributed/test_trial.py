@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,7 +15,7 @@ import torch
 
 from hotrec.planner.trial import Trial
 from hotrec.runs import trial as trials
-from hotrec.runs.trial import MIN_ROUNDS, NUM_WARM, Candidate, run_trial, run_turns, trial_seconds
+from hotrec.runs.trial import MIN_ROUNDS, NUM_WARM, Candidate, run_trial, trial_seconds
 from hotrec.runtime.ranks import all_gather_object
 from hotrec.train import interleave
 from tests.distributed.setups import this_rank
@@ -91,7 +91,8 @@ def candidates(
 def tried(
     steps_s: Mapping[str, float | tuple[float, float]],
     limit_s: float,
-    run: Callable[..., Trial] = run_trial,
+    *,
+    compares_all: bool = False,
     **given: Any,
 ) -> tuple[Trial, int]:
     """The trial, equal on all ranks, and how many candidates were held at once."""
@@ -100,7 +101,8 @@ def tried(
     before = torch.random.get_rng_state()
     gc.disable()
     with mock.patch.object(trials, "time", clock), mock.patch.object(interleave, "time", clock):
-        trial = run(candidates(clock, mine, **given), ranks, limit_s=limit_s)
+        made = candidates(clock, mine, **given)
+        trial = run_trial(made, ranks, limit_s=limit_s, compares_all=compares_all)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert TimedPipeline.held == 0
     assert [other.block_s for other in all_gather_object(trial)] == [trial.block_s] * 2
@@ -136,7 +138,7 @@ def test_two_candidates_are_tried_however_short_the_time() -> None:
 def test_plans_that_are_compared_all_take_all_turns(num_bytes: float, took_turns: bool) -> None:
     """However slow one of them is, and after the fastest is known."""
     steps_s = {"fast": 0.005, "slow": 0.03, "as fast": 0.005}
-    trial, _ = on_two(steps_s=steps_s, limit_s=5.0, run=run_turns, num_bytes=num_bytes)
+    trial, _ = on_two(steps_s=steps_s, limit_s=5.0, compares_all=True, num_bytes=num_bytes)
     assert trial.took_turns is took_turns
     assert [*trial.block_s] == [*steps_s]
     (rounds,) = {len(blocks) for blocks in trial.block_s.values()}
