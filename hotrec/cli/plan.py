@@ -23,7 +23,6 @@ from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.outline import write_outline
 from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
-from hotrec.report.plan_page import write_plan_page
 from hotrec.runs.record import write_plan
 from hotrec.runtime.memory import GIB
 from hotrec.runtime.run_dir import PARTITION, PLAN_JSON, PLAN_TEXT, PREDICTION
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def run(config: Config, run_dir: Path) -> dict[str, Any]:
-    """Write paths.partition, and plan.json, plan.txt, prediction.json, plan.html to the run."""
+    """Write paths.partition, and plan.json, plan.txt and prediction.json to the run."""
     try:
         return _plan(config, run_dir)
     except ValueError as error:
@@ -66,7 +65,6 @@ def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
     }
     if settled.prediction is not None:
         figures |= _predicted_figures(settled)
-        figures["page"] = write_plan_page(settled.prediction, run_dir)
     # After everything has been written, so that an error is the last line.
     if BRIEF not in os.environ and not is_in_sweep():
         print(text, file=sys.stderr)

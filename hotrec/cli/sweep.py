@@ -97,7 +97,7 @@ class Sweep(Callback):
         with _exit_on_error():
             sweep_dir = Path(config.hydra.sweep.dir)
             if self._command == PLAN:
-                write_what_if_page(sweep_dir)
+                write_what_if_of_sweep(sweep_dir)
             else:
                 write_report_of_sweep(sweep_dir)
 
@@ -123,22 +123,17 @@ def write_report_of_sweep(sweep_dir: Path) -> None:
     print(report.text(SWEEP_SECTION), f"sweep: {page}", sep="\n", file=sys.stderr)
 
 
-def write_what_if_page(sweep_dir: Path) -> Path:
-    """Read a sweep's jobs, write the page and print the table on stderr.
-
-    Returns:
-        The path of the page.
+def write_what_if_of_sweep(sweep_dir: Path) -> None:
+    """Read a sweep's jobs, write what_if.json and print the table on stderr.
 
     Raises:
         ValueError: If the directory has no jobs, or they disagree on the required rate.
     """
-    from hotrec.report.what_if import read_predictions, what_if_text, write_what_if
+    from hotrec.report.what_if import WHAT_IF_JSON, read_predictions, write_what_if
 
     points = read_predictions(sweep_dir)
-    required = _read_required_rate(sweep_dir)
-    page = write_what_if(points, sweep_dir, required)
-    print(what_if_text(points, required), f"what if: {page}", sep="\n", file=sys.stderr)
-    return page
+    text = write_what_if(points, sweep_dir, _read_required_rate(sweep_dir))
+    print(text, f"what if: {sweep_dir / WHAT_IF_JSON}", sep="\n", file=sys.stderr)
 
 
 def _split_override(word: str) -> tuple[str, str]:

@@ -59,18 +59,16 @@ def unlike_sentences(runs: Sequence[Run], baseline: Run | None) -> list[str]:
 
 
 def _dataset(run: Run) -> str | None:
-    content_hash = run.summary.get("dataset")
+    content_hash, number = run.summary.get("dataset"), run.summary.get("generation")
     if not isinstance(content_hash, str):
         return None
-    generation = run.summary.get("generation")
-    return (
-        f"{run.summary.get('dataset_name') or ''} {content_hash[:_SHOWN_HASH]}"
-        f"{f' (generation {generation})' if generation else ''}".strip()
-    )
+    generation = f" (generation {number})" if number else ""
+    name = run.summary.get("dataset_name") or ""
+    return f"{name} {content_hash[:_SHOWN_HASH]}{generation}".strip()
 
 
-def _labels(run: Run) -> str | None:
-    """The labels with their weights in the mean AUC; empty for one label."""
+def _labels(run: Run) -> str:
+    """The labels with their weights in the mean AUC."""
     weights = run.by_name("label_weights")
     return ", ".join(f"{name} (weight {weight:g})" for name, weight in weights.items()) or "one"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
 from hotrec.artifact import read_artifact
-from hotrec.report.compared import ComparedPlan
 from hotrec.report.read import OTHER_STAGE, Run
 from hotrec.report.style import (
     HELDOUT_COLOR,
@@ -52,53 +50,38 @@ def draw_learning(runs: Sequence[Run]) -> Figure | None:
 
     Panels without a line of two points are omitted; None if no panel remains.
     """
-    splits = {split for run in runs for split in run.splits[:1]}
+    splits = " / ".join(sorted({split for run in runs for split in run.splits[:1]}))
     panels = {
-        "Training loss (log loss)": ("", 0.0, [run.series("loss") for run in runs]),
-        f"AUC on {' / '.join(sorted(splits))}": ("o", MIN_AUC_RANGE, [run.aucs() for run in runs]),
-        "Share of lookups of hot rows": (
-            "",
-            0.0,
-            [run.hot_shares() for run in runs],
-        ),
+        "Training loss (log loss)": [run.series("loss") for run in runs],
+        f"AUC on {splits}": [run.aucs() for run in runs],
+        "Share of lookups of hot rows": [run.hot_shares() for run in runs],
     }
-    panels = {t: p for t, p in panels.items() if any(len(steps) > 1 for steps, _ in p[2])}
+    panels = {t: lines for t, lines in panels.items() if any(len(steps) > 1 for steps, _ in lines)}
     if not panels:
         return None
+    # Exact runs draw the same line; each is thinner than the one below it, so that all are visible.
+    widths = np.linspace(1.6 + min(1.1 * len(runs), 5.0), 1.6, len(runs))
     with report_style():
         figure = Figure(figsize=(11, 3.9), layout="constrained")
         row = figure.subplots(1, len(panels), squeeze=False)[0]
-        for axes, (title, (marker, min_range, lines)) in zip(row, panels.items(), strict=True):
+        for axes, (title, lines) in zip(row, panels.items(), strict=True):
             axes.set_title(title)
-            _draw_lines(axes, runs, lines, marker)
-            _widen(axes, min_range)
+            is_auc = title.startswith("AUC")
+            for position, (run, line, width) in enumerate(zip(runs, lines, widths, strict=True)):
+                look: dict[str, Any] = {"color": run_color(position), "linewidth": width}
+                look |= {"marker": "o" if is_auc else "", "markersize": width + 3}
+                axes.plot(*line, label=run.name, **look)
+            axes.set_xlabel("step")
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            axes.ticklabel_format(axis="y", useOffset=False)
+            light_grid(axes, "both")
+            low, high = axes.get_ylim()
+            missing = max(MIN_AUC_RANGE - (high - low), 0.0) if is_auc else 0.0
+            axes.set_ylim(low - missing / 2, high + missing / 2)
         handles, labels = axes.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=legend_columns(labels))
     return figure
-
-
-def _draw_lines(
-    axes: Axes, runs: Sequence[Run], lines: Sequence[tuple[list[float], list[float]]], marker: str
-) -> None:
-    # Exact runs draw the same line; each is thinner than the one below it, so that all are visible.
-    widths = np.linspace(1.6 + min(1.1 * len(runs), 5.0), 1.6, len(runs))
-    for position, (run, (steps, values)) in enumerate(zip(runs, lines, strict=True)):
-        width = widths[position]
-        look: dict[str, Any] = {"color": run_color(position), "linewidth": width}
-        look |= {"marker": marker, "markersize": width + 3}
-        axes.plot(steps, values, label=run.name, **look)
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.ticklabel_format(axis="y", useOffset=False)
-    light_grid(axes, "both")
-
-
-def _widen(axes: Axes, min_range: float) -> None:
-    """Extend the y axis to at least that range, around its values."""
-    low, high = axes.get_ylim()
-    missing = max(min_range - (high - low), 0.0)
-    axes.set_ylim(low - missing / 2, high + missing / 2)
 
 
 def draw_steps(runs: Sequence[Run]) -> Figure | None:
@@ -111,7 +94,7 @@ def draw_steps(runs: Sequence[Run]) -> Figure | None:
         quantiles = {name: run.number(f"step_{name}_s") for name in ("p50", "p90")}
         known = [f"{name} {show_seconds(s)}" for name, s in quantiles.items() if s is not None]
         texts.append(", ".join(known) or NOT_RECORDED)
-    return bar_figure(len(runs), lambda axes: draw_bars(axes, parts, texts, show_seconds))
+    return draw_bars(parts, texts, show_seconds)
 
 
 def _with_rest(stage_s: Parts, step_s: float | None) -> Parts:
@@ -134,63 +117,19 @@ def draw_traffic(runs: Sequence[Run]) -> Figure | None:
         over = f", {total / bound:.2f}x the bound" if bound else ""
         over += f", {show_bytes(between)} between hosts" if between else ""
         texts.append(f"{show_bytes(total)}{over}" if sent else NOT_RECORDED)
-    return bar_figure(len(runs), lambda axes: draw_bars(axes, parts, texts, show_bytes, bounds))
-
-
-def draw_lookups(plans: Mapping[str, ComparedPlan]) -> Figure:
-    """The lookups that each rank serves, a panel for each plan and a bar for each rank."""
-    parts = ("replicated", "own", "all_to_all")
-    labels = {"all_to_all": "rows of this rank, for samples of others"}
-    with report_style():
-        figure = Figure(figsize=(11, 2.9), layout="constrained")
-        row = figure.subplots(1, len(plans), squeeze=False, sharey=True)[0]
-        for axes, (name, plan) in zip(row, plans.items(), strict=True):
-            owned = np.array(plan.owned_fracs)
-            num_ranks = owned.size
-            replicated = np.full(num_ranks, plan.replicated_frac / num_ranks)
-            heights = (replicated, owned / num_ranks, owned * (1 - 1 / num_ranks))
-            bottom = np.zeros(num_ranks)
-            for part, height in zip(parts, heights, strict=True):
-                label = labels.get(part, PART_LABELS[part])
-                color, _ = PART_LOOKS[part]
-                axes.bar(range(num_ranks), height, 0.8, bottom, color=color, label=label)
-                bottom += height
-            axes.set_title(fill(name, LABEL_WIDTH))
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda rank, _: f"rank {rank:.0f}"))
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-            axes.set_xlim(-0.6, num_ranks - 0.4)
-            light_grid(axes, "y")
-        row[0].set_ylabel("share of all lookups")
-        handles, texts = row[0].get_legend_handles_labels()
-        figure.legend(handles, texts, loc="outside upper left", ncols=len(texts), handlelength=1.3)
-    return figure
-
-
-def bar_figure(num_bars: int, draw: Callable[[Axes], None]) -> Figure:
-    """A figure with a legend, as high as its horizontal bars need, drawn by ``draw``."""
-    with report_style():
-        figure = Figure(figsize=(11, 1.5 + 0.46 * num_bars), layout="constrained")
-        axes = figure.subplots()
-        draw(axes)
-        handles, labels = axes.get_legend_handles_labels()
-        columns = legend_columns(labels, num_letters=170)
-        figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=1.3)
-    return figure
+    return draw_bars(parts, texts, show_bytes, bounds)
 
 
 def draw_bars(
-    axes: Axes,
     bars: Mapping[str, Parts],
     texts: Sequence[str],
     show: Callable[[float], str],
     bounds: Sequence[float | None] = (),
-) -> None:
-    """Draw a horizontal stacked bar for each of ``bars``, with a text at its end.
+) -> Figure:
+    """A horizontal stacked bar for each of ``bars``, with a text at its end.
 
     Args:
-        axes: The axes to draw on; the first bar is at the top.
-        bars: The parts of each bar by the bar's label.
+        bars: The parts of each bar by the bar's label, from the top.
         texts: The text at the end of each bar.
         show: Formats the numbers of the axis.
         bounds: The lower bound of each bar, marked by a line; None for no line.
@@ -201,43 +140,42 @@ def draw_bars(
         key=lambda name: [*PART_LOOKS].index(name) if name in PART_LOOKS else 0.5,
     )
     others = [name for name in names if name not in PART_LOOKS]
-    ends = [0.0] * len(bars)
-    for name in names:
-        color = PART_COLORS[others.index(name) % len(PART_COLORS)] if name in others else ""
-        facecolor, hatch = PART_LOOKS.get(name, (color, ""))
-        widths = [parts.get(name, 0.0) for parts in bars.values()]
-        axes.barh(
-            range(len(bars)),
-            widths,
-            left=ends,
-            height=0.62,
-            label=PART_LABELS.get(name, name.replace("_", " ")),
-            facecolor=facecolor,
-            hatch=hatch,
-            edgecolor="white",
-            linewidth=0.8,
-        )
-        ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    for position, bound in enumerate(bounds):
-        if bound:
-            # White edges separate the line from a dark bar behind it; one is in the legend.
-            label = "_" if BOUND_LABEL in axes.get_legend_handles_labels()[1] else BOUND_LABEL
-            ends[position] = max(ends[position], bound)
-            (line,) = axes.plot(
-                [bound] * 2, [position - 0.42, position + 0.42], color=INK, label=label
-            )
-            line.set_path_effects([withStroke(linewidth=4.5, foreground="white")])
-    for position, text in enumerate(texts):
-        axes.annotate(
-            text, (ends[position], position), (7, 0), textcoords="offset points", va="center"
-        )
-    axes.set_xlim(0, max(ends) * 1.42 or 1.0)
-    axes.set_yticks(range(len(bars)), [fill(name, LABEL_WIDTH) for name in bars])
-    axes.tick_params(axis="y", labelcolor=INK)
-    axes.invert_yaxis()
-    axes.spines["left"].set_visible(False)
-    light_grid(axes, "x")
-    axes.xaxis.set_major_formatter(lambda value, _: _trim_zeros(show(value)))
+    ends = np.zeros(len(bars))
+    with report_style():
+        figure = Figure(figsize=(11, 1.5 + 0.46 * len(bars)), layout="constrained")
+        axes = figure.subplots()
+        for name in names:
+            color = PART_COLORS[others.index(name) % len(PART_COLORS)] if name in others else ""
+            facecolor, hatch = PART_LOOKS.get(name, (color, ""))
+            widths = np.array([parts.get(name, 0.0) for parts in bars.values()])
+            look: dict[str, Any] = {"facecolor": facecolor, "hatch": hatch, "linewidth": 0.8}
+            look |= {"edgecolor": "white", "label": PART_LABELS.get(name, name.replace("_", " "))}
+            axes.barh(range(len(bars)), widths, left=ends, height=0.62, **look)
+            ends += widths
+        label = BOUND_LABEL
+        for position, bound in enumerate(bounds):
+            if bound:
+                # White edges separate the line from a dark bar behind it; one is in the legend.
+                ends[position] = max(ends[position], bound)
+                (line,) = axes.plot(
+                    [bound] * 2, [position - 0.42, position + 0.42], color=INK, label=label
+                )
+                line.set_path_effects([withStroke(linewidth=4.5, foreground="white")])
+                label = "_"
+        for position, text in enumerate(texts):
+            at = (ends[position], position)
+            axes.annotate(text, at, (7, 0), textcoords="offset points", va="center")
+        axes.set_xlim(0, max(ends) * 1.42 or 1.0)
+        axes.set_yticks(range(len(bars)), [fill(name, LABEL_WIDTH) for name in bars])
+        axes.tick_params(axis="y", labelcolor=INK)
+        axes.invert_yaxis()
+        axes.spines["left"].set_visible(False)
+        light_grid(axes, "x")
+        axes.xaxis.set_major_formatter(lambda value, _: _trim_zeros(show(value)))
+        handles, labels = axes.get_legend_handles_labels()
+        columns = legend_columns(labels, num_letters=170)
+        figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=1.3)
+    return figure
 
 
 def _trim_zeros(text: str) -> str:
@@ -279,7 +217,7 @@ def draw_coverage(profile: Content, partition: Content | None) -> Figure:
         axes.set_xlabel("most accessed rows, share of all rows (log scale)")
         axes.set_ylabel("share of lookups")
         num_rows = sum(table["num_rows"] for table in profile["tables"].values())
-        axes.set_title(f"All {len(profile['tables'])} tables, {show_count(num_rows)} rows")
+        axes.set_title(f"{show_count(num_rows)} rows")
         light_grid(axes, "both")
         axes.minorticks_off()
         if partition is not None:
@@ -290,27 +228,15 @@ def draw_coverage(profile: Content, partition: Content | None) -> Figure:
 
 def _mark_partition(axes: Axes, total: Content) -> None:
     frac = total["hot_rows_frac"]
-    if frac <= 0:
-        axes.set_title("no hot rows", loc="right", fontsize=9, fontweight="normal", color=SOFT_INK)
-        return
-    axes.axvline(frac, color=INK, linewidth=1, linestyle=(0, (2, 2)))
     text = [f"{show_count(total['hot_rows'])} hot rows ({show_frac(frac)})"]
     for part, name, color in (
         ("coverage_train", "train", TRAIN_COLOR),
         ("coverage_heldout", "held-out", HELDOUT_COLOR),
     ):
-        if total[part] is not None:
+        if total[part] is not None and frac > 0:
             axes.plot([frac], [total[part]], "o", color=color, markeredgecolor="white", zorder=5)
             text.append(f"{show_frac(total[part])} of the {name} lookups")
-    # The box goes to the roomier side of the mark, below the curves.
-    is_left = frac > math.prod(axes.get_xlim()) ** 0.5
-    axes.annotate(
-        "\n".join(text),
-        xy=(frac, 0.06),
-        xytext=(-8 if is_left else 8, 0),
-        textcoords="offset points",
-        ha="right" if is_left else "left",
-        va="bottom",
-        linespacing=1.5,
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 3},
-    )
+    if frac > 0:
+        axes.axvline(frac, color=INK, linewidth=1, linestyle=(0, (2, 2)))
+    look: dict[str, Any] = {"loc": "right", "fontsize": 9, "fontweight": "normal"}
+    axes.set_title(", ".join(text), color=SOFT_INK, **look)

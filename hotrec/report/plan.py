@@ -1,38 +1,27 @@
-"""A human-readable plan: ``plan.txt``, and the content shared with ``plan_page``.
-
-The input is the prediction document, ``prediction.json``. Its ``world``, ``batch_size``, ``plans``
-and ``chosen`` are required; anything else that is missing or null is omitted, or shown as "-".
-"""
+"""A human-readable plan, ``plan.txt``, from the prediction document ``prediction.json``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from hotrec.planner.names import PLANNER, TORCHREC, candidate_name
-from hotrec.report.render import (
-    Block,
-    Column,
-    Page,
-    Table,
-    record_table,
-    render_text,
-)
+from hotrec.planner.names import PLANNER
+from hotrec.report.render import Block, Column, Page, Table, record_table, render_text
 from hotrec.report.units import (
     show_bytes,
     show_count,
     show_frac,
+    show_interval,
     show_rate,
     show_ratio,
     show_seconds,
 )
 
 PREDICTION_JSON = "prediction.json"
-HOT_COLD, ALL_COLD, LOOK_AHEAD = "hot_cold", "all_cold", "look_ahead"
 MAX_TABLES_SHOWN = 20
 NEEDED = ("world", "batch_size", "plans", "chosen")
-NEEDED_OF_PLAN = ("step_s", "stage_s", "sent_bytes", "total_sent_bytes", "samples_per_s")
+NEEDED_OF_PLAN = ("title", "step_s", "stage_s", "sent_bytes", "total_sent_bytes", "samples_per_s")
 TIERS = ("device_bytes", "host_bytes")
 TABLE_COLUMNS: tuple[Column, ...] = (
     ("table", "name", str),
@@ -77,69 +66,53 @@ def describe_world(world: Document) -> str:
 
 
 class RecordedPrediction:
-    """A validated prediction document, and the order in which pages show its parts.
+    """A validated prediction document, and the order in which its parts are shown.
 
     Args:
         document: The content of ``prediction.json``.
         where: The name of the document in error messages.
 
     Raises:
-        ValueError: If a part that every page needs is missing.
+        ValueError: If a part that is always shown is missing.
     """
 
     def __init__(self, document: Document, where: str = "prediction") -> None:
         _check_needed(document, NEEDED, where)
-        self.document = document
-        self.plans: Mapping[str, Mapping[str, Any]] = _with_facts(document)
-        self.chosen: str = document["chosen"]
+        self.document, self.chosen = document, str(document["chosen"])
+        self.plans: Mapping[str, Mapping[str, Any]] = document["plans"]
+        for name, plan in self.plans.items():
+            _check_needed(plan, NEEDED_OF_PLAN, f"{where} plan {name}")
         if self.chosen not in self.plans:
             raise ValueError(
                 f"{where} chosen: expected one of the plans {sorted(self.plans)}, got "
                 f"{self.chosen!r}. Run `hotrec plan` again."
             )
-        for name, plan in self.plans.items():
-            _check_needed(plan, NEEDED_OF_PLAN, f"{where} plan {name}")
         by_step = sorted(self.plans, key=lambda name: (self.plans[name]["step_s"], name))
-        baselines = [name for name in by_step if self.plans[name]["is_hotrec"] is False]
-        self.baseline = baselines[0] if baselines else None
-        """The fastest of TorchRec's own plans, if one was predicted."""
-        ends = [self.chosen] if self.baseline is None else [self.baseline, self.chosen]
-        placed = [name for name in by_step if self.plans[name]["is_hotrec"]]
-        self.placed = self.chosen if self.chosen in placed else next(iter(placed), None)
+        self.torchrec = [name for name in by_step if self.plans[name].get("torchrec_plan")]
+        """TorchRec's own plans, the fastest first."""
+        ours = [name for name in by_step if self.plans[name].get("is_hotrec")]
+        self.placed = self.chosen if self.chosen in ours else next(iter(ours), None)
         """The plan whose placement the tables show: the chosen, or the fastest of hotrec's."""
+        self.compared = list(dict.fromkeys([*self.torchrec[:1], self.chosen]))
+        if self.chosen in self.torchrec and self.placed is not None:
+            self.compared = [self.chosen, self.placed]
         named: dict[str, str] = {}
-        for name in (*ends, *by_step):
+        for name in (*self.torchrec[:1], self.chosen, *by_step):
             named.setdefault(self.name(name), name)
         self.order = list(named.values())
-        """Plans that differ: the baseline, the chosen one, then the others by their step."""
-        # A chosen baseline is compared with the fastest of hotrec's plans.
-        if self.chosen in baselines and self.placed is not None:
-            ends = [self.chosen, self.placed]
-        self.compared = list(dict.fromkeys(ends))
-        trial = document.get("trial") or {}
-        self.trial: Mapping[str, Mapping[str, Any]] = trial.get("plans") or {}
+        """Plans that differ: TorchRec's best, the chosen one, then the others by their step."""
+        self.trial: Mapping[str, Mapping[str, Any]] = (document.get("trial") or {}).get("plans", {})
         """The measurements of a trial, by plan."""
-
-    def describe(self) -> str:
-        """Such as ``4 ranks on 2 hosts, batch 2,048 per rank, cpu``."""
-        batch = f"batch {show_count(self.document['batch_size'])} per rank"
-        parts = [describe_world(self.document["world"]), batch, self.document.get("device")]
-        return ", ".join(filter(None, parts))
 
     @property
     def planner(self) -> str | None:
         """The plan of TorchRec's own planner in its fastest pipeline and tier, if predicted."""
-        names = [name for name in self.plans if self.plans[name]["torchrec_plan"] == PLANNER]
-        return min(names, key=lambda name: self.plans[name]["step_s"], default=None)
+        names = (name for name in self.torchrec if self.plans[name]["torchrec_plan"] == PLANNER)
+        return next(names, None)
 
     def name(self, plan: str) -> str:
         """Display name of a plan, such as ``hotrec, 1,650 hot rows, look_ahead``."""
-        title: str = self.plans[plan]["title"]
-        return title
-
-    def label(self, plan: str) -> str:
-        """The name of a plan, with a note if it was chosen."""
-        return f"{self.name(plan)} (chosen)" if plan == self.chosen else self.name(plan)
+        return str(self.plans[plan]["title"])
 
     def memory(self, name: str, tier: str) -> list[float]:
         """Bytes of each rank in one of ``TIERS``; empty if not known."""
@@ -148,30 +121,6 @@ class RecordedPrediction:
     def max_memory(self, name: str) -> dict[str, float | None]:
         """Bytes of the fullest rank by tier."""
         return {tier: max(self.memory(name, tier), default=None) for tier in TIERS}
-
-    def pipeline(self, name: str) -> str | None:
-        """Such as ``look_ahead, fp16``; None if the plan does not name its pipeline."""
-        plan = self.plans[name]
-        wire = plan.get("wire") or "fp32"
-        kind: str | None = plan.get("pipeline")
-        return kind if kind is None or wire == "fp32" else f"{kind}, {wire}"
-
-
-def _with_facts(document: Document) -> dict[str, dict[str, Any]]:
-    """The plans of a document; with facts from the label for all_cold and for earlier versions."""
-    plans = {}
-    tables = sum(int(table["hot_rows"]) for table in document.get("tables") or ())
-    for label, plan in document["plans"].items():
-        kind, _, rest = label.partition(" ")
-        hot_rows = plan.get("hot_rows", tables if kind == HOT_COLD else 0)
-        title, pipeline = candidate_name(label, hot_rows), plan.get("pipeline")
-        facts = {
-            "title": f"{title}, {pipeline}" if kind == ALL_COLD and pipeline else title,
-            "is_hotrec": {HOT_COLD: True, TORCHREC: False}.get(kind),
-            "torchrec_plan": rest.split(" ")[0] if kind == TORCHREC else None,
-        }
-        plans[label] = {**facts, **plan}
-    return plans
 
 
 def _check_needed(document: Document, names: Sequence[str], where: str) -> None:
@@ -185,74 +134,70 @@ def _check_needed(document: Document, names: Sequence[str], where: str) -> None:
 
 def plan_report_text(document: Document) -> str:
     """The content of ``plan.txt``: the choice and its reason; see ``RecordedPrediction``."""
-    prediction = RecordedPrediction(document)
-    return render_text(Page(f"hotrec plan: {prediction.describe()}", plan_sections(prediction)))
-
-
-def plan_sections(prediction: RecordedPrediction) -> dict[str, list[Block]]:
-    """All sections of the page by title, in reading order."""
-    return {
+    prediction, costs = RecordedPrediction(document), document.get("costs") or {}
+    about = [describe_world(document["world"])]
+    about += [f"batch {show_count(document['batch_size'])} per rank", document.get("device") or ""]
+    sections: dict[str, list[Block]] = {
         "What was chosen": [
-            *_choice(prediction),
+            f"Chosen: {prediction.name(prediction.chosen)}. {document.get('why') or ''}".strip(),
+            *([f"Costs: {costs.get('name')} ({costs.get('origin')})."] if costs else []),
+            *([f"Note: {costs['note']}"] if costs.get("note") else []),
             _plans_table(prediction),
-            *_between_hosts(prediction),
+            *_between_hosts(document),
         ],
-        "Where a step's time and bytes go": _stages(prediction),
+        "Where a step's time and bytes go": [
+            "Time: exposed seconds of each stage; they add up to the step. Hidden: seconds of "
+            "communication overlapped with computation. Sent: bytes that a rank sends.",
+            _stages(prediction),
+        ],
         "Tables": _tables(prediction),
-        "What a step is expected to read": _expected(prediction.document),
+        "What a step is expected to read": [
+            f"{text}: {show(value)}."
+            for text, name, show in EXPECTED
+            if (value := (document.get("expected") or {}).get(name)) is not None
+        ],
         "Memory and balance of the ranks": _ranks(prediction),
     }
-
-
-def _choice(prediction: RecordedPrediction) -> list[str]:
-    document, costs = prediction.document, prediction.document.get("costs") or {}
-    return [
-        f"Chosen: {prediction.name(prediction.chosen)}. {document.get('why') or ''}".strip(),
-        *([f"Costs: {costs.get('name')} ({costs.get('origin')})."] if costs else []),
-        *([f"Note: {costs['note']}"] if costs.get("note") else []),
-    ]
+    return render_text(Page(f"hotrec plan: {', '.join(filter(None, about))}", sections))
 
 
 def _plans_table(prediction: RecordedPrediction) -> Table:
-    plans, baseline = prediction.plans, prediction.baseline
-    base_s = 0.0 if baseline is None else plans[baseline]["step_s"]
+    plans, theirs = prediction.plans, prediction.torchrec[:1]
+    base_s = plans[theirs[0]]["step_s"] if theirs else 0.0
     records = [
         {
             **plans[name],
             **prediction.max_memory(name),
-            "name": prediction.label(name),
+            "name": prediction.name(name) + " (chosen)" * (name == prediction.chosen),
             "ratio": show_ratio(plans[name]["step_s"], base_s),
-            "pipeline": prediction.pipeline(name),
             "measured_s": prediction.trial.get(name, {}).get("step_s"),
         }
         for name in prediction.order
     ]
-    measured: list[Column] = [("in the trial", "measured_s", show_seconds)]
-    between: list[Column] = [("between hosts", "between_hosts_bytes", show_bytes)]
-    return record_table(
-        records,
-        [
-            ("plan", "name", str),
-            ("step", "step_s", show_seconds),
-            ("90% interval", "interval_s", _show_interval),
-            *(measured if prediction.trial else []),
-            ("of TorchRec's best", "ratio", str),
-            ("samples", "samples_per_s", show_rate),
-            ("sent", "total_sent_bytes", show_bytes),
-            *(between if prediction.document.get("between_hosts_bound_bytes") else []),
-            ("device memory", "device_bytes", show_bytes),
-            ("host memory", "host_bytes", show_bytes),
-            ("pipeline", "pipeline", str),
-        ],
-    )
+    columns: list[Column] = [
+        ("plan", "name", str),
+        ("step", "step_s", show_seconds),
+        ("90% interval", "interval_s", show_interval),
+        ("in the trial", "measured_s", show_seconds),
+        ("of TorchRec's best", "ratio", str),
+        ("samples", "samples_per_s", show_rate),
+        ("sent", "total_sent_bytes", show_bytes),
+        ("between hosts", "between_hosts_bytes", show_bytes),
+        ("device memory", "device_bytes", show_bytes),
+        ("host memory", "host_bytes", show_bytes),
+        ("pipeline", "pipeline", str),
+        ("on the wire", "wire", str),
+    ]
+    has = {"measured_s": prediction.trial}
+    has["between_hosts_bytes"] = prediction.document.get("between_hosts_bound_bytes") or {}
+    return record_table(records, [column for column in columns if has.get(column[1], True)])
 
 
-def _between_hosts(prediction: RecordedPrediction) -> list[str]:
+def _between_hosts(document: Document) -> list[str]:
     """Only with several hosts."""
-    bound = prediction.document.get("between_hosts_bound_bytes")
+    bound, local = document.get("between_hosts_bound_bytes"), document["world"]["ranks_per_host"]
     if not bound:
         return []
-    local = int(prediction.document["world"]["ranks_per_host"])
     return [
         "Between hosts: of the bytes that a rank sends, those to ranks of other hosts; a host "
         f"sends {show_count(local)} times as many. The lower bound is {show_bytes(bound)} per "
@@ -260,52 +205,33 @@ def _between_hosts(prediction: RecordedPrediction) -> list[str]:
     ]
 
 
-def _show_interval(interval_s: Sequence[float]) -> str:
-    return " to ".join(map(show_seconds, interval_s))
-
-
-def _stages(prediction: RecordedPrediction) -> list[Block]:
-    plans, compared = prediction.plans, prediction.compared
-    blocks: list[Block] = [
-        "Time: exposed seconds of each stage; they add up to the step. Hidden: seconds of "
-        "communication overlapped with computation. Sent: bytes that a rank sends."
-    ]
-    if any(plan.get("pipeline") == LOOK_AHEAD for plan in plans.values()):
-        blocks.append(
-            "With look_ahead the remaining exchanges are exposed communication. Row lookups and "
-            "updates run in the communication thread; here they count as computation, because "
-            "they share the cores."
-        )
+def _stages(prediction: RecordedPrediction) -> Table:
+    plans = prediction.plans
     columns: list[Column] = [("stage", "stage", str)]
     records: dict[str, dict[str, Any]] = {
         stage: {"stage": stage} for plan in plans.values() for stage in plan["stage_s"]
     }
     total: dict[str, Any] = {"stage": "step"}
     for what, part, show in STEP_COLUMNS:
-        for name in compared:
+        for name in prediction.compared:
             key, values = f"{what}, {prediction.name(name)}", plans[name].get(part) or {}
             columns.append((key, key, show))
             total[key] = sum(values.values()) or None
             for stage, record in records.items():
                 record[key] = values.get(stage) or None
-    return [*blocks, record_table(records.values(), columns, [total])]
+    return record_table(records.values(), columns, [total])
 
 
 def _tables(prediction: RecordedPrediction) -> list[Block]:
-    document = prediction.document
-    tables = sorted(
-        document.get("tables") or (), key=lambda table: (-table["num_rows"], table["name"])
-    )
+    tables = list(prediction.document.get("tables") or ())
+    tables.sort(key=lambda table: (-table["num_rows"], table["name"]))
     if not tables:
         return []
-    blocks: list[Block] = [
-        "Where rows are stored: hot rows on every rank, each other row on one rank, in the memory "
-        "of its device or its host. The device may cache rows of the host."
-    ]
+    text = "Where rows are stored: hot rows on every rank, each other row on one rank, in the "
+    text += "memory of its device or its host. The device may cache rows of the host."
     if prediction.placed not in (None, prediction.chosen):
-        blocks.append(
-            f"This is the placement of {prediction.name(prediction.placed)}, which was not chosen."
-        )
+        text += f" This is the placement of {prediction.name(prediction.placed)}, "
+        text += "which was not chosen."
 
     def total(name: str, parts: Sequence[Document]) -> dict[str, Any]:
         columns: dict[str, list[Any]] = {k: [part.get(k) for part in parts] for k in SUMMED}
@@ -315,51 +241,25 @@ def _tables(prediction: RecordedPrediction) -> list[Block]:
     rest = tables[MAX_TABLES_SHOWN:]
     totals = [total(f"{len(rest)} more", rest)] if rest else []
     totals.append(total("all tables", tables))
-    return [*blocks, record_table(tables[:MAX_TABLES_SHOWN], TABLE_COLUMNS, totals)]
-
-
-def _expected(document: Document) -> list[Block]:
-    expected = document.get("expected") or {}
-    blocks: list[Block] = [
-        f"{text}: {show(expected[name])}."
-        for text, name, show in EXPECTED
-        if expected.get(name) is not None
-    ]
-    return blocks
+    return [text, record_table(tables[:MAX_TABLES_SHOWN], TABLE_COLUMNS, totals)]
 
 
 def _ranks(prediction: RecordedPrediction) -> list[Block]:
-    columns: dict[str, tuple[Callable[[float], str], Sequence[float]]] = {
-        f"{tier.removesuffix('_bytes')}, {prediction.name(name)}": (show_bytes, sizes)
-        for name in prediction.compared
-        for tier in TIERS
-        if any(sizes := prediction.memory(name, tier))
-    }
+    columns: list[Column] = [("rank with", "which", str)]
+    records: list[dict[str, Any]] = [{"which": which} for which in ("least", "mean", "most")]
+
+    def add(heading: str, show: Any, values: Sequence[float]) -> None:
+        if any(values):
+            columns.append((heading, heading, show))
+            found = min(values), fmean(values), max(values)
+            for record, value in zip(records, found, strict=True):
+                record[heading] = value
+
+    for name in prediction.compared:
+        for tier in TIERS:
+            heading = f"{tier.removesuffix('_bytes')}, {prediction.name(name)}"
+            add(heading, show_bytes, prediction.memory(name, tier))
     balance = prediction.document.get("balance") or {}
-    if served := balance.get("served_rows"):
-        columns["cold rows served per step"] = (show_count, served)
-    rows = [
-        ["least", *(show(min(values)) for show, values in columns.values())],
-        ["mean", *(show(fmean(values)) for show, values in columns.values())],
-        ["most", *(show(max(values)) for show, values in columns.values())],
-    ]
+    add("cold rows served per step", show_count, balance.get("served_rows") or ())
     note = "Rows, optimizer state, gradients of replicas and caches, without activations."
-    return [note, Table(("rank with", *columns), rows), *_balance(balance)] if columns else []
-
-
-def _balance(balance: Document) -> list[Block]:
-    blocks: list[Block] = []
-    for key, who in (
-        ("most_over_mean", "rank serves"),
-        ("rail_most_over_mean", "rail (ranks with one local rank) serves"),
-    ):
-        most = balance.get(key) or {}
-        if None in most.values() or not most:  # no cold row is read, or an earlier version's plan
-            continue
-        planned, ordered, spread = (most[name] for name in ("planned", "ordered", "spread"))
-        blocks.append(
-            f"The busiest {who} {planned:.2f} times the mean of the cold rows: {ordered:.2f} if "
-            f"rows are stored in the order of their ids, {spread:.2f} if they are spread over "
-            "their owners (placement.spread_rows)."
-        )
-    return blocks
+    return [note, record_table(records, columns)] if len(columns) > 1 else []

@@ -185,7 +185,6 @@ def _read_run(path: Path) -> Run:
     recorded = _read_text(path / SUMMARY, notes)
     summary = {} if recorded is None else parse_object(recorded, str(path / SUMMARY))
     _check_numbers(str(path / SUMMARY), summary)
-    _check_quality(str(path / SUMMARY), summary)
     metrics, evals = _read_lines(path / METRICS, notes), _read_lines(path / EVAL, notes)
     found_texts = {name: _read_text(path / name, notes) for name in TEXTS}
     for name, text in found_texts.items():
@@ -209,8 +208,7 @@ def _read_run(path: Path) -> Run:
 def _shown_name(summary: Line, path: Path) -> str:
     """The configured name of a run, or its plan's."""
     name, placement = summary.get("name"), summary.get("placement")
-    # hugectr: of runs made while hotrec had it.
-    if placement is None or name not in {*(kind.name for kind in PlacementKind), "hugectr"}:
+    if placement is None or name not in {kind.name for kind in PlacementKind}:
         return str(name or path.name)
     return plan_name(str(placement), summary.get("hot_rows"))
 
@@ -283,15 +281,6 @@ def _check_numbers(where: str, document: Line) -> None:
                 f"{where} cache: expected num_steps of at least one, num_rows and num_hits, got "
                 f"{value}. Remove the key to report the run without it."
             )
-
-
-def _check_quality(where: str, summary: Line) -> None:
-    """Refuse a quality by split of an unexpected form."""
-    of_splits = summary.get("quality")
-    for split, of in of_splits.items() if isinstance(of_splits, dict) else ():
-        figures = [of.get(name) for name in FROM_LINE] if isinstance(of, dict) else [""]
-        if not all(value is None or _is_number(value) for value in figures):
-            raise ValueError(f"{where} quality: expected numbers by name on {split}, got {of!r}.")
 
 
 def _complete(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,20 +15,13 @@ from matplotlib.figure import Figure as Drawing
 from hotrec.artifact import check_made_from, read_artifact
 from hotrec.report.alike import differences, is_as_large, unlike_sentences
 from hotrec.report.compared import Comparison
-from hotrec.report.pictures import (
-    draw_coverage,
-    draw_learning,
-    draw_lookups,
-    draw_steps,
-    draw_traffic,
-)
+from hotrec.report.pictures import draw_coverage, draw_learning, draw_steps, draw_traffic
 from hotrec.report.read import TEXTS, Run, read_runs, varied_overrides
 from hotrec.report.render import (
     Block,
     Cell,
     Column,
     Heading,
-    Items,
     Listing,
     Page,
     Picture,
@@ -74,6 +67,13 @@ HOT_COLUMNS: tuple[Column, ...] = (
     ("Lookups hot, held out", "coverage_heldout", show_frac),
     ("Row and its state", "row_bytes", show_bytes),
 )
+# The headline figures of a run.
+TILES = {
+    "auc": "AUC on {split}",
+    "step_p50_s": "median step",
+    "sent_bytes_total": "sent per step and rank",
+    "hot_lookup_frac": "of lookups hit a hot row",
+}
 
 Content = Mapping[str, Any]
 
@@ -101,13 +101,6 @@ class Report:
             if not sections or title in sections
         }
         return render_text(replace(self.page, sections=kept))
-
-
-def write_report(runs: Sequence[Path], output: Path, **settings: Any) -> dict[str, Any]:
-    """Write ``make_report(runs, **settings)`` into a directory; return report.json's content."""
-    report = make_report(runs, **settings)
-    report.write(output)
-    return report.document
 
 
 def make_report(
@@ -149,15 +142,23 @@ def make_report(
         )
     against = choose_baseline(read, baseline)
     comparison = None if compared is None else Comparison.read(compared)
-    said = [*verdicts(read, against, comparison), *unlike_sentences(read, against)]
+    unlike = unlike_sentences(read, against)
+    said = [*verdicts(read, against, comparison), *unlike]
     counted = None if profile is None else read_artifact(profile, kind="profile")
     split = None if partition is None else read_artifact(partition, kind="partition")
     if counted is not None and split is not None:
         check_made_from(split, counted)
     contents = [None if artifact is None else artifact.content for artifact in (counted, split)]
-    made_at = made_at or datetime.now(UTC)
-    page = report_page(
-        jobs, against, *contents, comparison=comparison, title=title, made_at=made_at
+    made_at, is_sweep = made_at or datetime.now(UTC), bool(varied_overrides(jobs))
+    models = {str(run.summary["model"]): None for run in read if run.summary.get("model")}
+    about = [f"{len(read)} run{'s' * (len(read) > 1)}", *models]
+    page = Page(
+        title,
+        _sections(jobs, against, contents[0], contents[1], comparison),
+        "  |  ".join([*about, made_at.strftime("%Y-%m-%d %H:%M %Z")]),
+        best_tiles(read) if is_sweep else _tiles(read, against, comparison),
+        JSON_NAME,
+        unlike if is_sweep else said,
     )
     document: dict[str, Any] = _without_nan(
         {
@@ -174,36 +175,27 @@ def make_report(
     return Report(page, document)
 
 
-def report_page(
+def _sections(
     jobs: Sequence[Run],
     baseline: Run | None,
     profile: Content | None,
     partition: Content | None,
-    *,
-    comparison: Comparison | None = None,
-    title: str,
-    made_at: datetime,
-) -> Page:
-    """All of ``report.html`` as plain data; jobs that recorded nothing are in the sweep's table."""
+    comparison: Comparison | None,
+) -> dict[str, list[Block]]:
+    """Jobs that recorded nothing are in the sweep's table alone."""
     runs = [run for run in jobs if not run.is_empty]
-    models = dict.fromkeys(str(run.summary["model"]) for run in runs if run.summary.get("model"))
-    num_runs = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    learning, steps, traffic = draw_learning(runs), draw_steps(runs), draw_traffic(runs)
-    is_sweep, unlike = bool(varied_overrides(jobs)), unlike_sentences(runs, baseline)
-    coverage, tables = _coverage(profile, partition)
-    sections: dict[str, list[Block]] = {
-        SWEEP_SECTION: [*sweep_notes(runs), sweep_table(jobs)] if is_sweep else [],
+    return {
+        SWEEP_SECTION: [*sweep_notes(runs), sweep_table(jobs)] if varied_overrides(jobs) else [],
         "Plans": _plans(runs, baseline, comparison),
-        "Where lookups go": _lookups(runs, comparison),
         "Learning": _picture(
-            learning,
+            draw_learning(runs),
             "Training loss and AUC over steps",
             "Placements that train exactly draw the same line: runs with one seed and one order of "
             "samples differ only by rounding.",
         ),
         "Next days": _next_days(runs),
         "Where a step's time goes": _picture(
-            steps,
+            draw_steps(runs),
             "Time per step by stage",
             "Of complete runs, which were not interleaved: compare stages, not totals. Medians "
             "over the measured steps, or means over the logged lines of an unfinished run. In "
@@ -211,37 +203,29 @@ def report_page(
             "median step.",
         ),
         "What a step sends": _picture(
-            traffic,
+            draw_traffic(runs),
             "Bytes sent per step and rank by collective",
             "The black line is the lower bound for plans that exchange rows: each distinct row "
             "of a rank's batch is fetched once and its gradient is returned once. A plan that "
             "exchanges pooled bags can send less, because it sends one vector per bag.",
         ),
-        "What is hot": coverage,
+        "What is hot": _coverage(profile, partition),
         "Side by side": _comparison(runs, baseline),
         "Predicted and measured": _predicted(runs),
-        "Partition": tables,
         "Runs": _details(runs),
     }
-    missing = {
-        "Learning": "Loss and AUC over steps: logged fewer than two times.",
-        "Where a step's time goes": f"Time per step by stage: {NOT_RECORDED}.",
-        "What a step sends": "Bytes sent per step and rank: "
-        + ("none were sent." if any(run.sent_bytes for run in runs) else f"{NOT_RECORDED}."),
-        "What is hot": "Lookups by most accessed rows: no profile. Pass profile=<its directory>.",
-        "Predicted and measured": "Predicted and measured stages: no run has recorded both.",
-        "Partition": "Partition: not recorded." if coverage else "",
-    }
-    left_out = [why for title, why in missing.items() if why and not sections[title]]
-    if sections["Learning"] and not any(len(run.aucs()[0]) > 1 for run in runs):
-        left_out.append(
-            "AUC over steps: one evaluation each. Set trainer.eval_every_steps for a curve."
-        )
-    sections["Left out"] = _items(left_out)
-    subtitle = "  |  ".join([num_runs, *models, made_at.strftime("%Y-%m-%d %H:%M %Z")])
-    tiles = best_tiles(runs) if is_sweep else _tiles(runs, baseline, comparison)
-    said = unlike if is_sweep else [*verdicts(runs, baseline, comparison), *unlike]
-    return Page(title, sections, subtitle, tiles, JSON_NAME, said)
+
+
+def _picture(figure: Drawing | None, label: str, caption: str) -> list[Block]:
+    return [] if figure is None else [Picture(to_svg(figure, label), caption)]
+
+
+def _heads(runs: Sequence[Run], baseline: Run | None = None) -> list[Cell]:
+    """The headings of columns, one for each run in its color."""
+    return [
+        Cell(run.name, "baseline" if run is baseline else "", run_color(position))
+        for position, run in enumerate(runs)
+    ]
 
 
 def _plans(runs: Sequence[Run], baseline: Run | None, comparison: Comparison | None) -> list[Block]:
@@ -249,36 +233,23 @@ def _plans(runs: Sequence[Run], baseline: Run | None, comparison: Comparison | N
     took_part = [] if comparison is None else list(filter(comparison.has, runs))
     if comparison is None or not took_part:
         return []
-    position = {run.name: index for index, run in enumerate(runs)}
-    header: list[str | Cell] = [
-        "Plan",
-        "Step, interleaved",
-        *([f"Against {baseline.name}"] if baseline and baseline in took_part else []),
-        "AUC",
-        "Sent, per step and rank",
-        "Hot rows",
-        "Lookups on the sample's rank",
-        "Busiest owner over the mean",
-    ]
+    against = baseline if baseline in took_part else None
     rows: list[Sequence[str | Cell]] = []
-    for run in took_part:
-        plan = comparison.plan(run)
-        against = []
-        if baseline is not None and baseline in took_part:
-            against = ["" if run is baseline else comparison.ratio(run, baseline).text]
-        rows.append(
-            (
-                Cell(run.name, color=run_color(position[run.name])),
-                show_seconds(plan.step_s),
-                *against,
-                *(
-                    show_known(SHOW[FIGURES[key].unit], run.number(key))
-                    for key in ("auc", "sent_bytes_total", "hot_rows")
-                ),
-                show_frac(plan.at_home_frac),
-                show_known("{:.2f}x".format, plan.max_over_mean),
-            )
-        )
+    for head, run in zip(_heads(runs), runs, strict=True):
+        if run in took_part:
+            plan, ratio = comparison.plan(run), ""
+            if against is not None and run is not against:
+                ratio = comparison.ratio(run, against).text
+            numbers = [
+                show_known(SHOW[FIGURES[key].unit], run.number(key))
+                for key in ("auc", "sent_bytes_total", "hot_rows")
+            ]
+            busiest = show_known("{:.2f}x".format, plan.max_over_mean)
+            step = show_seconds(plan.step_s)
+            rows.append([head, step, ratio, *numbers, show_frac(plan.at_home_frac), busiest])
+    header = ["Plan", "Step, interleaved", f"Against {against.name}" if against else "Against"]
+    header += ["AUC", "Sent, per step and rank", "Hot rows"]
+    header += ["Lookups on the sample's rank", "Busiest owner over the mean"]
     note = (
         f"The plans were trained for {show_seconds(comparison.seconds)} in interleaved blocks of a "
         "few steps, from the same weights on the same batches. Intervals are of 90%: they contain "
@@ -289,103 +260,46 @@ def _plans(runs: Sequence[Run], baseline: Run | None, comparison: Comparison | N
     return [Table(header, rows), note]
 
 
-def _lookups(runs: Sequence[Run], comparison: Comparison | None) -> list[Block]:
-    """The picture of the destinations of the interleaved plans' lookups."""
-    if comparison is None:
-        return []
-    plans = {run.name: comparison.plan(run) for run in runs if comparison.has(run)}
-    return _picture(
-        draw_lookups(plans) if plans else None,
-        "Where lookups go, by rank",
-        "The share of all lookups that each rank serves; the bars of a plan add up to 100%. Green "
-        "crosses the network. Hot rows are read on the rank of the sample.",
-    )
-
-
-def _picture(figure: Drawing | None, label: str, caption: str) -> list[Block]:
-    return [] if figure is None else [Picture(to_svg(figure, label), caption)]
-
-
 def _next_days(runs: Sequence[Run]) -> list[Block]:
     """The AUC of each day before it was trained on; empty if no run evaluated days ahead."""
     aucs = [{line["day"]: line["auc"] for line in run.evals if "day" in line} for run in runs]
-    days = list(dict.fromkeys(day for of_run in aucs for day in of_run))
-    if not days:
-        return []
-
-    def cell(auc: float | None) -> str:
-        return NOT_RECORDED if auc is None else show_quality(auc)
-
-    header = [Cell(run.name, color=run_color(i)) for i, run in enumerate(runs)]
-    rows = [(day, *(cell(of_run.get(day)) for of_run in aucs)) for day in days]
-    return [
-        "AUC of each day, with the model trained until the previous day.",
-        Table(("Day", *header), rows),
-    ]
-
-
-def _items(sentences: Sequence[str]) -> list[Block]:
-    return [Items(sentences)] if sentences else []
+    days = dict.fromkeys(day for of_run in aucs for day in of_run)
+    rows = []
+    for day in days:
+        found = [of_run.get(day) for of_run in aucs]
+        cells = (NOT_RECORDED if auc is None else show_quality(auc) for auc in found)
+        rows.append((day, *cells))
+    text = "AUC of each day, with the model trained until the previous day."
+    return [text, Table(("Day", *_heads(runs)), rows)] if rows else []
 
 
 def _tiles(runs: Sequence[Run], baseline: Run | None, comparison: Comparison | None) -> list[Tile]:
     """The headline: the first run, or without a comparison the first with hot and cold rows."""
     others = [run for run in runs if run is not baseline] or list(runs)
-    if comparison is not None and comparison.has(others[0]):
-        return _tiles_of_turns(others[0], baseline, comparison)
     split = (run for run in others if 0.0 < (run.number("hot_rows_frac") or 0.0) < 1.0)
-    focus = next(split, others[0])
-    tiles = [
-        _tile("auc", _auc_text(focus), focus, baseline),
-        _tile("step_p50_s", "median step", focus, baseline),
-        _tile("sent_bytes_total", "sent per step and rank", focus, baseline),
-        _tile("hot_lookup_frac", "of lookups hit a hot row", focus, baseline),
-    ]
-    return [tile for tile in tiles if tile is not None]
-
-
-def _auc_text(run: Run) -> str:
-    """The AUC's samples; of several labels, also that it is their mean."""
-    text = f"AUC on {run.summary.get('eval_split') or 'held-out samples'}"
-    weights = run.by_name("label_weights")
-    labels = [name for name in run.by_name("auc_by_label") if weights.get(name, 1.0) > 0]
-    if len(labels) < 2:
-        return f"{text}, label {labels[0]}" if labels else text
-    are_equal = len({weights.get(name, 1.0) for name in labels}) == 1
-    return f"{text}, {'mean' if are_equal else 'weighted mean'} of {len(labels)} labels"
-
-
-def _tile(name: str, text: str, run: Run, baseline: Run | None) -> Tile | None:
-    """A figure of a run, compared with the baseline's; None if it was not recorded."""
-    figure = FIGURES[name]
-    value, relation = run.number(name), _show_against(figure, run, baseline)
-    if value is None:
-        return None
-    if relation == show_difference(0.0) and baseline is not None:
-        relation = f"the same as {baseline.name}"
-    elif relation and baseline is not None:
-        how = "against" if figure.unit is Unit.quality else "of"
-        relation += f" {how} {baseline.name}; {figure.better} is better"
-    return Tile(SHOW[figure.unit](value), text, relation)
-
-
-def _tiles_of_turns(run: Run, baseline: Run | None, comparison: Comparison) -> list[Tile]:
-    """The chosen plan compared with the baseline, if they were interleaved."""
-    plan, step, owner = comparison.plan(run), "", ""
-    if baseline is not None and baseline is not run and comparison.has(baseline):
-        step = f"inconclusive vs. {baseline.name}"
-        if comparison.why_not(run, baseline) is None:
-            step = f"{comparison.ratio(run, baseline).text} vs. {baseline.name}; less is better"
-        theirs = show_known("{:.2f}x".format, comparison.plan(baseline).max_over_mean)
-        owner = f"{theirs} with {baseline.name}; less is better"
-    busiest = show_known("{:.2f}x".format, plan.max_over_mean)
-    tiles = [
-        Tile(show_seconds(plan.step_s), "per step, interleaved", step),
-        _tile("sent_bytes_total", "sent per step and rank", run, baseline),
-        Tile(busiest, "lookups of the busiest owner, over the mean", owner),
-        _tile("auc", _auc_text(run), run, baseline),
-    ]
-    return [tile for tile in tiles if tile is not None]
+    run, keys = next(split, others[0]), dict(TILES)
+    tiles: list[Tile] = []
+    if comparison is not None and comparison.has(others[0]):
+        run, note = others[0], ""
+        if baseline is not None and baseline is not run and comparison.has(baseline):
+            is_clear = comparison.why_not(run, baseline) is None
+            note = comparison.ratio(run, baseline).text if is_clear else "inconclusive"
+            note += f" vs. {baseline.name}"
+        step = show_seconds(comparison.plan(run).step_s)
+        tiles.append(Tile(step, "per step, interleaved", note))
+        del keys["step_p50_s"]
+    where = run.summary.get("eval_split") or "held-out samples"
+    if (num_labels := len(run.by_name("auc_by_label"))) > 1:
+        where += f", mean of {num_labels} labels"
+    for key, text in keys.items():
+        value = run.number(key)
+        if value is not None:
+            relation = _show_against(FIGURES[key], run, baseline)
+            if relation and baseline is not None:
+                relation += f" vs. {baseline.name}; {FIGURES[key].better} is better"
+            shown = SHOW[FIGURES[key].unit](value)
+            tiles.append(Tile(shown, text.format(split=where), relation))
+    return tiles
 
 
 def _show_against(figure: Figure, run: Run, baseline: Run | None) -> str:
@@ -411,10 +325,6 @@ def _comparison(runs: Sequence[Run], baseline: Run | None) -> list[Block]:
             return Cell(NOT_RECORDED)
         return Cell(SHOW[figure.unit](value), _show_against(figure, run, baseline))
 
-    header = [
-        Cell(run.name, "baseline" if run is baseline else "", run_color(i))
-        for i, run in enumerate(runs)
-    ]
     rows: list[Sequence[str | Cell]] = [
         (setting.label, *(show_setting(run.summary.get(setting.key)) for run in runs))
         for setting in GROUPS[RUN]
@@ -435,7 +345,7 @@ def _comparison(runs: Sequence[Run], baseline: Run | None) -> list[Block]:
         " An error is predicted minus measured, in percent of the measured. Figures that no run "
         "recorded are omitted. Peaks include dense layers, activations, messages and libraries."
     )
-    return [note, Table(("", *header), rows)]
+    return [note, Table(("", *_heads(runs, baseline)), rows)]
 
 
 def _recorded(figure: Figure, runs: Sequence[Run]) -> list[Figure]:
@@ -443,103 +353,86 @@ def _recorded(figure: Figure, runs: Sequence[Run]) -> list[Figure]:
     if not figure.parts:
         return [figure] if any(run.number(figure.key) is not None for run in runs) else []
     # Kinds of tables without bytes in any run are omitted.
-    parts = dict.fromkeys(
-        part
-        for run in runs
-        for part, value in run.by_name(figure.key).items()
-        if value or figure.parts != "kind"
-    )
+    is_kind = figure.parts == "kind"
+    found = [run.by_name(figure.key).items() for run in runs]
+    parts = dict.fromkeys(part for of in found for part, value in of if value or not is_kind)
+    label = figure.label.format
     return [
         replace(
             figure,
             key=f"{figure.key}.{part}",
-            label=figure.label.format(_kind_text(part) if figure.parts == "kind" else part),
+            label=label(part.replace("_", " ") if is_kind else part),
             parts="",
         )
         for part in parts
     ]
 
 
-def _kind_text(kind: str) -> str:
-    """The names of a table's bytes, in plans with hot rows and without."""
-    texts = {"hot_rows": "replicated rows", "cold_rows": "sharded rows"}
-    return texts.get(kind, kind.replace("_", " "))
-
-
-def _coverage(
-    profile: Content | None, partition: Content | None
-) -> tuple[list[Block], list[Block]]:
+def _coverage(profile: Content | None, partition: Content | None) -> list[Block]:
     """The picture of the lookups, and the table of the partition; empty if not requested."""
     if profile is None:
-        return [], []
+        return []
     counted = f"{show_count(profile['num_samples'])} samples"
     if profile["num_heldout_samples"]:
         counted += f" and {show_count(profile['num_heldout_samples'])} held out"
     frac = profile["sampling"]["frac"]
     how = f"exactly over {counted}" if frac == 1 else f"on a {show_frac(frac)} sample: {counted}"
-    picture = Picture(
-        to_svg(draw_coverage(profile, partition), "Share of lookups by most accessed rows"),
+    blocks = _picture(
+        draw_coverage(profile, partition),
+        "Share of lookups by most accessed rows",
         f"Counted {how}. Rows are ranked by their lookups in the training samples. A lower "
         "held-out curve means that popularity has shifted since.",
     )
-    if partition is None or not partition["total"]["hot_rows"]:
-        return [picture], []
-    tables = [{"name": name, **facts} for name, facts in partition["tables"].items()]
-    tables.sort(key=lambda table: (-table["num_rows"], table["name"]))
-    table = record_table(tables, HOT_COLUMNS, [{"name": "All tables", **partition["total"]}])
-    return [picture], [f"Hot rows by the policy {partition['policy']}:", table]
+    if partition is not None and partition["total"]["hot_rows"]:
+        tables = [{"name": name, **facts} for name, facts in partition["tables"].items()]
+        tables.sort(key=lambda table: (-table["num_rows"], table["name"]))
+        table = record_table(tables, HOT_COLUMNS, [{"name": "All tables", **partition["total"]}])
+        blocks += [f"Hot rows by the policy {partition['policy']}:", table]
+    return blocks
 
 
 def _predicted(runs: Sequence[Run]) -> list[Block]:
-    """A table of predicted and measured stages for each run that has both, else the reason.
-
-    Empty if no run has both.
-    """
-    if not any(
-        run.by_name("predicted_stage_s") and run.by_name("measured_stage_s") for run in runs
-    ):
-        return []
-    blocks: list[Block] = [
-        "Medians over the compared steps: the mean over the ranks, and the slowest rank. Because "
-        "each stage has its own median, the stages need not add up to the median step. Ids that "
-        "the loader routes are measured as a part of the wait for data, which is in other."
-    ]
+    """A table of predicted and measured stages for each run that has both."""
+    blocks: list[Block] = []
     for run in runs:
         if run.by_name("predicted_stage_s") and run.by_name("measured_stage_s"):
             blocks += [Heading(run.name), _predicted_table(run)]
-        elif not run.by_name("predicted_stage_s"):
-            blocks.append(f"{run.name}, prediction: {NOT_RECORDED}.")
-        else:
-            first = run.number("compared_from_step") or 0
-            blocks.append(f"{run.name}: no step was measured from step {first:.0f} on.")
-    return blocks
+    note = (
+        "Medians over the compared steps: the mean over the ranks, and the slowest rank. Because "
+        "each stage has its own median, the stages need not add up to the median step. Ids that "
+        "the loader routes are measured as a part of the wait for data, which is in other."
+    )
+    return [note, *blocks] if blocks else []
 
 
 def _predicted_table(run: Run) -> Table:
     step_s, first = run.number("measured_step_s") or 0.0, run.number("compared_from_step") or 0
+    columns: list[Column] = [
+        ("Stage", "stage", str),
+        ("Predicted", COMPARED[0], show_seconds),
+        (f"Measured from step {first:.0f}", COMPARED[1], show_seconds),
+        ("Slowest rank", COMPARED[2], show_seconds),
+        ("Error, of step", "error", show_error),
+    ]
+
+    def record(stage: str, times: Iterable[float]) -> dict[str, Any]:
+        found = dict(zip(COMPARED, times, strict=False))
+        error = found[COMPARED[0]] - found[COMPARED[1]]
+        shown = PART_LABELS.get(stage, stage.replace("_", " "))
+        return {"stage": shown, **found, **({"error": error / step_s} if step_s else {})}
+
     by_stage = [run.by_name(name) for name in COMPARED]
     stages = dict.fromkeys([*by_stage[0], *by_stage[1]])
-
-    def row(name: str, predicted_s: float, measured_s: float, *slowest_s: float) -> list[str]:
-        times = [show_seconds(seconds) for seconds in (predicted_s, measured_s, *slowest_s)]
-        error = show_error((predicted_s - measured_s) / step_s) if step_s else ""
-        return [name, *times, *([] if slowest_s else [""]), error]
-
-    return Table(
-        ("Stage", "Predicted", f"Measured from step {first:.0f}", "Slowest rank", "Error, of step"),
-        [
-            row(PART_LABELS.get(s, s.replace("_", " ")), *(times.get(s, 0.0) for times in by_stage))
-            for s in stages
-        ],
-        [row("Step", run.number("predicted_step_s") or 0.0, step_s)],
-    )
+    records = [record(stage, (times.get(stage, 0.0) for times in by_stage)) for stage in stages]
+    total = record("Step", (run.number("predicted_step_s") or 0.0, step_s))
+    return record_table(records, columns, [total])
 
 
 def _details(runs: Sequence[Run]) -> list[Block]:
     """The directory of each run, its missing files, and its files unchanged."""
     blocks: list[Block] = []
     for position, run in enumerate(runs):
-        blocks += [Heading(run.name, run_color(position)), Items([str(run.path), *run.notes])]
+        blocks += [Heading(run.name, run_color(position)), str(run.path), *run.notes]
         blocks += [Listing(f"{TEXTS[name]} ({name})", text) for name, text in run.texts.items()]
     return blocks
 

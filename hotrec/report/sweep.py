@@ -44,25 +44,17 @@ def choosing_quality(summary: Mapping[str, Any]) -> tuple[str | None, Mapping[st
 def sweep_notes(runs: Sequence[Run]) -> list[str]:
     """How to interpret the table's figures."""
     splits = {choosing_quality(run.summary)[0] for run in runs}
-    reported = {run.summary.get("eval_split") for run in runs}
-    shown = " and ".join(sorted(map(str, reported - {None})))
-    notes = [NO_TURNS]
+    reported = {run.summary.get("eval_split") for run in runs} - {None}
+    shown = " and ".join(sorted(map(str, reported)))
     if not shown:
-        return notes
-    if splits != {VALID}:
+        return [NO_TURNS]
+    text = f"Chosen on the validation split; AUC and log loss are those of the {shown} split."
+    if splits != {VALID} or reported == {VALID}:
         text = (
-            f"Not all jobs were evaluated on a validation split. A choice on the {shown} split "
-            "biases the AUC on it upward. Set 'trainer.eval_splits=[valid,test]', on data with "
-            "both splits."
+            f"The choice of a job by the {shown} split biases the AUC on it upward. Set "
+            "'trainer.eval_splits=[valid,test]', on data with both splits."
         )
-    elif reported == {VALID}:
-        text = (
-            "Chosen on the validation split; no other was evaluated, and the choice biases the "
-            "AUC on it upward. `hotrec evaluate` evaluates the chosen job on another."
-        )
-    else:
-        text = f"Chosen on the validation split; AUC and log loss are those of the {shown} split."
-    return [text, *notes]
+    return [text, NO_TURNS]
 
 
 def sweep_records(jobs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -117,26 +109,21 @@ def best_tiles(runs: Sequence[Run]) -> list[Tile]:
     """The headline of a sweep: its best jobs by the validation split, as far as jobs compare."""
     tiles = []
     for figure in CHOICES:
-        name, label = figure.key, figure.label
-        best, text = (max, "highest") if figure.better == "more" else (min, "least")
-        text += f" {label if label.isupper() else label.lower()}"
         found = [(*choosing_quality(run.summary), run) for run in runs]
         known = [
-            (quality[name], run)
-            for split, quality, run in found
-            if split == VALID and quality.get(name) is not None and not isnan(quality[name])
+            (of[figure.key], run)
+            for split, of, run in found
+            if split == VALID and of.get(figure.key) is not None and not isnan(of[figure.key])
         ]
         if is_alike(runs) and len({value for value, _ in known}) > 1:
+            best = max if figure.better == "more" else min
             value, run = best(known, key=lambda pair: pair[0])
-            note, reported = f"with {run.name}", run.number(name)
-            if run.summary.get("eval_split") != VALID and reported is not None:
-                note += f": {show_quality(reported)} on {run.summary['eval_split']}"
-            tiles.append(Tile(show_quality(value), f"{text} on {VALID}", note))
-    sent = [(run.number("sent_bytes_total"), run) for run in runs]
-    least = [(value, run) for value, run in sent if value is not None]
-    if len({value for value, _ in least}) > 1 and all(is_as_large(run, runs[0]) for run in runs):
-        value, run = min(least, key=lambda pair: pair[0])
-        tiles.append(
-            Tile(show_bytes(value), "fewest bytes sent per step and rank", f"with {run.name}")
-        )
+            shown = show_known(show_quality, run.number(figure.key))
+            note = f"with {run.name}: {shown} on {run.summary.get('eval_split')}"
+            tiles.append(Tile(show_quality(value), f"best {figure.label} on {VALID}", note))
+    sent = [(value, run) for run in runs if (value := run.number("sent_bytes_total")) is not None]
+    if len({value for value, _ in sent}) > 1 and all(is_as_large(run, runs[0]) for run in runs):
+        value, run = min(sent, key=lambda pair: pair[0])
+        text = "fewest bytes sent per step and rank"
+        tiles.append(Tile(show_bytes(value), text, f"with {run.name}"))
     return tiles

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hotrec.runtime.figures import Unit
@@ -29,6 +29,11 @@ def show_seconds(seconds: float) -> str:
     if abs(seconds) < 1:
         return f"{_three_digits(seconds * 1e3)} ms"
     return f"{_three_digits(seconds)} s"
+
+
+def show_interval(seconds: Sequence[float]) -> str:
+    """Such as ``10.0 ms to 12.0 ms``."""
+    return " to ".join(map(show_seconds, seconds))
 
 
 def show_frac(frac: float) -> str:

@@ -6,7 +6,7 @@ changes between consecutive runs, which differ by up to a factor of two without 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +52,15 @@ def verdicts(
     Otherwise a sentence for each run with measured steps: its step, the prediction, the baseline.
     Before them, warnings about a run's quality.
     """
-    suspicions = [f"{run.name}: {text}" for run in runs for text in suspicion(run.summary)]
+    said = [f"{run.name}: {text}" for run in runs for text in suspicion(run.summary)]
     if comparison is not None:
-        return [*suspicions, *_compared(list(filter(comparison.has, runs)), baseline, comparison)]
-    return [
-        *suspicions,
-        *(
-            _verdict(run, None if run is baseline else baseline)
-            for run in runs
-            if run.number("step_p50_s") is not None
-        ),
-    ]
+        return said + _compared(list(filter(comparison.has, runs)), baseline, comparison)
+    measured = [run for run in runs if run.number("step_p50_s") is not None]
+    return said + [_verdict(run, None if run is baseline else baseline) for run in measured]
 
 
 def _verdict(run: Run, baseline: Run | None) -> str:
-    step_s, predicted_s = run.number("step_p50_s"), run.number("predicted_step_s")
-    assert step_s is not None
+    step_s, predicted_s = run.number("step_p50_s") or 0.0, run.number("predicted_step_s")
     text = f"{_described(run)}: {show_seconds(step_s)} per step"
     if predicted_s is not None:
         # Of the numbers shown here.
@@ -77,45 +70,33 @@ def _verdict(run: Run, baseline: Run | None) -> str:
     text += f"; {_described(baseline)} took {show_seconds(their_s)}."
     if have_same_plan(run, baseline):
         return f"{text} Same plan; the difference is machine noise."
-    if is_torchrec(run) and is_torchrec(baseline):
-        text += " Both are TorchRec's own plans."
     return f"{text} {NO_CLAIM}"
 
 
 def _compared(runs: Sequence[Run], baseline: Run | None, comparison: Comparison) -> list[str]:
-    """On hot rows, on TorchRec's planner, and advice if the comparison is inconclusive."""
+    """On TorchRec's planner, on hot rows, and advice if the comparison is inconclusive."""
     own = [run for run in runs if not is_torchrec(run)]
     hot = next((run for run in own if run.number("hot_rows")), None)
     cold = next((run for run in own if not run.number("hot_rows")), None)
-    said, doubts = [], []
+    said: list[str] = []
+    pairs: list[tuple[Callable[[Run, Run, Comparison], str], Run, Run]] = []
     if baseline is not None and baseline in runs:
-        ours = next((run for run in runs if run is not baseline), None)
-        if runs[0] is baseline:
-            said.append(f"Chosen: {baseline.name}.")
-        elif ours is not None and is_torchrec(ours):
-            said.append(
-                f"{_capital(ours.name)} was chosen. It and {baseline.name} are both TorchRec's own "
-                "plans: no speed comparison."
-            )
-            ours = next(iter(own), None)
-        if ours is not None:
-            doubts.append(comparison.why_not(ours, baseline))
-            chosen = f"Chosen: {ours.name}. " if ours is runs[0] else f"{_capital(ours.name)}. "
-            against = f"{chosen}{_against(ours, baseline, comparison)}"
-            said += [against] if doubts[-1] is None else []
+        if is_torchrec(runs[0]):  # two plans of TorchRec's are not compared
+            said.append(f"Chosen: {runs[0].name}.")
+        pairs += [(_against, own[0], baseline)] if own else []
     if hot is not None and cold is not None:
-        doubts.append(comparison.why_not(hot, cold))
-        said += [_of_hot_rows(hot, cold, comparison)] if doubts[-1] is None else []
-    if runs and None in doubts:
+        pairs.append((_of_hot_rows, hot, cold))
+    doubts = [comparison.why_not(run, other) for _, run, other in pairs]
+    for doubt, (say, run, other) in zip(doubts, pairs, strict=True):
+        chosen = "Chosen: " if say is _against and run is runs[0] else ""
+        said += [] if doubt else [f"{chosen}{_capital(say(run, other, comparison))}"]
+    if None in doubts:
         said += _of_trial(runs[0])
-    found = list(dict.fromkeys(filter(None, doubts)))
-    if found:
-        why, stage = " ".join(found), "compare"
-        if "calibrate" in why:
-            stage = "calibrate"
+    if found := list(dict.fromkeys(filter(None, doubts))):
+        why = " ".join(found)
         again = "Repeat the command on a quiet machine"
         if any(is_comparison(run.path) for run in runs):  # by `hotrec run`
-            again += f", with run.from={stage}"
+            again += f", with run.from={'calibrate' if 'calibrate' in why else 'compare'}"
         said.append(f"Inconclusive: {why[0].lower()}{why[1:]} {again}.")
     return said
 
@@ -141,7 +122,7 @@ def _of_hot_rows(hot: Run, cold: Run, comparison: Comparison) -> str:
 def _against(run: Run, baseline: Run, comparison: Comparison) -> str:
     """The step and the bytes of a plan compared with those of one of TorchRec's."""
     plan, theirs, ratio = *map(comparison.plan, (run, baseline)), comparison.ratio(run, baseline)
-    text = f"A step takes {show_seconds(plan.step_s)}, with {baseline.name} "
+    text = f"{run.name}. A step takes {show_seconds(plan.step_s)}, with {baseline.name} "
     text += f"{show_seconds(theirs.step_s)}: "
     sent = [of.number("sent_bytes_total") for of in (run, baseline)]
     if ratio.is_less or ratio.is_more:
@@ -157,27 +138,26 @@ def _against(run: Run, baseline: Run, comparison: Comparison) -> str:
 def _of_trial(run: Run) -> list[str]:
     """The best of TorchRec's plans in the run's trial, if that is not the planner's."""
     try:
-        prediction = RecordedPrediction(
-            parse_object(read_record(run.path / PREDICTION), PREDICTION)
-        )
+        text = read_record(run.path / PREDICTION)
+        prediction = RecordedPrediction(parse_object(text, PREDICTION))
     except (OSError, ValueError):
         return []
-    if not (prediction.document.get("trial") or {}).get("took_turns"):
-        return []
     of_trial = {name: plan["step_s"] for name, plan in prediction.trial.items()}
-    plans = prediction.plans
-    theirs = [name for name in of_trial if plans[name]["is_hotrec"] is False]
+    theirs = [name for name in prediction.torchrec if name in of_trial]
     best = min(theirs, key=lambda name: of_trial[name], default=prediction.chosen)
-    if best == prediction.chosen or plans[best]["torchrec_plan"] == PLANNER:
+    took_turns = (prediction.document.get("trial") or {}).get("took_turns")
+    if not took_turns or best == prediction.chosen:
         return []
-    ours = of_trial[prediction.chosen]
+    plan, ours = prediction.plans[best], of_trial[prediction.chosen]
+    if plan["torchrec_plan"] == PLANNER:
+        return []
     ratio = Ratio(of_trial[best] / ours, *prediction.trial[best]["slower"])
     longer = f"{ratio.size} longer" if ratio.is_more else f"as long within the noise, {ratio.text}"
     return [
         f"{_capital(prediction.name(best))}, the best of TorchRec's in the trial before the run, "
         f"took {show_seconds(of_trial[best])} per step where the chosen plan took "
         f"{show_seconds(ours)} ({longer}), and is predicted to send "
-        f"{show_bytes(prediction.plans[best]['total_sent_bytes'])}."
+        f"{show_bytes(plan['total_sent_bytes'])}."
     ]
 
 

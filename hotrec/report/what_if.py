@@ -15,33 +15,26 @@ from typing import Any
 from hotrec.artifact import read_record
 from hotrec.report.plan import PREDICTION_JSON, TIERS, RecordedPrediction, describe_world
 from hotrec.report.read import find_jobs, parse_object
-from hotrec.report.render import (
-    Block,
-    Page,
-    Table,
-    record_table,
-    render_html,
-    render_text,
-    write_files,
+from hotrec.report.render import Block, Page, record_table, render_text, write_files
+from hotrec.report.units import (
+    show_bytes,
+    show_count,
+    show_interval,
+    show_rate,
+    show_ratio,
+    show_seconds,
 )
-from hotrec.report.units import show_bytes, show_count, show_rate, show_ratio, show_seconds
 from hotrec.runtime.run_dir import POINT
 
-WHAT_IF_HTML, WHAT_IF_JSON = "what_if.html", "what_if.json"
+WHAT_IF_JSON = "what_if.json"
 ENDED_WITH_ERROR = "the job ended with an error"
 # These have columns of their own.
 OF_THE_WORLD = ("plan.world_size", "plan.ranks_per_host", "trainer.batch_size")
-
 # Fields that a job without a prediction lacks.
-PREDICTED: tuple[str, ...] = (
-    "chosen",
-    "step_s",
-    "interval_s",
-    "planner_step_s",
-    "costs",
-    "samples_per_s",
+PREDICTED = (
+    *("chosen", "step_s", "interval_s", "planner_step_s", "costs", "samples_per_s"),
+    *("sent_bytes", *TIERS),
 )
-PREDICTED += ("sent_bytes", *TIERS)
 # The costs of a built-in set.
 BUILT_IN = "built-in"
 
@@ -80,13 +73,11 @@ def _read_point(folder: Path, name: str) -> Point:
         plan, world = prediction.plans[prediction.chosen], document["world"]
         planner = prediction.planner
         point |= {
+            **{key: plan.get(key) for key in ("step_s", "interval_s", "samples_per_s")},
             "batch_size": document["batch_size"],
             "chosen": prediction.name(prediction.chosen),
-            "step_s": plan["step_s"],
-            "interval_s": plan.get("interval_s"),
             "planner_step_s": None if planner is None else prediction.plans[planner]["step_s"],
             "costs": document.get("costs"),
-            "samples_per_s": plan["samples_per_s"],
             "sent_bytes": plan["total_sent_bytes"],
             **prediction.max_memory(prediction.chosen),
         }
@@ -116,44 +107,58 @@ def find_cheapest(points: Sequence[Point], min_samples_per_s: float | None) -> P
     )
 
 
-def what_if_text(points: Sequence[Point], min_samples_per_s: float | None = None) -> str:
-    """The answer and the table, for a terminal."""
-    return render_text(_page(points, min_samples_per_s))
-
-
-def write_what_if(
-    points: Sequence[Point], directory: Path, min_samples_per_s: float | None = None
-) -> Path:
-    """Write what_if.html and what_if.json into a directory; return the path of the page."""
+def write_what_if(points: Sequence[Point], directory: Path, min_samples_per_s: float | None) -> str:
+    """Write what_if.json into a directory; return the answer and the table, for a terminal."""
     cheapest = find_cheapest(points, min_samples_per_s)
     document = {
         "min_samples_per_s": min_samples_per_s,
         "cheapest": None if cheapest is None else cheapest["name"],
         "points": points,
     }
-    html = render_html(_page(points, min_samples_per_s))
-    text = json.dumps(document, indent=2) + "\n"
-    write_files(directory, {WHAT_IF_JSON: text, WHAT_IF_HTML: html})
-    return directory / WHAT_IF_HTML
-
-
-def _page(points: Sequence[Point], min_samples_per_s: float | None) -> Page:
-    cheapest = find_cheapest(points, min_samples_per_s)
+    write_files(directory, {WHAT_IF_JSON: json.dumps(document, indent=2) + "\n"})
     settings = dict.fromkeys(key for point in points for key in point["overrides"])
     varied = [
         key
         for key in settings
         if key not in OF_THE_WORLD and len({p["overrides"].get(key) for p in points}) > 1
     ]
-    sections: dict[str, list[Block]] = {
-        "The cheapest machine": [
-            _answer(points, cheapest, varied, min_samples_per_s),
-            *_origins(points),
+    records = [
+        {
+            **point["overrides"],
+            **point,
+            "fits": "cheapest" if point is cheapest else "yes" if point["fits"] else "no",
+            "ratio": show_ratio(point["step_s"] or 0.0, point["planner_step_s"] or 0.0) or None,
+        }
+        for point in points
+    ]
+    table = record_table(
+        records,
+        [
+            ("job", "name", str),
+            ("ranks", "num_ranks", show_count),
+            ("hosts", "num_hosts", show_count),
+            ("batch", "batch_size", show_count),
+            *((key, key, str) for key in varied),
+            ("fits", "fits", str),
+            ("chosen", "chosen", str),
+            ("step", "step_s", show_seconds),
+            ("90% interval", "interval_s", show_interval),
+            ("TorchRec's planner", "planner_step_s", show_seconds),
+            ("of its step", "ratio", str),
+            ("samples", "samples_per_s", _show_about),
+            ("sent", "sent_bytes", show_bytes),
+            ("device memory", "device_bytes", show_bytes),
+            ("host memory", "host_bytes", show_bytes),
         ],
-        "Every point": [_table(points, cheapest, varied)],
-        "What does not fit": [f"Job {p['name']}: {p['problem']}" for p in points if p["problem"]],
+    )
+    answer = _answer(points, cheapest, varied, min_samples_per_s)
+    problems = [f"Job {p['name']}: {p['problem']}" for p in points if p["problem"]]
+    sections: dict[str, list[Block]] = {
+        "The cheapest machine": [answer, *_origins(points)],
+        "Every point": [table],
+        "What does not fit": [*problems],
     }
-    return Page("hotrec plan, what if", sections, data_file=WHAT_IF_JSON)
+    return render_text(Page("hotrec plan, what if", sections, data_file=WHAT_IF_JSON))
 
 
 def _answer(
@@ -192,45 +197,3 @@ def _origins(points: Sequence[Point]) -> list[str]:
 def _show_about(per_s: float) -> str:
     """A predicted rate, rounded because its third digit is uncertain."""
     return show_rate(float(f"{per_s:.3g}"))
-
-
-def _show_interval(interval_s: Sequence[float]) -> str:
-    return " to ".join(map(show_seconds, interval_s))
-
-
-def _table(points: Sequence[Point], cheapest: Point | None, varied: Sequence[str]) -> Table:
-    records = [
-        {
-            **point["overrides"],
-            **point,
-            "fits": "cheapest" if point is cheapest else "yes" if point["fits"] else "no",
-            "ratio": _ratio(point),
-        }
-        for point in points
-    ]
-    return record_table(
-        records,
-        [
-            ("job", "name", str),
-            ("ranks", "num_ranks", show_count),
-            ("hosts", "num_hosts", show_count),
-            ("batch", "batch_size", show_count),
-            *((key, key, str) for key in varied),
-            ("fits", "fits", str),
-            ("chosen", "chosen", str),
-            ("step", "step_s", show_seconds),
-            ("90% interval", "interval_s", _show_interval),
-            ("TorchRec's planner", "planner_step_s", show_seconds),
-            ("of its step", "ratio", str),
-            ("samples", "samples_per_s", _show_about),
-            ("sent", "sent_bytes", show_bytes),
-            ("device memory", "device_bytes", show_bytes),
-            ("host memory", "host_bytes", show_bytes),
-        ],
-    )
-
-
-def _ratio(point: Point) -> str | None:
-    if point["planner_step_s"] is None:
-        return None
-    return show_ratio(point["step_s"], point["planner_step_s"])

@@ -42,10 +42,23 @@ def prediction(*, num_ranks: int = 4, ranks_per_host: int = 2) -> dict[str, Any]
         "chosen": "hot_cold",
         "why": "The step is 0.70x of torchrec planner's.",
         "plans": {
-            "hot_cold": plan(HOT_COLD_S, HOT_COLD_SENT, 3e9, 1.5e9),
-            "all_cold": plan(TORCHREC_S, TORCHREC_SENT, 2e9, 2e9),
-            "torchrec hand_tuned": plan(slower, TORCHREC_SENT, 4e9, 0),
-            "torchrec planner": plan(TORCHREC_S, TORCHREC_SENT, 2.5e9, 2.5e9),
+            "hot_cold": {
+                **plan(HOT_COLD_S, HOT_COLD_SENT, 3e9, 1.5e9),
+                **{"title": "hotrec, 130,007 hot rows", "is_hotrec": True, "torchrec_plan": None},
+            },
+            "all_cold": {
+                **plan(TORCHREC_S, TORCHREC_SENT, 2e9, 2e9),
+                "title": "hotrec, no hot rows",
+            },
+            "torchrec hand_tuned": {
+                **plan(slower, TORCHREC_SENT, 4e9, 0),
+                **{"title": "TorchRec's hand-tuned plan", "is_hotrec": False},
+                "torchrec_plan": "hand_tuned",
+            },
+            "torchrec planner": {
+                **plan(TORCHREC_S, TORCHREC_SENT, 2.5e9, 2.5e9),
+                **{"title": "TorchRec's planner", "is_hotrec": False, "torchrec_plan": "planner"},
+            },
         },
         "tables": [
             table("user", 5_000_000, 40_000, device_rows=1_000_000, host_rows=3_960_000),

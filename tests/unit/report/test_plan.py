@@ -1,15 +1,12 @@
-"""``plan.txt`` and ``plan.html``: what they show of a prediction."""
+"""``plan.txt``: what it shows of a prediction."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hotrec.report.plan import RecordedPrediction, plan_report_text
-from hotrec.report.plan_page import write_plan_page
-from tests.unit.report.pages import check_html
+from hotrec.report.plan import plan_report_text
 from tests.unit.report.predictions import prediction, table
 
 Document = dict[str, Any]
@@ -37,46 +34,15 @@ OURS = ("45.5 ms", "65.0 ms", "0.70x", "4.00 MB", "130,007", "rack7", "user", "8
         (many_ranks(), ("91.0 ms", "<b>00", "1,000")),
     ],
 )
-def test_text_and_page_show_the_figures(
-    document: Document, shown: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_the_text_shows_the_figures(document: Document, shown: tuple[str, ...]) -> None:
     text = plan_report_text(document)
     assert [figure for figure in shown if figure not in text] == []
-    check_html(write_plan_page(document, tmp_path / "deep").read_text(), text)
-    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["plan.html"]
 
 
 @pytest.mark.parametrize(
     ("change", "got"),
     [({"plans": None}, "plans"), ({"chosen": "gone"}, "'gone'"), ({"plans": {"a": {}}}, "step_s")],
 )
-def test_a_broken_document_is_refused(change: Document, got: str, tmp_path: Path) -> None:
-    for show in (plan_report_text, lambda d: write_plan_page(d, tmp_path / "page")):
-        with pytest.raises(ValueError, match=f"expected .* got .*{got}"):
-            show(prediction() | {"chosen": "a"} | change)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("label", "facts", "name"),
-    [
-        ("hot_cold look_ahead", {}, "hotrec, 130,007 hot rows, look_ahead"),
-        ("all_cold", {}, "hotrec, no hot rows"),
-        ("torchrec planner fused_uvm_caching prefetch", {},
-         "TorchRec's planner, fused_uvm_caching, prefetch"),
-        ("torchrec table_wise base", {}, "TorchRec's table-wise plan, base"),
-    ],
-)  # fmt: skip
-def test_a_plan_is_called_what_it_is(label: str, facts: Document, name: str) -> None:
-    plans = prediction()["plans"]
-    document = prediction() | {"plans": plans | {label: plans["hot_cold"] | facts}}
-    assert RecordedPrediction(document).name(label) == name
-
-
-def test_what_a_document_says_of_its_plans_goes_before_their_labels() -> None:
-    document = prediction()
-    ours = {**document["plans"]["hot_cold"], "title": "theirs", "is_hotrec": False}
-    ours |= {"torchrec_plan": "planner", "step_s": 1e-6}
-    found = RecordedPrediction(document | {"plans": document["plans"] | {"hot_cold": ours}})
-    assert found.name("hot_cold") == "theirs"
-    assert found.baseline == found.planner == "hot_cold"
+def test_a_broken_document_is_refused(change: Document, got: str) -> None:
+    with pytest.raises(ValueError, match=f"expected .* got .*{got}"):
+        plan_report_text(prediction() | {"chosen": "a"} | change)

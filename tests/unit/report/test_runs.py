@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hotrec.report.runs import make_report, write_report
+from hotrec.report.runs import make_report
 from hotrec.report.units import NOT_RECORDED
 from tests.unit.report.pages import check_html, visible_text
 from tests.unit.report.runs import (
@@ -56,6 +56,12 @@ def artifacts(tmp_path: Path) -> dict[str, Path]:
     made_from = {"profile": write_artifact(profile, "profile", PROFILE, {"dataset": "d"})}
     write_artifact(partition, "partition", SPLIT, made_from)
     return {"profile": profile, "partition": partition}
+
+
+def write_report(runs: list[Path], output: Path, **settings: Any) -> dict[str, Any]:
+    report = make_report(runs, **settings)
+    report.write(output)
+    return report.document
 
 
 def page_text(output: Path) -> str:
