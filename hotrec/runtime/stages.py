@@ -19,15 +19,13 @@ import numpy as np
 import torch
 from torch.autograd import profiler
 
-from hotrec.runtime.watchdog.progress import passed
+from hotrec.runtime.watchdog import passed
 from hotrec.types import STAGES
 
 # The stages in which a step only waits for other ranks.
 EXPOSED_STAGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 # Prefix of the names of ``named_range`` in the profiler's events.
 RANGE_PREFIX = "hotrec::"
-# Prefix of the names of the empty ranges with which a clock marks the end of a stage.
-STAGE_END = RANGE_PREFIX + "end of "
 
 _clock: StageClock | None = None
 _NO_RANGE: AbstractContextManager[Any] = nullcontext()
@@ -137,9 +135,8 @@ class StageClock:
 
     def mark(self, stage: str) -> None:
         self._marks.append((stage, self._now()))
-        if profiler._is_profiler_enabled:
-            with profiler.record_function(STAGE_END + stage):
-                pass
+        with named_range(f"end of {stage}"):
+            pass
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -3,8 +3,7 @@
 A callback is a class that derives from ``Callback``. It runs on rank 0 only, so it must not start a
 collective. ``trainer.callbacks`` names its import path.
 
-An exception in it, ``SystemExit`` included, ends the run on every rank. Its changes to random
-generators are undone.
+An exception in it ends the run on every rank. Its changes to random generators are undone.
 """
 
 from __future__ import annotations
@@ -55,11 +54,6 @@ def import_callback(path: str) -> type[Callback]:
     kept = random_state()
     try:
         found = import_class(path, "trainer.callbacks")
-    except SystemExit as error:
-        raise ValueError(
-            f"trainer.callbacks: expected a class, got {path}, whose import exits the process "
-            f"(SystemExit: {error}). Fix its module, or remove it."
-        ) from error
     finally:
         set_random_state(kept)
     if not issubclass(found, Callback):
@@ -114,9 +108,7 @@ def _run(path: str, hook: str, method: Callable[..., Any], *arguments: Any) -> A
     kept = random_state()
     try:
         return method(*arguments)
-    except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) and _is_of_signal(error):
-            raise
+    except Exception as error:
         text = (str(error) or "no message").splitlines()[0]
         raise RuntimeError(
             f"trainer.callbacks {path}.{hook}: expected it to return, got "
@@ -124,15 +116,6 @@ def _run(path: str, hook: str, method: Callable[..., Any], *arguments: Any) -> A
         ) from error
     finally:
         set_random_state(kept)
-
-
-def _is_of_signal(error: SystemExit) -> bool:
-    """Whether it is from hotrec's handler of a signal, and not from the callback."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    module = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__"))
-    return module.partition(".")[0] == "hotrec"
 
 
 def _require(package: str) -> Any:

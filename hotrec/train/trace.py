@@ -1,34 +1,23 @@
 """Traces of a few training steps by torch.profiler, one Chrome trace file per rank.
 
 A mark of ``hotrec.runtime.stages`` names a stage when it ends, too late for a ``record_function``
-around it, so marks are recorded as empty ranges and drawn as a lane of stages in the file.
+around it, so marks are empty ranges.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import logging
-import os
-import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from hotrec.runtime.ranks import Ranks, same_verdict
-from hotrec.runtime.stages import RANGE_PREFIX, STAGE_END, StageClock, named_range
-
-# The category of stages in the file, and their lane: a thread number that no system assigns.
-STAGE, STAGE_LANE = "stage", 1_000_000_000
-STEP_PREFIX = RANGE_PREFIX + "step "
+from hotrec.runtime.stages import StageClock, named_range
 
 logger = logging.getLogger(__name__)
 
@@ -146,46 +135,10 @@ class Tracer:
 
     def _write(self, recorded: profile) -> None:
         assert self._window is not None
-        with tempfile.TemporaryDirectory(prefix="hotrec-trace-") as folder:
-            raw = Path(folder) / "raw.json"
-            recorded.export_chrome_trace(str(raw))
-            document = json.loads(raw.read_text())
-        add_lanes(document, f"rank {self._ranks.rank} of {self._ranks.world_size}")
         path = self._window.directory / f"rank{self._ranks.rank}.json.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
         # Readers must never find a partial file.
-        partial = path.with_name(f".{path.name}.tmp")
-        with gzip.open(partial, "wt", encoding="utf-8") as file:
-            json.dump(document, file)
+        partial = path.with_name(f".{path.name}")
+        recorded.export_chrome_trace(str(partial))
         partial.replace(path)
         logger.info("[rank %d] trace: %s", self._ranks.rank, path)
-
-
-def add_lanes(document: dict[str, Any], process: str) -> None:
-    """Add a lane of stages and the names of process and Python threads to a Chrome trace."""
-    names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    names |= {threading.main_thread().native_id: "main thread", STAGE_LANE: "stages"}
-    kept, boundaries = [], []
-    for event in document["traceEvents"]:
-        name = event.get("name", "")
-        if name.startswith(STAGE_END):
-            boundaries.append((event["ts"], name.removeprefix(STAGE_END)))
-        elif name != "thread_name" or event["tid"] not in names:
-            kept.append(event)
-        if name.startswith(STEP_PREFIX) and event["ph"] == "X":
-            boundaries.append((event["ts"], None))
-    own = {"pid": os.getpid(), "tid": STAGE_LANE}
-    kept.append({**own, "ph": "M", "name": "process_name", "args": {"name": process}})
-    kept.append({**own, "ph": "M", "name": "thread_sort_index", "args": {"sort_index": -1}})
-    kept += [
-        {**own, "ph": "M", "name": "thread_name", "tid": tid, "args": {"name": name}}
-        for tid, name in names.items()
-    ]
-    boundaries.sort(key=lambda boundary: boundary[0])
-    # A stage lasts from the mark before it, or from the start of its step, to its own mark.
-    kept += [
-        {**own, "ph": "X", "cat": STAGE, "name": stage, "ts": start_us, "dur": end_us - start_us}
-        for (start_us, _), (end_us, stage) in pairwise(boundaries)
-        if stage is not None
-    ]
-    document["traceEvents"] = kept

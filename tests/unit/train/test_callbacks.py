@@ -50,11 +50,6 @@ class Failing(Callback):
         raise KeyError("no such figure")
 
 
-class Exits(Callback):
-    def on_log(self, line: Any) -> None:
-        sys.exit(0)
-
-
 class Meddles(Callback):
     def on_log(self, line: Any) -> None:
         torch.manual_seed(line["step"])
@@ -99,10 +94,9 @@ def test_a_run_tells_its_callbacks(one_rank: Ranks, tmp_path: Path) -> None:
     ] == TOLD
 
 
-@pytest.mark.parametrize("kind", [Failing, Exits])
-def test_what_a_callback_raises_names_it(kind: type, one_rank: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=rf"trainer\.callbacks .*\b{kind.__name__}\.on_log"):
-        run(one_rank, tmp_path, Listener, kind)
+def test_what_a_callback_raises_names_it(one_rank: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"trainer\.callbacks .*\bFailing\.on_log"):
+        run(one_rank, tmp_path, Listener, Failing)
     assert ("log", 2) in TOLD
     assert ("end", True) not in TOLD
 
@@ -117,12 +111,8 @@ def test_random_numbers_of_a_callback_change_none_of_the_run(one_rank: Ranks) ->
     assert state() == before
 
 
-@pytest.mark.parametrize("path", ["no_such_package.Told", f"{__name__}.TOLD", "ending.Told"])
-def test_what_is_no_callback_is_refused(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "ending.py").write_text("import sys\n\nsys.exit(0)\n")
-    monkeypatch.syspath_prepend(tmp_path)
+@pytest.mark.parametrize("path", ["no_such_package.Told", f"{__name__}.TOLD"])
+def test_what_is_no_callback_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match=rf"^trainer\.callbacks: .*{path}"):
         import_callback(path)
 

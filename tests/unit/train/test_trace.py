@@ -1,4 +1,4 @@
-"""Traces: which steps are recorded, the lanes that are added, and a real trace of this process."""
+"""Traces: which steps are recorded, and a real trace of this process."""
 
 from __future__ import annotations
 
@@ -63,13 +63,10 @@ def test_a_trace_of_this_process(tmp_path: Path, one_rank: Ranks) -> None:
     (path,) = (tmp_path / "traces").iterdir()
     assert path.name == "rank0.json.gz"
     events = read_events(path)
-    assert [name for _, name in events["step"]] == ["step 2", "step 3"]
-    lane = ["other", "dense", "rows_exchange", "optimizer"]
-    assert events["stage"] == [("stages", stage) for stage in lane * 2]
-    ranges = [("main thread", "forward"), ("hotrec communication_0", "late gradients")]
-    assert events["range"] == ranges * 2
-    # The operators of the other thread were recorded as well.
-    assert ("hotrec communication_0", "aten::sum") in events["cpu_op"]
+    assert events["step"] == ["step 2", "step 3"]
+    assert events["stage"] == ["other", "dense", "rows_exchange", "optimizer"] * 2
+    # Also of the other thread.
+    assert events["range"] == ["forward", "late gradients"] * 2
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -88,5 +85,5 @@ def test_a_run_that_stops_early_leaves_its_steps_but_not_if_it_failed(
     assert not profiler._is_profiler_enabled
     assert window.directory.exists() is not fails
     if not fails:
-        steps = [name for _, name in read_events(window.directory / "rank0.json.gz")["step"]]
-        assert steps == ["step 2", "step 3"]
+        events = read_events(window.directory / "rank0.json.gz")
+        assert events["step"] == ["step 2", "step 3"]
