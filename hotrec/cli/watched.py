@@ -9,7 +9,8 @@ from pathlib import Path
 from hotrec.cli.output import CommandFailed, log_trace, print_error, print_once
 from hotrec.runtime.postmortem import memory_snapshot, set_up_flight_recorder
 from hotrec.runtime.ranks import Ranks, process_group
-from hotrec.runtime.watchdog import EXIT_CODE, LostRank, Watchdog
+from hotrec.runtime.watchdog import EXIT_CODE
+from hotrec.runtime.watchdog.watchdog import LostRank, Watchdog
 
 
 @contextmanager

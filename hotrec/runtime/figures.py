@@ -73,6 +73,8 @@ class Figure:
 _seconds, _bytes, _count, _frac, _error, _rate, _quality, _number, _text, _flag, _document = Unit
 _first, _mean, _sum, _max, _ratio = Reduce
 _more, _less = "more", "less"
+_line: Any = {"from_line": True}
+_sweep: Any = {"in_sweep": True}
 # Settings, which are not numbers and come first on pages; and figures that pages do not show side
 # by side.
 RUN, ELSEWHERE = "Run", "Not side by side"
@@ -94,11 +96,11 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
         Figure("grad_clip_norm", "Gradients of the dense layers clipped to", _number),
     ),
     "Quality, held out": (
-        Figure("auc", "AUC", _quality, _first, _more, from_line=True, in_sweep=True),
-        Figure("log_loss", "Log loss", _quality, _first, _less, from_line=True, in_sweep=True),
-        Figure("normalized_entropy", "Normalized entropy", _quality, _first, _less, from_line=True),
-        Figure("gauc", "GAUC", _quality, _first, _more, from_line=True),
-        Figure("gauc_samples_frac", "Samples that count in the GAUC", _frac, from_line=True),
+        Figure("auc", "AUC", _quality, _first, _more, **_line, **_sweep),
+        Figure("log_loss", "Log loss", _quality, _first, _less, **_line, **_sweep),
+        Figure("normalized_entropy", "Normalized entropy", _quality, _first, _less, **_line),
+        Figure("gauc", "GAUC", _quality, _first, _more, **_line),
+        Figure("gauc_samples_frac", "Samples that count in the GAUC", _frac, **_line),
         Figure("recall_at", "Recall@{}", _quality, _first, _more, parts="k"),
         Figure("ndcg_at", "NDCG@{}", _quality, _first, _more, parts="k"),
         Figure("ranked_samples_frac", "Positive samples whose item is ranked", _frac),
@@ -107,17 +109,9 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
         Figure("best_step", "Step of the best model, by the first split", _count),
     ),
     "Speed": (
-        Figure(
-            "step_p50_s",
-            "Step time, median",
-            _seconds,
-            _first,
-            _less,
-            from_line=True,
-            in_sweep=True,
-        ),
-        Figure("step_p90_s", "Step time, 90th percentile", _seconds, _first, _less, from_line=True),
-        Figure("samples_per_s", "Samples, all ranks", _rate, _first, _more, from_line=True),
+        Figure("step_p50_s", "Step time, median", _seconds, _first, _less, **_line, **_sweep),
+        Figure("step_p90_s", "Step time, 90th percentile", _seconds, _first, _less, **_line),
+        Figure("samples_per_s", "Samples, all ranks", _rate, _first, _more, **_line),
         Figure("data_wait_frac", "Waiting for data, share of the time", _frac, _first, _less),
         Figure(
             "work_balance",
@@ -125,7 +119,7 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
             _number,
             _ratio,
             _less,
-            from_line=True,
+            **_line,
         ),
         Figure(
             "exposed_communication_s",
@@ -133,7 +127,7 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
             _seconds,
             _mean,
             _less,
-            from_line=True,
+            **_line,
         ),
         Figure(
             "slowest_rank_exposed_communication_s",
@@ -169,23 +163,21 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
         Figure("peak_resident_bytes", "Peak on the host, resident", _bytes, _max, _less),
     ),
     "Traffic, per step and rank": (
-        Figure("sent_bytes_total", "Bytes sent", _bytes, _mean, _less, in_sweep=True),
-        Figure("bound_bytes", "Lower bound of exchanging rows", _bytes, _mean, from_line=True),
-        Figure(
-            "between_hosts_bytes", "Of these between hosts", _bytes, _mean, _less, from_line=True
-        ),
+        Figure("sent_bytes_total", "Bytes sent", _bytes, _mean, _less, **_sweep),
+        Figure("bound_bytes", "Lower bound of exchanging rows", _bytes, _mean, **_line),
+        Figure("between_hosts_bytes", "Of these between hosts", _bytes, _mean, _less, **_line),
         Figure(
             "between_hosts_bound_bytes",
             "Lower bound between hosts, a row once per host",
             _bytes,
             _mean,
-            from_line=True,
+            **_line,
         ),
     ),
     "Hot rows": (
         Figure("hot_rows", "Hot rows", _count),
         Figure("hot_rows_frac", "Hot rows, share of all rows", _frac),
-        Figure("hot_lookup_frac", "Lookups that hit a hot row", _frac, _ratio, from_line=True),
+        Figure("hot_lookup_frac", "Lookups that hit a hot row", _frac, _ratio, **_line),
         Figure("hot_set.num_moved", "Rows that became hot in training", _count),
         Figure("hot_set.moved_bytes", "Bytes broadcast for them", _bytes),
         Figure("hot_set.pause_s", "Pause of all decisions and moves", _seconds),

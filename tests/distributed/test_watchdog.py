@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hotrec.runtime.watchdog import MAIN, STEP, LostRank, Watchdog, enter
+from hotrec.runtime.watchdog import MAIN, STEP, enter
+from hotrec.runtime.watchdog.watchdog import LostRank, Watchdog
 from tests.distributed.setups import this_rank
 from tests.helpers.ranks import run_ranks
 

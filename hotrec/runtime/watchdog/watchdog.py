@@ -1,8 +1,8 @@
 """A thread on each rank that ends the process when the run has lost a rank.
 
-It publishes this rank's heartbeat and reads those of the others. A rank is lost if it has died,
-failed, or stopped sending heartbeats, or if no rank makes progress for ``limit_s``. A slow rank is
-tolerated while it makes progress.
+It publishes this rank's record, its heartbeat, and reads those of the others. A rank is lost if it
+has died, failed, or stopped sending heartbeats, or if no rank makes progress for ``limit_s``. A
+slow rank is tolerated while it makes progress.
 """
 
 from __future__ import annotations
@@ -26,16 +26,21 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from hotrec.runtime import watchdog as marks
 from hotrec.runtime.postmortem import write_flight_recorder
 from hotrec.runtime.ranks import RankError, Ranks, default_store
-from hotrec.runtime.watchdog import heartbeat, progress
-from hotrec.runtime.watchdog.heartbeat import Heartbeat, Verdict
+from hotrec.runtime.watchdog import EXIT_CODE, PROGRESS, UNLIMITED, Place
+from hotrec.runtime.watchdog.record import (
+    Record,
+    Records,
+    Verdict,
+    host_key,
+    started_at,
+    tell,
+    tell_stuck,
+)
 
 logger = logging.getLogger(__name__)
-
-# Exit code of a process that the watchdog ends, or that ends by LostRank under ``hotrec``: the same
-# command may succeed if it is restarted.
-EXIT_CODE = os.EX_TEMPFAIL
 
 INTERVAL_S = 0.25
 # With many ranks heartbeats are less frequent, so that one store can serve all of them.
@@ -101,12 +106,12 @@ class Watchdog:
         self._advice = advice
         self._flight_recorder = flight_recorder
         self._once = once
-        self._host, self._host_key = socket.gethostname(), heartbeat.host_key()
-        self._error_place: progress.Place | None = None
+        self._host, self._host_key = socket.gethostname(), host_key()
+        self._error_place: Place | None = None
         self._left: str | None = None
         self._in_loader_s: float | None = None
-        # Process id and start of the other ranks on this host, None for those elsewhere.
-        self._processes: dict[int, tuple[int, str | None] | None] = {}
+        # The ranks on this host that are alive; None until all have published a record.
+        self._near: dict[int, Record] | None = None
         # When each rank sent its last heartbeat, by its clock, and when this rank first read it.
         self._heard: dict[int, tuple[float, float]] = {}
         self._busy: Counter[int] = Counter()
@@ -121,9 +126,9 @@ class Watchdog:
         store: Any = default_store()
         # torchrun keeps one store for all its restarts: the last one's verdict must not count.
         name = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_uses)}"
-        self._store = heartbeat.Store(store.clone(), self._world_size, name)
+        self._store = Records(store.clone(), self._world_size, name)
         self._grace_s = GRACE_S[dist.get_backend()]
-        self._progress = progress.track()
+        PROGRESS.restart()
         self._publish()
         self._thread.start()
         return self
@@ -168,10 +173,7 @@ class Watchdog:
                 verdict = self._look()
             except RuntimeError as error:
                 logger.debug("watchdog: store unreachable: %s", error)
-                is_stuck = (
-                    self._progress.age_s >= self._limit_s
-                    and self._progress.stage not in progress.UNLIMITED
-                )
+                is_stuck = PROGRESS.age_s >= self._limit_s and PROGRESS.stage not in UNLIMITED
                 verdict = self._store_is_gone() if is_stuck else None
             if verdict is not None:
                 self._end(verdict)
@@ -182,7 +184,7 @@ class Watchdog:
         if verdict := self._store.verdict() or self._find_dead():
             return verdict
         # Detecting a silent rank takes a while: start early, to report in time.
-        age_s = self._progress.age_s
+        age_s = PROGRESS.age_s
         if age_s < self._limit_s - self._silent_s - 2 * self._interval_s:
             self._heard.clear()
             if self._rank == 0 and not self._is_straggler_reported:
@@ -218,7 +220,7 @@ class Watchdog:
             return
         lost = self._lost(verdict)
         # In a thread, because the hanging code may hold the locks of the log.
-        message = f"{lost} (this rank: {self._progress.describe()})"
+        message = f"{lost} (this rank: {PROGRESS.describe()})"
         prefix = f"[rank {self._rank}] " if self._world_size > 1 else ""
 
         def show() -> None:
@@ -245,73 +247,79 @@ class Watchdog:
     # The state of the ranks
 
     def _publish(self) -> None:
-        self._store.publish(self._heartbeat())
+        self._store.publish(self._record())
 
-    def _heartbeat(self) -> Heartbeat:
-        now = self._progress
-        place = self._error_place or progress.place_of_thread(now.main_thread)
-        return Heartbeat(
+    def _record(self) -> Record:
+        place, pid = self._error_place or marks.place_of_thread(PROGRESS.main_thread), os.getpid()
+        return Record(
             rank=self._rank,
             at_s=time.time(),
             host=self._host,
             host_key=self._host_key,
-            pid=os.getpid(),
-            age_s=now.age_s,
-            step=now.step,
-            where=now.describe(place),
-            counts=now.counts,
+            pid=pid,
+            started=started_at(pid),
+            age_s=PROGRESS.age_s,
+            step=PROGRESS.step,
+            where=PROGRESS.describe(place),
+            counts=PROGRESS.counts,
             phase=place.phase,
-            is_waiting=place.is_waiting or now.stage == progress.CHECK_UP,
-            is_unlimited=now.stage in progress.UNLIMITED and not self._is_late_loader(place),
+            is_waiting=place.is_waiting or PROGRESS.stage == marks.CHECK_UP,
+            is_unlimited=PROGRESS.stage in UNLIMITED and not self._is_late_loader(place),
             left=self._left,
         )
 
-    def _is_late_loader(self, place: progress.Place) -> bool:
+    def _is_late_loader(self, place: Place) -> bool:
         """Whether the main thread has waited for a batch for too long, in any stage."""
-        if place.phase != "loader":
-            self._in_loader_s = None
-            return False
         now_s = time.monotonic()
-        self._in_loader_s = now_s if self._in_loader_s is None else self._in_loader_s
-        return now_s - self._in_loader_s >= self._limit_s
+        self._in_loader_s = (self._in_loader_s or now_s) if place.phase == "loader" else None
+        return self._in_loader_s is not None and now_s - self._in_loader_s >= self._limit_s
 
     def _find_dead(self) -> Verdict | None:
         """Ranks of this host whose process exited without leaving."""
-        if len(self._processes) < self._world_size:
-            for rank, beat in self._store.read().items():
-                is_near = beat.host_key is not None and beat.host_key == self._host_key
-                process = (beat.pid, heartbeat.started_at(beat.pid)) if is_near else None
-                self._processes.setdefault(rank, process)
-        gone = [
-            rank
-            for rank, process in self._processes.items()
-            if process and (process[1] is None or heartbeat.started_at(process[0]) != process[1])
-        ]
+        near = self._near
+        if near is None:
+            beats = self._store.read()
+            key = self._host_key
+            near = {
+                r: beat for r, beat in beats.items() if key is not None and beat.host_key == key
+            }
+            self._near = near if len(beats) == self._world_size else None
+        gone = [rank for rank, beat in near.items() if started_at(beat.pid) != beat.started]
         if not gone:
             return None
-        self._processes.update(dict.fromkeys(gone))
         beats = self._store.read()
         lost = [beats[rank] for rank in gone if not beats[rank].left]
+        self._near = {rank: beat for rank, beat in near.items() if rank not in gone}
         if not lost:
             return None
-        return self._store.agree(heartbeat.dead(lost, self._world_size, beats[self._rank]))
+        own = beats[self._rank]
+        expected = f"expected {self._world_size} ranks, got {self._world_size - len(lost)}: "
+        seen = (
+            f"{beat.name} has died, last seen {max(0.0, own.at_s - beat.at_s):.1f} s ago in "
+            f"{beat.where}"
+            for beat in lost
+        )
+        return self._store.agree(tell(own, expected, seen, own))
 
     def _find_silent(self, why: str) -> Verdict | None:
-        """Ranks without a new heartbeat for a while although this rank was reading."""
-        now_s = time.monotonic()
-        beats = self._store.read()
-        lost = {}
+        """Ranks without a new record for a while although this rank was reading.
+
+        They are stopped or cut off, or their host is gone.
+        """
+        now_s, beats, seen = time.monotonic(), self._store.read(), []
+        own = beats[self._rank]
         for rank, beat in sorted(beats.items()):
             at_s, since_s = self._heard.get(rank, (None, now_s))
             # Start and checkpoints may hold the interpreter's lock, even if steps are short.
-            silent_s = SILENT_S if beat.is_unlimited else self._silent_s
+            limit_s = SILENT_S if beat.is_unlimited else self._silent_s
             if at_s != beat.at_s:
                 self._heard[rank] = beat.at_s, now_s
-            elif rank != self._rank and not beat.left and now_s - since_s >= silent_s:
-                lost[rank] = now_s - since_s
-        if not lost:
-            return None
-        return self._store.agree(heartbeat.silent(lost, beats, self._rank, why))
+            elif rank != self._rank and not beat.left and now_s - since_s >= limit_s:
+                silent_s = max(now_s - since_s, own.at_s - beat.at_s)
+                seen.append(
+                    f"no heartbeat from {beat.name} for {silent_s:.0f} s, last seen in {beat.where}"
+                )
+        return self._store.agree(tell(own, f"{why}, got ", seen, own)) if seen else None
 
     def _find_stuck(self, why: str) -> Verdict | None:
         """Ranks that are behind after no rank has made progress for too long."""
@@ -319,14 +327,14 @@ class Watchdog:
         present = [beat for beat in beats.values() if not beat.left]
         if any(beat.is_unlimited or beat.age_s < self._limit_s for beat in present):
             return None
-        return self._store.agree(heartbeat.stuck(beats, why))
+        return self._store.agree(tell_stuck(beats, why))
 
     def _find_cause(self, error: BaseException) -> Verdict | None:
         """The lost rank that caused an error of this rank; None if there is none.
 
         An error of this rank itself is reported to the others.
         """
-        self._error_place = progress.place_of_error(error)
+        self._error_place = marks.place_of_error(error)
         text = shorten(f"{type(error).__name__}: {error}", 500)
         is_of_exchange = is_exchange_error(error)
         try:
@@ -343,7 +351,7 @@ class Watchdog:
             verdict = self._search(why, patient=False)
             if verdict is not None and not verdict.is_error:
                 return verdict
-            self._store.agree(heartbeat.failed(self._heartbeat(), text), is_error=True)
+            self._agree_on_failure(self._record(), text)
         except RuntimeError:
             return self._store_is_gone() if is_of_exchange else None
         return None
@@ -370,12 +378,17 @@ class Watchdog:
             return None
         left = next((beat for beat in beats.values() if beat.left), None)
         if left is not None:
-            return self._store.agree(heartbeat.failed(left, f"{left.left}"), is_error=True)
-        return self._store.agree(heartbeat.stuck(beats, why))
+            return self._agree_on_failure(left, left.left or "")
+        return self._store.agree(tell_stuck(beats, why))
+
+    def _agree_on_failure(self, of: Record, text: str) -> Verdict:
+        seen = f"an error on rank {of.rank} in {of.where}: {text}"
+        said = tell(of, "expected all ranks to continue, got ", [seen])
+        return self._store.agree(said, is_error=True)
 
     def _store_is_gone(self) -> Verdict:
         return Verdict(
-            f"{self._progress.describe(self._error_place)}: expected a reply of the store on rank "
+            f"{PROGRESS.describe(self._error_place)}: expected a reply of the store on rank "
             "0's host, got none: that host or its launcher is down."
         )
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hotrec.runtime import watchdog as marks
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.stages import mark
 from hotrec.runtime.watchdog import (
@@ -22,34 +23,33 @@ from hotrec.runtime.watchdog import (
     COMMUNICATION,
     EVALUATION,
     MAIN,
+    PROGRESS,
     STEP,
-    Watchdog,
+    Place,
     enter,
     leave,
+    place_of_thread,
 )
-from hotrec.runtime.watchdog import progress as marks
-from hotrec.runtime.watchdog.heartbeat import (
-    Heartbeat,
-    Store,
+from hotrec.runtime.watchdog.record import (
+    Record,
+    Records,
     Verdict,
-    dead,
-    failed,
     find_behind,
-    silent,
     started_at,
-    stuck,
+    tell,
+    tell_stuck,
 )
-from hotrec.runtime.watchdog.progress import Place, place_of_thread, track
-from hotrec.runtime.watchdog.watchdog import is_exchange_error
+from hotrec.runtime.watchdog.watchdog import Watchdog, is_exchange_error
 
 
-def beat(rank: int, **fields: Any) -> Heartbeat:
-    known = Heartbeat(
+def beat(rank: int, **fields: Any) -> Record:
+    known = Record(
         rank=rank,
         at_s=1000.0,
         host=f"host-{rank}",
         host_key="key",
         pid=100 + rank,
+        started="1",
         age_s=61.0,
         step=41,
         where=f"place {rank}",
@@ -64,7 +64,8 @@ def beat(rank: int, **fields: Any) -> Heartbeat:
 def test_progress_of_stages_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     monkeypatch.setattr(marks, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    progress = track()
+    progress = PROGRESS
+    progress.restart()
     place = Place("forward", "model.py:7 forward", is_waiting=True)
     enter(MAIN, STEP, 41)
     mark("row_lookup")
@@ -126,11 +127,11 @@ def test_messages_name_rank_step_and_place() -> None:
     beats = {0: beat(0, is_waiting=True), 1: beat(1)}
     late = (r"step 41: .*rank 1\b", "place 1", r"rank 0\b.*place 0")
     for message, expected in (
-        (dead([beat(1)], 3, beat(0, at_s=1000.5)), (*late, "process 101 on host-1", r"0\.5 s")),
-        (silent({1: 60.2}, beats, 0, "this"), (*late, "process 101 on host-1", "60 s")),
-        (stuck(beats, "this"), (*late, "61 s")),
-        (stuck({0: beat(0), 1: beat(1)}, "this"), ("all are alive", "place 0", "place 1")),
-        (failed(beat(1), "ValueError: x"), ("step 41", "rank 1", "place 1", "ValueError: x")),
+        (tell(beat(0), "this, got ", [f"{beat(1).name} in place 1"], beat(0)), late),
+        (tell_stuck(beats, "this"), (*late, "61 s")),
+        (tell_stuck({0: beat(0), 1: beat(1)}, "this"), ("all are alive", "place 0", "place 1")),
+        (tell_stuck({1: beat(1)}, "this"), ("step 41: ", "rank 1", "61 s", "place 1")),
+        (tell(beat(1, step=None), "this, got ", ["that"]), ("^before the first step: this",)),
     ):
         for text in expected:
             assert re.search(text, message), message
@@ -153,7 +154,7 @@ def test_which_errors_are_of_an_exchange() -> None:
 
 def test_store(tmp_path: Path) -> None:
     file = dist.FileStore(str(tmp_path / "store"), 2)
-    stores = [Store(dist.PrefixStore("x", file), 2, "0") for _ in range(2)]
+    stores = [Records(dist.PrefixStore("x", file), 2, "0") for _ in range(2)]
     stores[1].publish(beat(1))
     assert stores[0].read() == {1: beat(1)}
     assert stores[0].verdict() is None
