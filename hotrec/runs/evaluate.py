@@ -13,11 +13,10 @@ from hotrec.assemble.planning import read_settled_plan
 from hotrec.assemble.trainable import assemble
 from hotrec.config.roots import Config, EvaluateConfig
 from hotrec.data.kept import open_generation
-from hotrec.data.loader import make_loader
 from hotrec.data.unknown import UnknownIds, unknown_ids_of
 from hotrec.planner.plan import Plan
 from hotrec.runs.suspicious import suspicious_columns
-from hotrec.runs.train import make_ranking, make_run_machine
+from hotrec.runs.train import make_eval_loader, make_ranking, make_run_machine
 from hotrec.runtime.cores import num_workers
 from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.runtime.run_dir import CHECKPOINTS
@@ -84,21 +83,8 @@ def evaluate_run(
     position = load_checkpoint(checkpoint, model=trainable.model, facts=facts)
     workers = num_workers(config.num_workers, ranks)
     batch_size = config.batch_size or trained.trainer.eval_batch_size
-    batches = same_verdict(
-        lambda: make_loader(
-            dataset.artifact.path,
-            config.split,
-            batch_size=batch_size,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            epochs=1,
-            shuffle=False,
-            num_workers=workers,
-            transform=trainable.route,
-            pin_memory=ranks.device.type == "cuda",
-        )
-    )
-    batches.pad(batch_size)
+    given = {"batch_size": batch_size, "num_workers": workers}
+    batches = same_verdict(lambda: make_eval_loader(job, config.split, trainable, ranks, **given))
     batches.add_groups(job.group_by)
     batches.add_items(job.item)
     ranking = make_ranking(job, trainable, ranks, batch_size, workers)

@@ -302,7 +302,13 @@ def _train(job: Job, start: _Start, ranks: Ranks) -> TrainResult:
         best=_best(job),
         alternation=alternation,
         checkpoints=checkpoints,
-        ranking=_ranking(job, trainable, ranks),
+        ranking=make_ranking(
+            job,
+            trainable,
+            ranks,
+            job.config.trainer.eval_batch_size,
+            num_workers(job.order.num_workers, ranks),
+        ),
     )
     hot_set = _hot_set(adaptive, metrics, trainable)
     saver = Saver(
@@ -608,41 +614,41 @@ def _eval_batches(job: Job, trainable: Trainable, ranks: Ranks) -> dict[str, Ite
 
 
 def _make_eval_loader(
-    job: Job,
-    split: str,
-    trainable: Trainable,
-    ranks: Ranks,
-    *,
-    by_day_from: int | None = None,
+    job: Job, split: str, trainable: Trainable, ranks: Ranks, *, by_day_from: int | None = None
 ) -> Loader:
     """A loader to evaluate with: of a split, or of its days from a sample on."""
-    batch_size = job.config.trainer.eval_batch_size
+    by_day, workers = by_day_from is not None, num_workers(job.order.num_workers, ranks)
+    given = {
+        "batch_size": job.config.trainer.eval_batch_size,
+        "keep_workers": not by_day,
+        "by_day": by_day,
+    }
+    loader = make_eval_loader(job, split, trainable, ranks, num_workers=workers, **given)
+    loader.add_groups(job.group_by)
+    loader.add_items(job.item)
+    if by_day:
+        loader.load_state_dict({**loader.state_dict(), "num_samples": by_day_from})
+    return loader
+
+
+def make_eval_loader(
+    job: Job, split: str, trainable: Trainable, ranks: Ranks, *, batch_size: int, **given: Any
+) -> Loader:
+    """This rank's share of a split, once and in order, in batches that are padded to one size."""
     loader = make_loader(
-        job.order.dataset,
+        job.dataset.artifact.path,
         split,
         batch_size=batch_size,
         rank=ranks.rank,
         world_size=ranks.world_size,
         epochs=1,
         shuffle=False,
-        num_workers=num_workers(job.order.num_workers, ranks),
-        keep_workers=by_day_from is None,
         transform=trainable.route,
-        by_day=by_day_from is not None,
         pin_memory=ranks.device.type == "cuda",
+        **given,
     )
     loader.pad(batch_size)
-    loader.add_groups(job.group_by)
-    loader.add_items(job.item)
-    if by_day_from is not None:
-        loader.load_state_dict({**loader.state_dict(), "num_samples": by_day_from})
     return loader
-
-
-def _ranking(job: Job, trainable: Trainable, ranks: Ranks) -> Ranking | None:
-    workers = num_workers(job.order.num_workers, ranks)
-    batch_size = job.config.trainer.eval_batch_size
-    return make_ranking(job, trainable, ranks, batch_size, workers)
 
 
 def make_ranking(
@@ -660,26 +666,14 @@ def make_ranking(
     Raises:
         ValueError: If the training split has no items.
     """
-    if (item := job.item) is None:
+    item = job.item
+    if item is None:
         return None
     samples = last_samples(job.dataset, SPLIT, item.by)
+    given: dict[str, Any] = {"num_workers": workers, "keep_workers": True, "subset": samples}
     loader = same_verdict(
-        lambda: make_loader(
-            job.dataset.artifact.path,
-            SPLIT,
-            batch_size=batch_size,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            epochs=1,
-            shuffle=False,
-            num_workers=workers,
-            keep_workers=True,
-            transform=trainable.route,
-            pin_memory=ranks.device.type == "cuda",
-            subset=samples,
-        )
+        lambda: make_eval_loader(job, SPLIT, trainable, ranks, batch_size=batch_size, **given)
     )
-    loader.pad(batch_size)
     loader.add_items(ItemColumn(item.by))
     return Ranking(tuple(job.config.trainer.eval_ranking), loader)
 
