@@ -14,10 +14,10 @@ if TYPE_CHECKING:  # for type checkers, which do not run __getattr__
     from hotrec.cli.fit import Run, fit, predict
     from hotrec.cost_model.profile import Profile
     from hotrec.embedding.adapt import AdaptiveHotSet
+    from hotrec.embedding.canonical import gather_tables
     from hotrec.embedding.convert import check_replicas
     from hotrec.embedding.late import LateLinear
     from hotrec.embedding.packed import PackedJaggedTensor, use_packed_jagged_tensor
-    from hotrec.embedding.tables import gather_tables
     from hotrec.embedding.update_rules import OptimizerSpec
     from hotrec.models.encoder import load_encoder
     from hotrec.models.plain import load_model
@@ -89,7 +89,7 @@ _HOME = {
     "choice_of": "hotrec.program.parallel",
     "command": "hotrec.cli.call",
     "fit": "hotrec.cli.fit",
-    "gather_tables": "hotrec.embedding.tables",
+    "gather_tables": "hotrec.embedding.canonical",
     "load_checkpoint": "hotrec.program.checkpoint",
     "load_encoder": "hotrec.models.encoder",
     "load_model": "hotrec.models.plain",

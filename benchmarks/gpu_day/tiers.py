@@ -36,7 +36,7 @@ from benchmarks.gpu_day.tbe import (
     ZipfIds,
 )
 from hotrec.embedding.cached_rows import CachedRows, RowMover
-from hotrec.embedding.cpu_rows import fbgemm_rows, mapped_rows
+from hotrec.embedding.fused_rows import fbgemm_rows, mapped_rows
 from hotrec.embedding.pooling import sum_in_pieces
 from hotrec.embedding.slots import TooFewSlotsError
 from hotrec.embedding.update_rules import OptimizerSpec

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,9 +26,9 @@ from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
 from hotrec.cost_model.look_ahead import FETCHES, MOVEMENTS
 from hotrec.data.batch import Batch
 from hotrec.embedding.cached_rows import RowMover, to_device
-from hotrec.embedding.cpu_rows import ColdRowsOnCpu
-from hotrec.embedding.flat import cut_bags, flat_rows, table_begins
+from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.fused import fused_params, leave_out_of_forks
+from hotrec.embedding.fused_rows import FusedRows
 from hotrec.embedding.hot_reduce import HotReducer
 from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.optimizers import HotOptimizer, make_dense, make_replicated_tables
@@ -285,26 +284,20 @@ def _hot_work(workload: CalibrationWorkload, name: str, num_ids: int, dim: int) 
 
 
 def _read(hot: _Hot) -> Timed:
-    turns = cycle(hot.samples)
-    return hot.replicas(), lambda: next(turns)
+    rows, turns = hot.replicas().rows, cycle(hot.slots())
+    return partial(torch.index_select, rows, 0), lambda: next(turns)
 
 
 def _pack(hot: _Hot) -> Timed:
-    """Backward of the lookup into the dense gradient, then gather the touched rows from it."""
-    turns = cycle(zip(hot.samples, hot.slots(), strict=True))
-    hot.weight.grad = gradient = torch.zeros_like(hot.weight)
+    """Put a rank's share of the mean into the order of owners."""
+    turns = cycle(hot.slots())
 
-    def prepare() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        features, slots_U = next(turns)
-        rows = hot.replicas()(features)
-        return rows, torch.randn_like(rows), slots_U
+    def prepare() -> tuple[torch.Tensor, torch.Tensor]:
+        slots_U = next(turns)
+        grad_UD = torch.randn(slots_U.numel(), hot.dim, device=slots_U.device)
+        return grad_UD, torch.argsort(slots_U % 2, stable=True)
 
-    def run(prepared: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-        rows, grad, slots_U = prepared
-        rows.backward(grad)
-        gradient.view(-1, hot.dim).index_select(0, slots_U)
-
-    return run, prepare
+    return lambda prepared: prepared[0].index_select(0, prepared[1]).div_(2), prepare
 
 
 def _add(hot: _Hot) -> Timed:
@@ -325,17 +318,15 @@ def _add(hot: _Hot) -> Timed:
 
 
 def _update(hot: _Hot) -> Timed:
-    """The optimizer's step after one backward pass."""
-    turns, replicas = cycle(hot.samples), hot.replicas()
+    """The optimizer's step."""
+    turns, replicas = cycle(hot.slots()), hot.replicas()
     names = [f"table{number}" for number in range(len(hot.num_rows_T))]
     optimizer = HotOptimizer({"": replicas}, {"": names}, hot.workload.target.spec.embedding)
 
     def prepare() -> None:
-        rows = replicas(next(turns))
-        rows.backward(torch.randn_like(rows))
-        # Instead of DDP's GradBucket.
-        bucket: Any = SimpleNamespace(buffer=lambda: hot.weight.grad, index=lambda: 0)
-        replicas.reduce_gradient(None, bucket)
+        slots_U = next(turns)
+        grad_UD = torch.randn(slots_U.numel(), hot.dim, device=slots_U.device)
+        replicas.reduced = (slots_U, grad_UD)
 
     return lambda _: optimizer.step(), prepare
 
@@ -366,37 +357,58 @@ def _row_work(
     num_ids: int,
     dim: int,
 ) -> Work:
-    lookup, forget = workload.once(
-        "lookup", (tier, is_pooled, dim), lambda: _lookup(workload, tier, is_pooled, dim)
+    module = workload.once(
+        "lookup", (tier, is_pooled, dim), lambda: _module(workload, tier, is_pooled, dim)
     )
-    samples = (
-        workload.features(workload.own_samples, num_ids)
-        if is_pooled
-        else _requested_rows(workload, num_ids)
-    )
-    grads = [torch.randn_like(lookup(features).detach()) for features in samples]
+    if not is_pooled:
+        return _exchanged_rows(workload, module, is_update, num_ids, dim)
+    samples = workload.features(workload.own_samples, num_ids)
+    grads = [torch.randn_like(_look_up(module, features).detach()) for features in samples]
     turns = cycle(list(zip(samples, grads, strict=True)))
 
     def prepare() -> Any:
         features, grad = next(turns)
         if state == "miss":
-            forget()
+            module.flush()
+            module.reset_cache_states()
         elif state == "hit":
-            lookup(features)  # loads the rows into the cache
-        return (lookup(features), grad) if is_update else features
+            _look_up(module, features)  # loads the rows into the cache
+        return (_look_up(module, features), grad) if is_update else features
 
     def update(prepared: tuple[torch.Tensor, torch.Tensor]) -> None:
         rows, grad = prepared
         rows.backward(grad)
 
     num_items = sum(features.values().numel() for features in samples) / len(samples)
-    return Work(update if is_update else lookup, num_items, 4 * dim * num_items, prepare)
+    run = update if is_update else partial(_look_up, module)
+    return Work(run, num_items, 4 * dim * num_items, prepare)
 
 
-def _lookup(
-    workload: CalibrationWorkload, tier: str, is_pooled: bool, dim: int
-) -> tuple[Callable[[KeyedJaggedTensor], torch.Tensor], Callable[[], object]]:
-    """The lookup that training uses, on random rows, and a function that empties its cache."""
+def _exchanged_rows(
+    workload: CalibrationWorkload, module: Any, is_update: bool, num_ids: int, dim: int
+) -> Work:
+    """Reads or updates of rows that other ranks have asked for."""
+    spec = row_spec(workload)
+    rate = torch.optim.SGD([torch.zeros(1)], lr=spec.learning_rate)
+    rows = FusedRows(module, rate, spec)
+    table_rows = [table.num_rows for table in workload.own_samples.schema.tables]
+    begins = table_begins(table_rows).to(workload.device)
+    asked = [flat_rows(features, begins) for features in _requested_rows(workload, num_ids)]
+    turns = cycle(asked)
+
+    def prepare() -> Any:
+        rows_K = next(turns)
+        if not is_update:
+            return rows_K
+        return rows_K, torch.randn(rows_K.numel(), dim, device=rows_K.device)
+
+    num_items = sum(rows_K.numel() for rows_K in asked) / len(asked)
+    run = (lambda prepared: rows.update(*prepared)) if is_update else rows.read
+    return Work(run, num_items, 4 * dim * num_items, prepare)
+
+
+def _module(workload: CalibrationWorkload, tier: str, is_pooled: bool, dim: int) -> Any:
+    """FBGEMM's module that training uses, with random rows."""
     spec, device = row_spec(workload), workload.device
     table_rows = [table.num_rows for table in workload.own_samples.schema.tables]
     check_host_tier(table_rows, dim, tier)
@@ -414,18 +426,7 @@ def _lookup(
     for weight in module.split_embedding_weights():
         weight.uniform_(-0.01, 0.01)
     leave_out_of_forks(module)
-    if device.type == "cpu" and not is_pooled:
-        rate = torch.optim.SGD([torch.zeros(1)], lr=spec.learning_rate)
-        rows, begins = ColdRowsOnCpu(module, rate, spec), table_begins(table_rows)
-        return lambda ids: rows.look_up(flat_rows(ids, begins)), lambda: None
-
-    def forget() -> None:
-        module.flush()
-        module.reset_cache_states()
-
-    if is_pooled:
-        return partial(_look_up, module), forget
-    return lambda ids: _look_up(module, cut_bags(ids)), forget
+    return module
 
 
 def _look_up(module: Any, features: KeyedJaggedTensor) -> torch.Tensor:

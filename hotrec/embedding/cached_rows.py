@@ -14,13 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import nn
 
-from hotrec.embedding.cpu_rows import RowsInMemory, fbgemm_rows, mapped_rows
 from hotrec.embedding.flat import put_rows
+from hotrec.embedding.fused_rows import RowsInMemory, fbgemm_rows, mapped_rows
 from hotrec.embedding.random_bits import round_randomly
 from hotrec.embedding.slots import Moves, SlotMap, fetches
-from hotrec.embedding.torchrec import kernels
+from hotrec.embedding.torchrec import Kernel
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread, OnHost, record_use
 from hotrec.runtime.stages import named_range
@@ -278,10 +277,7 @@ class CachedRows:
         self.restart()
 
     def look_up(self, rows_K: torch.Tensor) -> torch.Tensor:
-        """Copy rows, float (K, D), from slots or else from host memory, between steps.
-
-        Their backward pass raises a RuntimeError: they are updated under look-ahead alone.
-        """
+        """Copy rows, float (K, D), from slots or else from host memory, between steps."""
         if self._started is not None:
             self._started.drain()
         weights = self.host_tensors[0]
@@ -290,8 +286,6 @@ class CachedRows:
             slots_K = self.slots.slots_of(rows_K)
             here = slots_K >= 0
             found_KD[here] = self._rows.read(slots_K[here])
-        if torch.is_grad_enabled():
-            found_KD.requires_grad_().register_hook(_refuse_gradient)
         return found_KD
 
     @property
@@ -427,13 +421,6 @@ class CachedRows:
         self._written_bytes, self._started = self.written_bytes, None
 
 
-def _refuse_gradient(_: torch.Tensor) -> None:
-    raise RuntimeError(
-        "placement.cold_tier=cached: expected the pipeline look_ahead, which fills the slots, to "
-        "train the rows, got a backward pass without it. Set pipeline=look_ahead."
-    )
-
-
 def _parts(rows: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     return zip(rows.split(MAX_AT_ONCE), slots.split(MAX_AT_ONCE), strict=True)
 
@@ -454,46 +441,33 @@ def is_cached(placement: Placement, tables: Sequence[str]) -> bool:
     return bool(cached)
 
 
-def use_cached_rows(
-    lookup: nn.Module,
+def cached_rows_of(
+    kernel: Kernel,
     spec: OptimizerSpec,
     placement: Placement,
     orders: Mapping[str, RowOrder],
     device: torch.device,
     *,
     is_distinct: bool,
-) -> None:
-    """Replace the kernels of TorchRec's ``GroupedEmbeddingsLookup`` by ``CachedRows``, in place."""
-    for kernel in kernels(lookup):
-        is_mapped, num_slots, popular = False, 0.0, [np.empty(0, POPULAR_ROW)]
-        for shard in kernel.shards:
-            placed = placement.tables[shard.table]
-            is_mapped = is_mapped or placed.row_fetch is RowFetch.mapped
-            num_slots += (placed.cache_load_frac or 0.0) * shard.num_rows
-            of_table = placement.popular_rows.get(shard.table, popular[0]).copy()
-            of_table["row"] = orders[shard.table].stored(of_table["row"])
-            of_table = of_table[shard.holds(of_table["row"])]
-            of_table["row"] += shard.begin - shard.first_row
-            popular.append(of_table)
-        kernel.replace(
-            CachedRows(
-                fbgemm_rows(kernel.fbgemm, spec),
-                math.ceil(num_slots),
-                np.concatenate(popular),
-                kernel.optimizer,
-                spec,
-                device,
-                mapped_rows(kernel.fbgemm, spec, is_wanted=is_mapped),
-                is_distinct=is_distinct,
-            )
-        )
-
-
-def refresh_slots(lookup: nn.Module, written: Mapping[str, Rows]) -> None:
-    """Refetch stored rows written in host memory, by table."""
-    for kernel in kernels(lookup):
-        if isinstance(kernel.replacement, CachedRows):
-            for shard in kernel.shards:
-                rows = written.get(shard.table, np.empty(0, np.int64))
-                rows = rows[shard.holds(rows)] - shard.first_row + shard.begin
-                kernel.replacement.refresh(rows)
+) -> CachedRows:
+    """The rows of a kernel in host memory, behind the slots that the placement gives its tables."""
+    is_mapped, num_slots, popular = False, 0.0, [np.empty(0, POPULAR_ROW)]
+    for shard in kernel.shards:
+        placed = placement.tables[shard.table]
+        is_mapped = is_mapped or placed.row_fetch is RowFetch.mapped
+        num_slots += (placed.cache_load_frac or 0.0) * shard.num_rows
+        of_table = placement.popular_rows.get(shard.table, popular[0]).copy()
+        of_table["row"] = orders[shard.table].stored(of_table["row"])
+        of_table = of_table[shard.holds(of_table["row"])]
+        of_table["row"] += shard.begin - shard.first_row
+        popular.append(of_table)
+    return CachedRows(
+        fbgemm_rows(kernel.fbgemm, spec),
+        math.ceil(num_slots),
+        np.concatenate(popular),
+        kernel.optimizer,
+        spec,
+        device,
+        mapped_rows(kernel.fbgemm, spec, is_wanted=is_mapped),
+        is_distinct=is_distinct,
+    )

@@ -21,6 +21,7 @@ from hotrec.embedding.fused import update_counters
 from hotrec.embedding.table_memory import cached_rows, fused_modules
 from hotrec.embedding.tables import modules_of, sharded_collections
 from hotrec.routing.features import hot_name, hot_rows
+from hotrec.runtime.ranks import all_gather_object
 from hotrec.types import RowOrder, Rows
 
 # Torch's names of a table's state, where FBGEMM's are used.
@@ -55,11 +56,12 @@ class TensorPart:
     table: str | None = None
     order: RowOrder | None = None
 
-    def own_rows(self) -> torch.Tensor:
-        """The rows of ``value`` in the whole tensor, int64 (R,)."""
+    def own_rows(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """The rows of ``value[begin:end]`` in the whole tensor, int64 (R,)."""
         if self.rows is not None:
-            return self.rows
-        stored = torch.arange(self.first[0], self.first[0] + self.value.shape[0])
+            return self.rows[begin:end]
+        last = self.value.shape[0] if end is None else min(end, self.value.shape[0])
+        stored = torch.arange(self.first[0] + begin, self.first[0] + last)
         return stored if self.order is None else self.order.original(stored)
 
     def places(self, rows: Rows) -> Rows:
@@ -227,3 +229,30 @@ def _parts(
     if table.hot_rows is not None:
         shape = (table.num_rows, *shape[1:])
     yield TensorPart(name, shape, held, (0,) * len(shape), table.hot_rows, table=table_name)
+
+
+@torch.no_grad()
+def gather_tables(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Gather every embedding table of a sharded model, float (R, D) in original ids, on every rank.
+
+    A collective for tests, small models and export: it needs memory for all tables.
+    """
+    shards: list[Any] = []
+    whole: list[Any] = []
+    for part in canonical_parts(model).parts:
+        if part.table is not None:
+            found = part.table, part.name, part.shape, part.own_rows(), part.first[1]
+            (shards if part.is_shard else whole).append((*found, part.value.cpu()))
+    tables: dict[str, torch.Tensor] = {}
+    names: dict[str, str] = {}
+    # Replicas last: the shards of a table have rows for its hot ones as well.
+    for of_parts in (*all_gather_object(shards), whole):
+        for table, name, shape, rows, column, value in of_parts:
+            if names.setdefault(table, name) != name:
+                raise ValueError(
+                    f"table {table}: expected a unique table name in the model, got two tables. "
+                    "Rename one of them."
+                )
+            target = tables.setdefault(table, torch.empty(shape))
+            target[rows, column : column + value.shape[1]] = value.to(target.dtype)
+    return tables

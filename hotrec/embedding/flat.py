@@ -1,4 +1,4 @@
-"""Rows of concatenated tables, as FBGEMM stores the tables of a module, and bags of their ids."""
+"""Rows of concatenated tables, as FBGEMM stores the tables of a module."""
 
 from __future__ import annotations
 
@@ -13,40 +13,6 @@ def flat_rows(features: KeyedJaggedTensor, begins_T: torch.Tensor) -> torch.Tens
         return rows_K
     lengths_T = features.lengths().view(len(features.keys()), -1).sum(1)
     return rows_K + torch.repeat_interleave(begins_T, lengths_T, output_size=rows_K.numel())
-
-
-# FBGEMM processes a bag with one warp in forward and one thread in the row-wise exchange of ids, so
-# a whole table in one bag would be serial.
-MAX_BAG_IDS = 256
-
-
-def cut_lengths(lengths_T: torch.Tensor, num_ids: int) -> torch.Tensor:
-    """Spread the ids of each table evenly over bags of at most ``MAX_BAG_IDS``.
-
-    To avoid waiting for the device, every table gets the number of bags for all ``num_ids`` ids.
-
-    Returns:
-        The lengths of the bags, int (T, S).
-    """
-    num_bags = max(1, -(-num_ids // MAX_BAG_IDS))
-    # The first bags of a table may have one id more than the last ones.
-    spare = torch.arange(num_bags - 1, -1, -1, device=lengths_T.device)
-    return (lengths_T[:, None] + spare) // num_bags
-
-
-def cut_bags(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Split ids, jagged (T, S), into bags of at most ``MAX_BAG_IDS``; without pooling."""
-    if not features.keys():  # on a rank without tables
-        return features
-    lengths_T = features.lengths().view(len(features.keys()), -1).sum(1)
-    lengths = cut_lengths(lengths_T, features.values().numel())
-    return KeyedJaggedTensor(
-        keys=features.keys(),
-        values=features.values(),
-        lengths=lengths.view(-1).to(features.lengths().dtype),
-        stride=lengths.shape[1],
-        length_per_key=features.length_per_key_or_none(),
-    )
 
 
 def table_begins(num_rows: list[int]) -> torch.Tensor:

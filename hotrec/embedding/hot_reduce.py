@@ -12,15 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from hotrec.embedding.messages import (
-    RowCounts,
+    exchange_counts,
     exchange_rows,
     gather_counts,
     gather_rows,
-    row_counts,
 )
 from hotrec.embedding.update_rules import RowSums
 from hotrec.routing.sorting import sort_keys
-from hotrec.runtime.comm_thread import HostInts, ints_on
+from hotrec.runtime.comm_thread import ints_on
 from hotrec.runtime.hosts import TwoLevelWire
 from hotrec.runtime.wire import Wire
 
@@ -29,17 +28,11 @@ Tensors = Sequence[torch.Tensor]
 SparseGradient = tuple[torch.Tensor, torch.Tensor]  # slots (U,), rows (U, D)
 
 
-def _exchange_owner_counts(wire: Wire, owners: Tensors) -> tuple[RowCounts, RowCounts]:
-    """The number of rows for each owner and from each rank, given the sorted owners."""
-    num_groups, world_size = len(owners), wire.world_size
+def _num_to(owners: Tensors, world_size: int) -> torch.Tensor:
+    """The number of rows for each owner, int64 (W, G), given the sorted owners of each group."""
     owners_W = torch.arange(world_size, device=owners[0].device)
     ends_GW = torch.stack([torch.searchsorted(o, owners_W, right=True) for o in owners])
-    num_to_WG = ends_GW.diff(prepend=ends_GW.new_zeros(num_groups, 1)).t().reshape(-1)
-    sizes = [num_groups] * world_size
-    received = wire.all_to_all(num_to_WG, sizes, sizes)
-    # Both in one copy: on CUDA, each copy blocks the host once.
-    counts = row_counts(HostInts(torch.cat([num_to_WG, received])).wait(), num_groups)
-    return counts[:world_size], counts[world_size:]
+    return ends_GW.diff(prepend=ends_GW.new_zeros(len(owners), 1)).t()
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,8 @@ class HotReducer:
         dims, ones = [dim for _, dim in self._shapes], [1] * len(self._shapes)
         # Slots keep their order within each owner.
         by_owner = [sort_keys(slots_U % world_size, world_size) for slots_U in slots]
-        num_to, num_from = _exchange_owner_counts(wire, [owner_U for owner_U, _ in by_owner])
+        owners = [owner_U for owner_U, _ in by_owner]
+        num_to, num_from = exchange_counts(wire, _num_to(owners, world_size))
         sent = [
             slots_U.index_select(0, order_U).int()
             for slots_U, (_, order_U) in zip(slots, by_owner, strict=True)

@@ -10,15 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.distributed.types import ShardedTensor
 
+from hotrec.embedding.canonical import canonical_parts
 from hotrec.embedding.collection import HotColdCollection
 from hotrec.embedding.random_bits import random_bits
-from hotrec.embedding.tables import (
-    TablePart,
-    table_parts,
-    torchrec_collections,
-)
+from hotrec.embedding.tables import torchrec_collections
 from hotrec.embedding.torchrec import table_configs
 from hotrec.routing.features import hot_name, hot_rows
 from hotrec.runtime.ranks import world_size
@@ -58,26 +54,6 @@ def initial_rows(
     return out.mul_((high - low) / (1 << 24)).add_(low)
 
 
-def _fill(
-    target: torch.Tensor,
-    seed: int,
-    part: TablePart,
-    bounds: Bounds | None,
-    first_row: int = 0,
-    first_column: int = 0,
-) -> None:
-    """Fill a shard in place, a few rows at a time."""
-    dim = first_column + target.shape[1]
-    chunk_values = _CHUNK_VALUES if target.device.type == "cpu" else _DEVICE_CHUNK_VALUES
-    step = max(1, chunk_values // dim)
-    for begin in range(0, target.shape[0], step):
-        end = min(begin + step, target.shape[0])
-        stored = torch.arange(first_row + begin, first_row + end, device=target.device)
-        rows = part.order.original(stored)
-        values = initial_rows(seed, part.table, rows, dim, part.num_rows, bounds)
-        target[begin:end] = values[:, first_column:]
-
-
 @torch.no_grad()
 def initialize_embeddings(
     model: nn.Module, seed: int, bounds: Mapping[str, Bounds] | None = None
@@ -92,20 +68,18 @@ def initialize_embeddings(
         bounds: The tables to set, with their minimum and maximum weight; None for all, with
             TorchRec's default bounds.
     """
-    for part in table_parts(model):
-        if bounds is not None and part.table not in bounds:
+    for part in canonical_parts(model).parts:
+        if part.table is None or not (bounds is None or part.table in bounds):
             continue
-        value, num_rows = part.value, part.num_rows
         of_table = None if bounds is None else bounds[part.table]
-        if part.hot_rows is not None:
-            rows, dim = part.hot_rows.to(value.device), value.shape[1]
-            value.copy_(initial_rows(seed, part.table, rows, dim, num_rows, of_table))
-        elif isinstance(value, ShardedTensor):
-            for shard in value.local_shards():
-                first_row, first_column = shard.metadata.shard_offsets
-                _fill(shard.tensor, seed, part, of_table, first_row, first_column)
-        else:
-            _fill(value, seed, part, of_table)
+        value, column = part.value, part.first[1]
+        end_column = column + value.shape[1]
+        chunk_values = _CHUNK_VALUES if value.device.type == "cpu" else _DEVICE_CHUNK_VALUES
+        step = max(1, chunk_values // end_column)
+        for begin in range(0, value.shape[0], step):
+            rows = part.own_rows(begin, begin + step).to(value.device)
+            drawn = initial_rows(seed, part.table, rows, end_column, part.shape[0], of_table)
+            value[begin : begin + step] = drawn[:, column:]
 
 
 @torch.no_grad()
@@ -122,21 +96,13 @@ def set_unsplit(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     unsplit = {
         config.name for _, bags in torchrec_collections(model) for config in table_configs(bags)
     }
-    for part in table_parts(model):
-        if part.table not in unsplit or part.table not in weights:
-            continue
-        source = weights[part.table].detach()
-        if isinstance(part.value, ShardedTensor):
-            for shard in part.value.local_shards():
-                (row, column), (num_rows, dim) = (
-                    shard.metadata.shard_offsets,
-                    shard.metadata.shard_sizes,
-                )
-                shard.tensor.copy_(source[row : row + num_rows, column : column + dim])
-        else:
-            part.value.copy_(source)
-            if world_size() > 1:
-                dist.broadcast(part.value.detach(), src=0)
+    for part in canonical_parts(model).parts:
+        if part.table is not None and part.table in unsplit & weights.keys():
+            (row, column), (num_rows, dim) = part.first, part.value.shape
+            source = weights[part.table].detach()
+            part.value.copy_(source[row : row + num_rows, column : column + dim])
+            if not part.is_shard and world_size() > 1:
+                dist.broadcast(part.value, src=0)
 
 
 @torch.no_grad()

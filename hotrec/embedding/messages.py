@@ -23,6 +23,16 @@ def row_counts(values: Sequence[int], num_groups: int) -> RowCounts:
     return [list(values[at : at + num_groups]) for at in range(0, len(values), num_groups)]
 
 
+def exchange_counts(wire: Wire, num_to: torch.Tensor) -> tuple[RowCounts, RowCounts]:
+    """The numbers of rows to each rank, int64 (W, G), and of those from each rank."""
+    world_size, num_groups = num_to.shape
+    sizes, sent = [num_groups] * world_size, num_to.reshape(-1)
+    received = wire.all_to_all(sent, sizes, sizes)
+    # Both in one copy: on CUDA, each copy blocks the host once.
+    counts = row_counts(HostInts(torch.cat([sent, received])).wait(), num_groups)
+    return counts[:world_size], counts[world_size:]
+
+
 def message_sizes(counts: RowCounts, dims: Sequence[int]) -> list[int]:
     """The number of elements of the part for, or from, each rank."""
     return [sum(n * d for n, d in zip(row, dims, strict=True)) for row in counts]

@@ -72,7 +72,7 @@ class HotOptimizer(KeyedOptimizer):
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Drop unused gradients; ``step`` already clears those that it uses."""
         for replica in self._replicas.values():
-            replica.drop_gradient()
+            replica.reduced = None
 
 
 # Key of ``make_optimizer``'s part for tables that TorchRec replicates.

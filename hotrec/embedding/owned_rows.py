@@ -1,31 +1,25 @@
 """The owners of cold rows, and reads and updates of the rows that this rank owns.
 
-A rank's rows of one embedding dimension have consecutive positions, shard after shard. They are
-read and updated in FBGEMM's memory: in line by ``look_up``, whose backward pass updates the rows,
-on CUDA in FBGEMM's kernels; under look-ahead by ``read`` and ``update``.
+A rank's rows of one embedding dimension have consecutive positions, shard after shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.embedding.cached_rows import CachedRows
-from hotrec.embedding.cpu_rows import ColdRowsOnCpu, RowsInMemory, mapped_rows
-from hotrec.embedding.flat import cut_lengths, put_rows
 from hotrec.embedding.fused import set_update_count, update_count
-from hotrec.embedding.torchrec import Kernel, kernels
-from hotrec.embedding.update_rules import OptimizerSpec
+from hotrec.embedding.fused_rows import FusedRows
+from hotrec.embedding.torchrec import Kernel
 from hotrec.routing.sorting import sort_keys
 from hotrec.runtime.comm_thread import HostInts, ints_on
 from hotrec.runtime.hosts import Hosts
-from hotrec.runtime.stages import backward_point, mark_backward
 from hotrec.types import RowOrder
 
 MAX_ROWS = 1 << 31  # of a rank, for positions to fit into int32
@@ -160,69 +154,8 @@ class RowOwners:
         )
 
 
-class Joined(torch.autograd.Function):
-    """Hot rows (H, D), then cold rows (C, D); cold row c goes to place ``order_C[c]``.
-
-    The backward pass of torch's own functions would add rows to zeros: 6 times as slow as a copy on
-    CPU, and with atomic additions on CUDA.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hot_HD: torch.Tensor, cold_CD: torch.Tensor, order_C: torch.Tensor | None
-    ) -> torch.Tensor:
-        ctx.num_hot, ctx.order_C = hot_HD.shape[0], order_C
-        joined_UD = cold_CD.new_empty(hot_HD.shape[0] + cold_CD.shape[0], cold_CD.shape[1])
-        joined_UD[: ctx.num_hot].copy_(hot_HD)
-        put_rows(joined_UD[ctx.num_hot :], order_C, cold_CD.detach())
-        return joined_UD
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        hot_HD, cold_CD = grads[0][: ctx.num_hot], grads[0][ctx.num_hot :]
-        order_C = ctx.order_C
-        return hot_HD, cold_CD if order_C is None else cold_CD.index_select(0, order_C), None
-
-
-class RowsOnDevice(RowsInMemory):
-    """The rows of a fused kernel in memory that the device reads directly.
-
-    Look-ahead updates them like hot rows, without FBGEMM's forward pass; in line FBGEMM does.
-    """
-
-    def __init__(self, kernel: Kernel, spec: OptimizerSpec) -> None:
-        weights_RD, *states = mapped_rows(kernel.fbgemm, spec, is_wanted=True)
-        assert weights_RD is not None
-        of_name = {n: s for n, s in zip(spec.state_names, states, strict=True) if s is not None}
-        # On a rank without rows these are empty host tensors.
-        weights_RD = weights_RD.to(kernel.fbgemm.current_device)
-        super().__init__(weights_RD, of_name, kernel.optimizer, spec)
-        self.module = kernel.fbgemm
-        begins = [shard.begin for shard in kernel.shards]
-        ends = [shard.begin + shard.num_rows for shard in kernel.shards]
-        self._begins_T = torch.tensor(begins, device=self.module.current_device)
-        self._ends_T = torch.tensor(ends, device=self.module.current_device)
-
-    def look_up(self, rows_K: torch.Tensor) -> torch.Tensor:
-        """Read rows float (K, D); backward updates them, at the optimizer's learning rate."""
-        if not torch.is_grad_enabled():
-            return self.read(rows_K)
-        point = backward_point("row_update", rows_K)
-        sorted_K, order_K = torch.sort(rows_K, stable=True)
-        ends_T = torch.searchsorted(sorted_K, self._ends_T)
-        lengths_T = ends_T.diff(prepend=ends_T.new_zeros(1))
-        num_ids = sorted_K.numel()
-        begins_K = torch.repeat_interleave(self._begins_T, lengths_T, output_size=num_ids)
-        lengths = cut_lengths(lengths_T, num_ids).view(-1)
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        found = self.module(sorted_K - begins_K, offsets)
-        found = mark_backward(found, "grads_exchange", point)
-        rows_KD: torch.Tensor = Joined.apply(found.detach()[:0], found, order_K)
-        return rows_KD
-
-
 # Begin, end and rows of a part.
-Part = tuple[int, int, ColdRowsOnCpu | CachedRows | RowsOnDevice]
+Part = tuple[int, int, CachedRows | FusedRows]
 
 
 class OwnedRows:
@@ -232,31 +165,23 @@ class OwnedRows:
     they are cached.
     """
 
-    def __init__(self, lookups: Iterable[nn.Module], dim: int, spec: OptimizerSpec) -> None:
+    def __init__(self, kernels: Sequence[tuple[Kernel, CachedRows | FusedRows]], dim: int) -> None:
+        self.kernels, self._dim = kernels, dim
         self.shards: list[Shard] = []
-        self._dim = dim
         self._by_position: list[Part] = []
         self._parts: list[Part] = []  # by place
         end, num_places = 0, 0
-        for lookup in lookups:
-            for kernel in kernels(lookup):
-                held, own, begin = kernel.shards, kernel.replacement, end
-                self.shards += [
-                    Shard(s.table, s.first_row, s.num_rows, end + s.begin) for s in held
-                ]
-                end += sum(shard.num_rows for shard in held)
-                part: ColdRowsOnCpu | CachedRows | RowsOnDevice
-                if isinstance(own, ColdRowsOnCpu | CachedRows):
-                    part = own
-                else:
-                    part = RowsOnDevice(kernel, spec)
-                size = part.slots.num_slots if isinstance(part, CachedRows) else end - begin
-                self._by_position.append((begin, end, part))
-                self._parts.append((num_places, num_places + size, part))
-                num_places += size
+        for kernel, part in kernels:
+            held, begin = kernel.shards, end
+            self.shards += [Shard(s.table, s.first_row, s.num_rows, end + s.begin) for s in held]
+            end += sum(shard.num_rows for shard in held)
+            size = part.slots.num_slots if isinstance(part, CachedRows) else end - begin
+            self._by_position.append((begin, end, part))
+            self._parts.append((num_places, num_places + size, part))
+            num_places += size
         self.num_places = num_places
         self._last_update: tuple[int, float] | None = None  # not yet in FBGEMM's counter
-        self.caches = [part for _, _, part in self._parts if isinstance(part, CachedRows)]
+        self.caches = [part for _, part in kernels if isinstance(part, CachedRows)]
 
     @property
     def learning_rate(self) -> float:
@@ -266,11 +191,9 @@ class OwnedRows:
     @property
     def num_updates(self) -> int:
         """The number of updates so far; 0 if they are not counted."""
-        parts = (part for _, _, part in self._parts)
         of_parts = [
             int(part.update_count) if isinstance(part, CachedRows) else update_count(part.module)
-            for part in parts
-            if not isinstance(part, ColdRowsOnCpu)
+            for _, part in self.kernels
         ]
         return max(of_parts, default=0)
 
@@ -330,8 +253,8 @@ class OwnedRows:
         if self._last_update is None:
             return
         (count, learning_rate), self._last_update = self._last_update, None
-        for _, _, part in self._parts:
-            if isinstance(part, RowsOnDevice):
+        for _, part in self.kernels:
+            if isinstance(part, FusedRows):
                 set_update_count(part.module, count)
                 part.module.set_learning_rate(learning_rate)
 
@@ -347,35 +270,30 @@ class OwnedRows:
             cache.close()
 
     def look_up(self, positions_K: torch.Tensor) -> torch.Tensor:
-        """Read the rows float (K, D) at int64 (K,) positions; backward updates them.
-
-        Raises:
-            RuntimeError: if the rows are cached in slots.
-        """
-        if len(self._parts) == 1:
-            return self._parts[0][2].look_up(positions_K)
-        if not self._parts:  # takes part in the exchange of gradients
-            return torch.empty(0, self._dim, device=positions_K.device, requires_grad=True)
-        order_K, rows = self._split(positions_K, self._by_position)
-        # Parts without rows as well: FBGEMM counts passes, by which Adam corrects its bias.
-        found = [
-            part.look_up(rows_K)
-            for rows_K, (_, _, part) in zip(rows, self._by_position, strict=True)
-        ]
-        rows_KD: torch.Tensor = Joined.apply(found[0].detach()[:0], torch.cat(found), order_K)
-        return rows_KD
+        """The rows float (K, D) at int64 (K,) positions, between steps: of slots or behind them."""
+        if not self.caches:
+            return self.read(positions_K)
+        return self._read(positions_K, self._by_position, CachedRows.look_up)
 
     def read(self, places_K: torch.Tensor) -> torch.Tensor:
         """The rows float (K, D) at int64 (K,) places."""
-        if len(self._parts) == 1:
-            return self._parts[0][2].read(places_K)
-        out = torch.empty(places_K.numel(), self._dim, device=places_K.device)
+        return self._read(places_K, self._parts, lambda part, rows_K: part.read(rows_K))
+
+    def _read(
+        self,
+        keys_K: torch.Tensor,
+        parts: Sequence[Part],
+        read: Callable[[Any, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        if len(parts) == 1:
+            return read(parts[0][2], keys_K)
+        out = torch.empty(keys_K.numel(), self._dim, device=keys_K.device)
         if out.numel() == 0:
             return out
-        order_K, rows = self._split(places_K, self._parts)
+        order_K, rows = self._split(keys_K, parts)
         found = [
-            part.read(rows_K)
-            for rows_K, (_, _, part) in zip(rows, self._parts, strict=True)
+            read(part, rows_K)
+            for rows_K, (_, _, part) in zip(rows, parts, strict=True)
             if rows_K.numel()
         ]
         return out.index_copy_(0, order_K, torch.cat(found))
@@ -394,9 +312,9 @@ class OwnedRows:
         ``count`` is the number of previous updates, for Adam's bias correction. If the rows are
         known to be distinct, the gradients are overwritten.
         """
+        self._last_update = (count + 1, learning_rate)
         if places_K.numel() == 0:
             return
-        self._last_update = (count + 1, learning_rate)
         rows, grads = [places_K], [grad_KD]
         if len(self._parts) > 1:
             order_K, rows = self._split(places_K, self._parts)

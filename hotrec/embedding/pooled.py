@@ -18,7 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from hotrec.embedding.fused import fused_params, undo_update_count
-from hotrec.embedding.row_exchange import ShardSettings, check_sharding
+from hotrec.embedding.sharded_rows import ShardSettings, check_sharding
 from hotrec.embedding.torchrec import lookups
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.runtime.stages import backward_point, mark, mark_backward
@@ -63,9 +63,8 @@ class ShardedPooledBags(ShardedEmbeddingBagCollection):
         mark("rows_exchange")
         return started
 
-    def look_up(self, features: KeyedJaggedTensor | None) -> KeyedTensor:
+    def look_up(self, features: KeyedJaggedTensor | None) -> LazyAwaitable[KeyedTensor]:
         """Run all stages for features from ``PooledRouter``; (B, sum of D)."""
         ctx = self.create_context()
         arrived = self.input_dist(ctx, features).wait().wait()
-        pooled: KeyedTensor = self.start_lookups(list(arrived), ctx.sharding_contexts).wait()
-        return pooled
+        return self.start_lookups(list(arrived), ctx.sharding_contexts)

@@ -96,7 +96,6 @@ class _PoolRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        mark("grads_exchange")  # of the previous group
         routed = ctx.routed
         grad_rows = sum_segments(
             grads[0].contiguous(),
@@ -138,7 +137,6 @@ class CopyRows(torch.autograd.Function):
 
 
 def _sum_ids(routed: RoutedSequences, grads_KD: torch.Tensor) -> torch.Tensor:
-    mark("grads_exchange")  # of the previous group
     grad_rows = sum_segments(
         grads_KD, routed.by_row_K, routed.row_offsets_U, None, routed.longest_row
     )

@@ -18,7 +18,7 @@ from hotrec.embedding.owned_rows import RowOwners
 from hotrec.embedding.update_rules import RowSums
 
 
-class Relay:
+class Union:
     """The union of the rows of one group that the ranks of a host request from one of them.
 
     Args:
@@ -42,18 +42,11 @@ class Relay:
         # Add up values of all requested rows, (K, D) -> (U, D), in the order of local ranks.
         self.sums = RowSums(keys_K, num_hosts * num_positions)
         keys_U = self.sums.rows_U
-        self.num_rows = keys_U.numel()
         self.positions_U = (keys_U % num_positions).to(owners.sent_type)
         ends_H = (torch.arange(num_hosts, device=nums.device) + 1) * num_positions
         # By host of the owner, int64 (H,).
         self.num_to_H = torch.searchsorted(keys_U, ends_H).diff(prepend=nums.new_zeros(1))
-        self.index_K = self.sums.index  # the place in the union of each requested row
 
-    def sums_of(self, requested: torch.Tensor) -> RowSums:
-        """The same for some of the requested rows, int64 (K',), and their union."""
-        return RowSums(self.index_K.index_select(0, requested), max(1, self.num_rows))
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """For the streams that use it."""
-        return [self.index_K, *self.sums.tensors]
+    def sums_of(self, places: torch.Tensor) -> RowSums:
+        """The same for some of the requested rows, int64 (K',) in the union, and their union."""
+        return RowSums(places, max(1, self.positions_U.numel()))

@@ -1,16 +1,15 @@
 """The sharded hot/cold collections, and their sharders.
 
-It routes in ``input_dist``, so TorchRec's pipelines overlap routing and the exchange of ids with
-the previous step, and pools, or copies rows to the ids, after ``output_dist``.
+A collection routes and sends ids in ``input_dist``, which TorchRec's pipelines call one step ahead,
+and reads and pools rows, or copies them to the ids, after it.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Generic
 
 import torch
@@ -26,6 +25,7 @@ from torchrec.distributed.embedding_types import (
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
+    LazyNoWait,
     ParameterSharding,
     ShardingEnv,
     ShardingType,
@@ -42,23 +42,23 @@ from hotrec.embedding.collection import (
     Out,
     route,
 )
+from hotrec.embedding.exchange import BatchRows
 from hotrec.embedding.fused import check_optimizer, fused_params
 from hotrec.embedding.hot_rows import HotReplicas
+from hotrec.embedding.in_line import InLine
 from hotrec.embedding.pooled import ShardedPooledBags
-from hotrec.embedding.row_exchange import (
+from hotrec.embedding.sharded_rows import (
     COLD_SHARDINGS,
     HOT_SHARDINGS,
-    AnyRequest,
     ShardedRows,
     ShardSettings,
-    StartedRows,
 )
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.features import RoutedFeatures
 from hotrec.routing.popularity import Popularity
 from hotrec.routing.router import Router
 from hotrec.runtime.hosts import TwoLevelWire, gather_hosts
-from hotrec.runtime.stages import mark
+from hotrec.runtime.stages import mark, named_range
 from hotrec.types import Levels, Partition, RowOrder, Rows, WireType
 
 logger = logging.getLogger(__name__)
@@ -71,31 +71,20 @@ class HotColdContext(EmbeddingCollectionContext):
         # Not a dataclass: the parent is one only since torchrec 1.7, and a dataclass does not call
         # the ``__init__`` of a plain parent.
         super().__init__()
-        self.routed: RoutedFeatures | None = None
-        self.requests: list[AnyRequest | None] = []
+        self.batch: BatchRows | None = None
 
     def record_stream(self, stream: torch.Stream) -> None:
         super().record_stream(stream)
-        if self.routed is not None:
-            self.routed.record_stream(stream)
+        if self.batch is not None:
+            self.batch.record_stream(stream)
 
 
-# Lookups in progress: rows of each embedding dimension, see ``ShardedRows.start_lookups``, and the
-# columns that TorchRec pools.
-Started = tuple[list[StartedRows], LazyAwaitable[KeyedTensor] | None]
-
-
-class _OutputAwaitable(LazyAwaitable[Out]):
-    def __init__(self, make: Callable[[], Out]) -> None:
-        super().__init__()
-        self._make = make
-
-    def _wait_impl(self) -> Out:
-        return self._make()
+# The rows of each embedding dimension, and the columns that TorchRec pools.
+Read = tuple[Sequence[torch.Tensor], LazyAwaitable[KeyedTensor] | None]
 
 
 class ShardedHotColdCollection(
-    ShardedEmbeddingModule[KJTList, Started, Out, HotColdContext],
+    ShardedEmbeddingModule[KJTList, Read, Out, HotColdContext],
     FusedOptimizerModule,
     Generic[Out],
 ):
@@ -137,6 +126,8 @@ class ShardedHotColdCollection(
         if module.pooled is not None:
             of_pooled = {c.name: sharding[c.name] for c in module.pooled.embedding_bag_configs()}
             self.pooled = ShardedPooledBags(module.pooled, of_pooled, settings)
+        self.hosts = settings.hosts
+        self._in_line = InLine(self.sharded_rows(), settings)
 
     def hot_replicas(self) -> Iterator[tuple[str, HotReplicas]]:
         """Iterate over the replicas, with the prefix of their parameters' names."""
@@ -187,21 +178,14 @@ class ShardedHotColdCollection(
         self, ctx: HotColdContext, features: KeyedJaggedTensor | RoutedFeatures
     ) -> Awaitable[Awaitable[KJTList]]:
         mark("ids_exchange")
-        ctx.routed = self.route(features)
+        routed = self.route(features)
         mark("route")
-        awaitables: list[Any] = []
-        for rows, group in zip(self.sharded_rows(), ctx.routed.groups, strict=True):
-            request = rows.request(group.rows)
-            ctx.requests.append(request)
-            if request is not None:
-                awaitables.append(request)
-                # TorchRec pairs awaitables with contexts.
-                ctx.sharding_contexts.append(request)
+        ctx.batch, awaitables = self._in_line.request(routed), []
         if self.pooled is not None:
             pooled_ctx = self.pooled.create_context()
-            awaitables += self.pooled.input_dist(pooled_ctx, ctx.routed.pooled).awaitables
-            # Appended, since the exchange writes to contexts by position.
-            ctx.sharding_contexts += pooled_ctx.sharding_contexts
+            awaitables = self.pooled.input_dist(pooled_ctx, routed.pooled).awaitables
+            # TorchRec pairs awaitables with contexts.
+            ctx.sharding_contexts = pooled_ctx.sharding_contexts
         mark("ids_exchange")
         return KJTListSplitsAwaitable(awaitables, ctx)
 
@@ -220,47 +204,40 @@ class ShardedHotColdCollection(
                 counter.add(group)
         return routed
 
-    def compute(self, ctx: HotColdContext, dist_input: KJTList) -> Started:
+    def compute(self, ctx: HotColdContext, dist_input: KJTList) -> Read:
         mark("ids_exchange")
-        # Pooled vectors first: they are sent while rows are read. Backward runs in reverse order,
-        # so it sends hot gradients before it updates these tables.
-        assert ctx.routed is not None
-        pooled, num = None, sum(request is not None for request in ctx.requests)
+        # Pooled vectors first: they are sent while rows are read. Backward runs in reverse order.
+        assert ctx.batch is not None
+        pooled = None
         if self.pooled is not None:
-            pooled = self.pooled.start_lookups(list(dist_input)[num:], ctx.sharding_contexts[num:])
-        started = [
-            rows.start_lookups(group.rows, request)
-            for rows, group, request in zip(
-                self.sharded_rows(), ctx.routed.groups, ctx.requests, strict=True
-            )
-        ]
-        return started, pooled
+            pooled = self.pooled.start_lookups(list(dist_input), ctx.sharding_contexts)
+        return self._in_line.read(ctx.batch), pooled
 
-    def output_dist(self, ctx: HotColdContext, output: Started) -> LazyAwaitable[Out]:
-        assert ctx.routed is not None
-        return _OutputAwaitable(partial(self._output, output, ctx.routed, ctx.requests))
+    def output_dist(self, ctx: HotColdContext, output: Read) -> LazyAwaitable[Out]:
+        assert ctx.batch is not None
+        rows, pooled = output
+        [routed] = ctx.batch.routed
+        return LazyNoWait(self.assemble(rows, routed, pooled))
 
-    def _output(
-        self, started: Started, routed: RoutedFeatures, requests: list[AnyRequest | None]
+    def assemble(
+        self,
+        rows: Sequence[torch.Tensor],
+        routed: RoutedFeatures,
+        pooled: LazyAwaitable[KeyedTensor] | None,
     ) -> Out:
-        mark("dense")
-        of_dims, from_owners = started
-        layout, parts = self.layout, []
-        for of_dim, request, rows, group, columns in zip(
-            of_dims,
-            requests,
-            self.sharded_rows(),
-            routed.groups,
-            layout.groups.values(),
-            strict=True,
+        """The output, given the rows float (U, D) of each dimension."""
+        parts = []
+        for of_dim, columns, group in zip(
+            rows, self.layout.groups.values(), routed.groups, strict=True
         ):
-            rows_UD = rows.join(of_dim, request)
-            mark("rows_exchange")
-            parts.append(layout.of_rows(rows_UD, group, len(columns)))
+            with named_range("pool"):
+                parts.append(self.layout.of_rows(of_dim, group, len(columns)))
             mark("pool")
-        from_torchrec = None if from_owners is None else from_owners.wait()
-        mark("rows_exchange")
-        assembled = layout.assemble(parts, routed, from_torchrec)
+        from_torchrec = None
+        if pooled is not None:
+            from_torchrec = pooled.wait()
+            mark("rows_exchange")
+        assembled = self.layout.assemble(parts, routed, from_torchrec)
         mark("pool")
         return assembled
 

@@ -57,9 +57,9 @@ def _tensors(
                         yield STATE, tensor, None
     for kernel in kernels(model):
         yield from _tensors_of(kernel.fbgemm)
-        if isinstance(kernel.replacement, CachedRows):
-            for tensor in kernel.replacement.tensors():
-                yield CACHE, tensor, None
+    for cache in cached_rows(model):
+        for tensor in cache.tensors():
+            yield CACHE, tensor, None
     for _, collection in sharded_collections(model):
         for router in collection.routers:
             for group in router.groups.values():
@@ -135,8 +135,10 @@ def fill_empty_tables(model: nn.Module) -> None:
 
 def cached_rows(model: nn.Module) -> list[CachedRows]:
     """The rows behind slots of a sharded model, on this rank."""
-    forwards = (kernel.replacement for kernel in kernels(model))
-    return [part for part in forwards if isinstance(part, CachedRows)]
+    collections = (collection for _, collection in sharded_collections(model))
+    return [
+        cache for part in collections for rows in part.sharded_rows() for cache in rows.owned.caches
+    ]
 
 
 class SlotCounters:

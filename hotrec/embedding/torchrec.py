@@ -14,17 +14,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
-from torchrec.distributed.comm_ops import alltoall_sequence
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
 from torchrec.distributed.train_pipeline import TrainPipelineBase
-from torchrec.distributed.types import Awaitable, QuantizedCommCodecs
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from hotrec.types import RowOrder, Rows
@@ -116,17 +113,12 @@ class RowCollection(ShardedEmbeddingCollection):
         _name_weights_in(self, state_dict, prefix)
 
     def init_data_parallel(self) -> None:
-        """Wrap the lookup of replicated rows in DDP; torchrec 1.6 does so in its constructor."""
-        for at, sharding in enumerate(self._sharding_type_to_sharding.values()):
+        """Leave replicated rows without DDP; torchrec 1.6 wraps them in its constructor."""
+        for sharding, lookup in zip(
+            self._sharding_type_to_sharding.values(), self._lookups, strict=True
+        ):
             if isinstance(sharding, DpSequenceEmbeddingSharding):
-                self._lookups[at] = DistributedDataParallel(
-                    self._lookups[at],
-                    device_ids=[self._device] if self._device.type == "cuda" else None,
-                    process_group=self._env.process_group,
-                    gradient_as_bucket_view=True,
-                    static_graph=True,
-                    init_sync=False,
-                )
+                vars(lookup)["module"] = lookup  # which TorchRec takes out of DDP
 
 
 def _weight(table: str, order: RowOrder | None = None) -> str:
@@ -138,31 +130,6 @@ def _name_weights_in(rows: RowCollection, state_dict: dict[str, Any], prefix: st
     """Replace TorchRec's keys in a state dict by those of the orders."""
     for table, order in rows._orders.items():
         state_dict[prefix + _weight(table, order)] = state_dict.pop(prefix + _weight(table))
-
-
-def send_rows(
-    rows_RD: torch.Tensor,
-    num_to_W: list[int],
-    num_from_W: list[int],
-    group: dist.ProcessGroup,
-    codecs: QuantizedCommCodecs | None,
-) -> Awaitable[torch.Tensor]:
-    """Start to send rows, in rank order, to the ranks; returns an awaitable of all ranks' rows.
-
-    Backward sends gradients back, divided by the number of ranks. TorchRec would sort rows by table
-    and rank on the way; these are values that belong to no table.
-    """
-    dim, nothing = rows_RD.shape[1], torch.empty(0, dtype=torch.int32)
-    return alltoall_sequence(
-        rows_RD.view(-1, 1),
-        nothing,
-        nothing,
-        nothing,
-        [num * dim for num in num_from_W],
-        [num * dim for num in num_to_W],
-        group=group,
-        codecs=codecs,
-    )
 
 
 # ---- Kernels -------------------------------------------------------------------------------------
@@ -183,7 +150,7 @@ class TableShard:
 
 
 class Kernel:
-    """The tables of a lookup that are in one of FBGEMM's modules, and how they are looked up."""
+    """The tables of a lookup that are in one of FBGEMM's modules."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -200,6 +167,11 @@ class Kernel:
         return optimizer
 
     @property
+    def tables(self) -> set[str]:
+        """The names of its tables."""
+        return {table.name for table in self._module.config.embedding_tables}
+
+    @property
     def shards(self) -> list[TableShard]:
         """The rows of each table, in FBGEMM's order."""
         found, begin = [], 0
@@ -209,19 +181,6 @@ class Kernel:
             found.append(TableShard(table.name, first_row, table.local_rows, begin))
             begin += table.local_rows
         return found
-
-    @property
-    def replacement(self) -> Any:
-        """The argument of ``replace``; None if FBGEMM looks rows up."""
-        return vars(self._module).get("forward")
-
-    def replace(self, look_up: Any) -> None:
-        """Look rows up by another function or object; FBGEMM's module remains their owner.
-
-        The forward of TorchRec's module is replaced, not the module, whose state dict and optimizer
-        TorchRec reads. TorchRec only calls it for replicated rows.
-        """
-        self._module.forward = look_up
 
 
 def kernels(module: nn.Module) -> Iterator[Kernel]:

@@ -144,10 +144,9 @@ def predict_split(
         pipeline=pipeline,
         at=quantities,
     )
-    num_gradients = 0 if pipeline.is_look_ahead else NUM_LASTING_GRADIENTS
     return Prediction(
         step=situation.beside_loader(model.predict(quantities), is_routed=True),
-        memory=_memory(situation, num_hot, tables, num_gradients),
+        memory=_memory(situation, num_hot, tables, 0),  # replicas have no dense gradient
         quantities=quantities,
         slots=slots,
         beside=bytes_beside(quantities, situation, pipeline),

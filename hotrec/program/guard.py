@@ -18,6 +18,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.optimizers import TABLES, ModelOptimizer, hot_replicas
 from hotrec.embedding.sharding import ShardedHotColdCollection
 from hotrec.embedding.tables import outermost_sharded
@@ -127,7 +128,7 @@ class Guard:
                 module.register_forward_pre_hook(partial(self._note_sizes, name), with_kwargs=True)
         # Gradients of replicated rows after backward.
         self._left: dict[torch.Tensor, tuple[int, int] | None] = {}
-        self._rows: list[torch.Tensor] = []
+        self._replicas: dict[torch.Tensor, Callable[[], torch.Tensor | None]] = {}
         # First rates and options of the optimizer's groups that update rows, by position.
         self._row_rates: dict[int, float] = {}
         self._row_options: dict[int, dict[str, Any]] = {}
@@ -149,12 +150,14 @@ class Guard:
         if not self._is_plain:
             groups = optimizer.param_groups
             self._row_rates = {at: float(np.float32(groups[at]["lr"])) for at in self._row_options}
-        self._rows = [replica.weight for replica in hot_replicas(model).values()]
+        for replica in hot_replicas(model).values():
+            self._replicas[replica.weight] = partial(_gradient_of, replica)
         for name, part in optimizer.optimizers:
             if name == TABLES:
-                self._rows += map(tensor_of_autograd, part.params.values())
+                for rows in map(tensor_of_autograd, part.params.values()):
+                    self._replicas[rows] = partial(getattr, rows, "grad")
         if not model.fused_optimizer.params:
-            self._rows = []
+            self._replicas = {}
         if not (self._is_plain or self._is_ahead):
             model.register_forward_hook(self._note_output)
 
@@ -244,7 +247,7 @@ class Guard:
     def check_step(self) -> None:
         """Raise a RuntimeError if ``optimizer.step()`` is called in an incorrect loop."""
         arrived, sizes, left = self._arrived, self._sizes, self._left
-        is_changed = any(_state_of(rows.grad) != state for rows, state in left.items())
+        is_changed = any(_state_of(self._replicas[rows]()) != was for rows, was in left.items())
         is_cleared = bool(arrived) and all(layer.grad is None for layer in arrived)
         self._arrived, self._is_called, self._sizes, self._left = set(), False, {}, {}
         self._outputs.clear()
@@ -370,11 +373,11 @@ class Guard:
                 "model: expected one forward pass in a backward pass, got two, each of which "
                 "updates rows. Compute both batches in one forward pass, or make a step of each."
             )
-        if self._rows:
+        if self._replicas:
             call_after_backward(self._note_rows)  # once DDP has averaged gradients in place
 
     def _note_rows(self) -> None:
-        self._left = {rows: _state_of(rows.grad) for rows in self._rows}
+        self._left = {rows: _state_of(find()) for rows, find in self._replicas.items()}
 
     def _check_features(
         self, lookup: GuardedLookup, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
@@ -436,6 +439,11 @@ def _outside(what: str) -> RuntimeError:
 def _unwrapped(model: DistributedModelParallel) -> nn.Module:
     module: nn.Module = model.module
     return module
+
+
+def _gradient_of(replica: HotReplicas) -> torch.Tensor | None:
+    """The gradient that awaits the optimizer's step."""
+    return None if replica.reduced is None else replica.reduced[1]
 
 
 def _state_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:

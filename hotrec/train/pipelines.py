@@ -21,9 +21,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.data.batch import Batch
-from hotrec.embedding.optimizers import ModelOptimizer, hot_replicas
+from hotrec.embedding.optimizers import ModelOptimizer
 from hotrec.embedding.pooled import ShardedPooledBags
-from hotrec.embedding.prefetch.row_ahead import Part, RowsAhead
+from hotrec.embedding.row_ahead import Part, RowsAhead
 from hotrec.embedding.tables import outermost_sharded
 from hotrec.embedding.torchrec import (
     holds_batches,
@@ -313,8 +313,6 @@ class TorchRecPipeline(Pipeline):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for replica in hot_replicas(self.model).values():
-            replica.close()
 
 
 def _is_same(value: Any, other: Any) -> bool:

@@ -31,7 +31,7 @@ from hotrec.data.loader import make_loader
 from hotrec.data.prepare import prepare
 from hotrec.data.tokens import ByTokens, SampleWork
 from hotrec.embedding.adapt import AdaptiveHotSet
-from hotrec.embedding.tables import gather_tables
+from hotrec.embedding.canonical import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.dense import set_up_dense_layers
 from hotrec.models.zoo import build_architecture

@@ -20,8 +20,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from hotrec.data.batch import Batch
-from hotrec.embedding.canonical import canonical_parts
-from hotrec.embedding.tables import gather_tables
+from hotrec.embedding.canonical import canonical_parts, gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.program.count import profile
 from hotrec.program.parallel import parallelize

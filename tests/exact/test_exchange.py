@@ -90,17 +90,6 @@ def a_replica_that_differs_is_found_on_all_ranks() -> None:
             check_replicas(training.model)
 
 
-def gradients_keep_their_memory() -> None:
-    """DDP's second bucket, made in the third step, was as large as all hot rows once more."""
-    found = set()
-    with Training(replace(CASE, hosts="0" * dist.get_world_size())) as training:
-        for step in range(4):
-            training.train(replace(training.case, first=step, steps=1))
-            of_step = [one.weight.grad for one in hot_replicas(training.model).values()]
-            found.add(tuple(grad.data_ptr() for grad in of_step if grad is not None))
-    assert len(found) == 1
-
-
 def backward_raises_what_the_reduction_raised() -> None:
     training = Training(replace(CASE, hosts="0" * dist.get_world_size()))
     with (
@@ -117,7 +106,6 @@ CHECKS: dict[int, list[Callable[[], None]]] = {
         bf16_halves_the_bytes,
         samples_with_the_owners_of_their_rows_send_less,
         a_replica_that_differs_is_found_on_all_ranks,
-        gradients_keep_their_memory,
         backward_raises_what_the_reduction_raised,  # last: DDP is of no more use
     ],
     3: MESSAGES + HOT,

@@ -26,6 +26,7 @@ from hotrec.assemble.order import by_owner
 from hotrec.data.batch import Batch
 from hotrec.data.tokens import ByTokens, SampleWork
 from hotrec.embedding.adapt import AdaptiveHotSet, HotSetDecision
+from hotrec.embedding.canonical import gather_tables
 from hotrec.embedding.collection import (
     HotColdEmbeddingBagCollection,
     HotColdEmbeddingCollection,
@@ -37,7 +38,6 @@ from hotrec.embedding.late import LateLinear
 from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.packed import PackedLayout
 from hotrec.embedding.sharding import HotColdSequenceSharder, HotColdSharder
-from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.torchrec import ddp_modules
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.dense import set_up_dense_layers

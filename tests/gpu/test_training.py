@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hotrec.embedding.tables import gather_tables
+from hotrec.embedding.canonical import gather_tables
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import OptimizerKind, TorchrecPlan, TorchrecTier
 from tests.distributed.setups import PARTITIONS, Setup, build, make_batch

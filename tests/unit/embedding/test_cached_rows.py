@@ -16,7 +16,8 @@ from hotrec.embedding.cached_rows import CachedRows, RowMover
 from hotrec.embedding.slots import SlotMap, TooFewSlotsError
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.comm_thread import CommunicationFuture
-from hotrec.types import POPULAR_ROW, OptimizerKind
+from hotrec.types import POPULAR_ROW, OptimizerKind, Placement, Tier
+from tests.unit.embedding.setups import PARTITIONS, shard_here, some_features, split_model
 
 NUM_ROWS, DIM = 20, 4
 LAST = 1 << 30  # of no batch
@@ -194,12 +195,15 @@ def test_a_failure_of_the_mover_reaches_the_reader(monkeypatch: pytest.MonkeyPat
         rows.wait(0)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_another_pipeline_reads_rows_and_does_not_train_them() -> None:
+    placement = Placement.alike(PARTITIONS["mixed"], Tier.CACHED, 0.5)
+    model = shard_here(split_model(placement), placement)
+    with pytest.raises(RuntimeError, match="expected the pipeline look_ahead"):
+        model(some_features()).sum().backward()
     rows, _ = make_rows()
     found = rows.look_up(torch.tensor([2, 0]))
-    torch.testing.assert_close(found.detach(), rows.host_tensors[0][[2, 0]].float())
-    with pytest.raises(RuntimeError, match="expected the pipeline look_ahead"):
-        found.sum().backward()
+    torch.testing.assert_close(found, rows.host_tensors[0][[2, 0]].float())
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 31])

@@ -10,11 +10,11 @@ import torch
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from hotrec.embedding.canonical import gather_tables
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
 from hotrec.embedding.convert import use_hot_cold
 from hotrec.embedding.initialize import initial_rows, initialize_embeddings
 from hotrec.embedding.optimizers import make_optimizer
-from hotrec.embedding.tables import gather_tables
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Exchange, OptimizerKind, Partition, Placement, Sharding, TablePlacement

@@ -28,8 +28,8 @@ class Selection:
         index = self.indices[group]
         return values if index is None else values.index_select(0, index)
 
-    def rows(self, group: int, order_U: torch.Tensor | None) -> torch.Tensor | None:
-        """The selected rows of ``order_U``; None for 0..U - 1."""
+    def among(self, group: int, order_U: torch.Tensor | None) -> torch.Tensor | None:
+        """The selected rows of ``order_U``, None for 0..U - 1; None for all of these."""
         return self.indices[group] if order_U is None else self.of(group, order_U)
 
 
@@ -86,8 +86,13 @@ Sides = tuple[RowsByClass, RowsByClass]  # the requested rows, and those request
 
 @dataclass
 class Hop:
-    """The rows of a batch on both sides of one exchange, by group, in the order of its ranks."""
+    """The rows of a batch on both sides of one exchange, by group, in the order of its ranks.
 
+    Requested rows are those of the batch or, on a relay, the union of what its host requests.
+    """
+
+    orders: list[torch.Tensor | None]  # of the requested rows; None for 0..U - 1
+    places: list[torch.Tensor]  # int64 (R,) of the served rows: at their owner, or in the union
     num_requested: RowCounts  # from each rank
     num_served: RowCounts  # that each rank requests from this one
     by_last: Sides | None = None  # urgent are those that some rank reads in the last batch too
@@ -97,5 +102,9 @@ class Hop:
         """The requested and the served rows of a class; all for None, or without classes."""
         if sides is not None and chosen is not None:
             return sides[0].select(chosen), sides[1].select(chosen)
-        indices: list[torch.Tensor | None] = [None] * len(self.num_requested[0])
+        indices: list[torch.Tensor | None] = [None] * len(self.orders)
         return Selection(indices, self.num_requested), Selection(indices, self.num_served)
+
+    def spread(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """From the rows of a union to those that are served of it."""
+        return [v.index_select(0, places) for v, places in zip(values, self.places, strict=True)]

@@ -1,12 +1,10 @@
-"""Lookup and update of cold rows on CPU, in place of FBGEMM's.
+"""Reads and updates of cold rows in the memory of FBGEMM's modules, without its kernels.
 
-FBGEMM's CPU kernel for unpooled rows is a scalar loop and takes three to four times as long
-(cpu_rows.py of benchmarks, commit f7bfb0d5). Its module still owns weights and optimizer state.
+A batch reads each row once, so FBGEMM's forward pass and the sort of its backward pass have nothing
+to do. On CPU its kernel for unpooled rows is a scalar loop and takes three to four times as long.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -14,10 +12,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import nn
 
-from hotrec.embedding.torchrec import kernels
 from hotrec.embedding.update_rules import OptimizerSpec, sum_by_row, update_rows
 from hotrec.runtime.mapped_memory import host_view
-from hotrec.runtime.stages import mark
 
 
 def _flat_view(
@@ -85,24 +81,6 @@ def mapped_rows(
     ]
 
 
-class _ReadAndUpdate(torch.autograd.Function):
-    """Reads rows; backward updates them. ``anchor`` ties the node into the graph."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, lookup: ColdRowsOnCpu, rows_K: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.lookup, ctx.rows_K = lookup, rows_K
-        return lookup.weights_RD.index_select(0, rows_K)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
-        mark("grads_exchange")
-        ctx.lookup.update(ctx.rows_K, grads[0])
-        mark("row_update")
-        return None, None, None
-
-
 class RowsInMemory:
     """Rows float (R, D) and their state by name; ``optimizer`` provides the learning rate."""
 
@@ -155,8 +133,8 @@ class RowsInMemory:
         return float(self._optimizer.param_groups[0]["lr"])
 
 
-class ColdRowsOnCpu(RowsInMemory):
-    """The cold rows of a fused FBGEMM module on CPU."""
+class FusedRows(RowsInMemory):
+    """The rows of a fused FBGEMM module, in memory that the device reads directly."""
 
     def __init__(
         self,
@@ -164,16 +142,9 @@ class ColdRowsOnCpu(RowsInMemory):
         optimizer: torch.optim.Optimizer,
         spec: OptimizerSpec,
     ) -> None:
-        super().__init__(*fbgemm_rows(module, spec), optimizer, spec)
-        self._anchor = torch.zeros((), requires_grad=True)
-
-    def look_up(self, rows_K: torch.Tensor) -> torch.Tensor:
-        """Read rows float (K, D); backward updates them, at the optimizer's learning rate."""
-        out: torch.Tensor = _ReadAndUpdate.apply(self._anchor, self, rows_K)
-        return out
-
-
-def use_cpu_rows(lookup: nn.Module, spec: OptimizerSpec) -> None:
-    """Replace the CPU kernels of TorchRec's ``GroupedEmbeddingsLookup``, in place."""
-    for kernel in kernels(lookup):
-        kernel.replace(ColdRowsOnCpu(kernel.fbgemm, kernel.optimizer, spec))
+        weights_RD, *states = mapped_rows(module, spec, is_wanted=True)
+        assert weights_RD is not None
+        of_name = {n: s for n, s in zip(spec.state_names, states, strict=True) if s is not None}
+        # On a rank without rows these are empty host tensors.
+        super().__init__(weights_RD.to(module.current_device), of_name, optimizer, spec)
+        self.module = module

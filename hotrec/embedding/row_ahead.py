@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hotrec.embedding.exchange import BatchRows, ColdExchange, Gradients, batch_rows, read_hot
 from hotrec.embedding.hot_reduce import HotReducer, SparseGradient
 from hotrec.embedding.hot_rows import HotReplicas
-from hotrec.embedding.prefetch.exchange import ColdExchange, Gradients, PrefetchedBatch
 from hotrec.embedding.sharding import ShardedHotColdCollection
 from hotrec.embedding.tables import sharded_collections
 from hotrec.routing.features import RoutedFeatures
@@ -108,7 +108,7 @@ class RowsAhead:
         shapes = [(replica.rows.shape[0], replica.dim) for replica in self._replicas]
         # None without hot rows, or with one rank, whose gradients are the mean.
         has_reducer = bool(shapes) and wire.world_size > 1
-        is_relayed = any(group.hosts is not None for group in self._groups)
+        is_relayed = any(collection.hosts is not None for collection in self._collections)
         self._hosts = (
             make_two_levels(wire_type, "rows ahead") if has_reducer or is_relayed else None
         )
@@ -121,7 +121,7 @@ class RowsAhead:
         # Starts to find whether rows were written between steps, on any rank; a collective.
         self.ask_for_writes: Callable[[], Callable[[], bool]] = lambda: lambda: False
         self._start()
-        self._current: PrefetchedBatch | None = None
+        self._current: BatchRows | None = None
         self._part: Part | None = None
         self._leaves: list[torch.Tensor] = []
         self._num_arrived = 0
@@ -141,8 +141,8 @@ class RowsAhead:
             group.owned.restart()
         self._cold = ColdExchange(self._groups, self._wires, self.depth, self._device, self.window)
         self._num_updates = max((group.owned.num_updates for group in self._groups), default=0)
-        self._known: deque[PrefetchedBatch] = deque()  # not requested yet
-        self._following: PrefetchedBatch | None = None  # requested ahead of its step
+        self._known: deque[BatchRows] = deque()  # not requested yet
+        self._following: BatchRows | None = None  # requested ahead of its step
         self._num_prefetched = 0
         self._is_stale = False
 
@@ -193,22 +193,17 @@ class RowsAhead:
                 collection.route(ids)
                 for collection, ids in zip(self._collections, features, strict=True)
             ]
-        groups = [group for part in routed for group in part.groups]
-        pairs = list(zip(self._groups, groups, strict=True))
-        num_hot = [group.num_hot(of_batch.rows) for group, of_batch in pairs]
         number = self._num_prefetched
-        num_cold = sum(part.rows.values().numel() for part in groups) - sum(num_hot)
-        if is_all_hot and num_cold:
+        batch = batch_rows(
+            self._groups, number, features, routed, will_update=will_update, is_all_hot=is_all_hot
+        )
+        num_rows = sum(part.rows.values().numel() for part in batch.groups)
+        if is_all_hot and num_rows > sum(batch.num_hot):
             raise ValueError(
                 f"batch {number}: expected only hot rows, since it is marked all-hot, got "
-                f"{num_cold} cold rows. Pack the batches with the current partition."
+                f"{num_rows - sum(batch.num_hot)} cold rows. Pack the batches with the current "
+                "partition."
             )
-        batch = PrefetchedBatch(
-            number, list(features), routed, groups, will_update, is_all_hot, num_hot
-        )
-        batch.hot_slots = [
-            group.hot_slots(of_batch.rows) for group, of_batch in pairs if group.hot is not None
-        ]
         mark("route")
         self._num_prefetched += 1
         self._known.append(batch)
@@ -216,12 +211,9 @@ class RowsAhead:
         self._thread.will_use(*routed, *batch.hot_slots)
         self._thread.submit(lambda: self._cold.send_ids(batch))
 
-    def _request(self, batch: PrefetchedBatch) -> PrefetchedBatch:
+    def _request(self, batch: BatchRows) -> BatchRows:
         """Request the rows of a batch."""
-        batch.rows = [
-            torch.empty(of_batch.rows.values().numel(), group.dim, device=self._device)
-            for group, of_batch in zip(self._groups, batch.groups, strict=True)
-        ]
+        self._cold.allocate(batch)
         self._thread.will_use(*batch.rows)
         self._thread.submit(lambda: self._request_in_thread(batch))
         return batch
@@ -293,7 +285,9 @@ class RowsAhead:
         if part.is_last:
             self._wait(batch.all_rows)
         if not self._leaves:
-            self._read_hot(batch)
+            record_use(*batch.hot_slots)
+            read_hot(self._groups, batch)
+            mark("row_lookup")
             # Leaves share the batch's memory. The last rows may still arrive there, which the first
             # part does not read.
             self._leaves = [rows.detach().requires_grad_() for rows in batch.rows]
@@ -302,14 +296,6 @@ class RowsAhead:
                     leaf.register_post_accumulate_grad_hook(self._note_gradient)
         self._part = part
         self._num_arrived = 0
-
-    @torch.no_grad()
-    def _read_hot(self, batch: PrefetchedBatch) -> None:
-        parts = self._hot_parts(batch, batch.rows)
-        for replica, slots, rows_UD in zip(self._replicas, batch.hot_slots, parts, strict=True):
-            record_use(slots)
-            torch.index_select(replica.rows, 0, slots, out=rows_UD)
-        mark("row_lookup")
 
     def _make_forward(self, collection: ShardedHotColdCollection[Any]) -> Callable[..., Any]:
         at = self._collections.index(collection)
@@ -329,21 +315,13 @@ class RowsAhead:
                 return type(collection).forward(collection, features)
             routed = part.routed[at]
             mark("dense")
-            parts = []
-            for index, (columns, group) in enumerate(
-                zip(collection.layout.groups.values(), routed.groups, strict=True)
-            ):
-                with named_range("pool"):
-                    leaf = self._leaves[first + index]
-                    parts.append(collection.layout.of_rows(leaf, group, len(columns)))
-                mark("pool")
-            from_torchrec = None
+            leaves = self._leaves[first : first + len(routed.groups)]
+            pooled = None
             if collection.pooled is not None:
                 finish_others()
                 collection.pooled.set_learning_rate()
-                from_torchrec = collection.pooled.look_up(routed.pooled)
-                mark("rows_exchange")
-            return collection.layout.assemble(parts, routed, from_torchrec)
+                pooled = collection.pooled.look_up(routed.pooled)
+            return collection.assemble(leaves, routed, pooled)
 
         return forward
 
@@ -379,7 +357,7 @@ class RowsAhead:
             # First: the optimizer waits for hot gradients, the next forward for urgent rows.
             self._hot_future = self._thread.submit(lambda: self._reduce_hot(batch, gradients))
         else:
-            self._set_reduced(zip(batch.hot_slots, self._hot_parts(batch, grads), strict=True))
+            self._set_reduced(zip(batch.hot_slots, batch.hot_parts(grads), strict=True))
         following = self._following
         self._late = partial(self._cold.send_late, batch, gradients)
         if self._cold.is_alone:
@@ -398,7 +376,7 @@ class RowsAhead:
         if late is not None:
             self._thread.submit(late)
 
-    def _request_in_thread(self, batch: PrefetchedBatch) -> None:
+    def _request_in_thread(self, batch: BatchRows) -> None:
         """Run the other exchanges that only depend on the ids, on the communication thread."""
         self._cold.request_rows(batch)
         if self._reducer is not None and batch.will_update:
@@ -406,22 +384,12 @@ class RowsAhead:
             with named_range("hot slots"):
                 batch.hot_plan = self._reducer.plan(batch.hot_slots)
 
-    def _reduce_hot(self, batch: PrefetchedBatch, gradients: Gradients) -> list[SparseGradient]:
+    def _reduce_hot(self, batch: BatchRows, gradients: Gradients) -> list[SparseGradient]:
         """Average the gradients of touched hot rows, on the communication thread."""
         assert batch.hot_plan is not None
         enter(COMMUNICATION, "hot_exchange")
         with named_range("hot_exchange"):
-            return batch.hot_plan.reduce(self._hot_parts(batch, gradients.rows))
-
-    def _hot_parts(
-        self, batch: PrefetchedBatch, of_groups: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """The hot rows (U, D) of the groups that have any."""
-        return [
-            rows[:num_hot]
-            for group, num_hot, rows in zip(self._groups, batch.num_hot, of_groups, strict=True)
-            if group.hot is not None
-        ]
+            return batch.hot_plan.reduce(batch.hot_parts(gradients.rows))
 
     def wait_for_hot_gradients(self) -> None:
         """Wait for the hot rows' gradients and pass them to the replicas."""
@@ -437,7 +405,8 @@ class RowsAhead:
 
     def _set_reduced(self, reduced: Iterable[SparseGradient]) -> None:
         for replica, (slots_U, grad_UD) in zip(self._replicas, reduced, strict=True):
-            replica.set_reduced(slots_U, grad_UD)
+            replica.check_updated()
+            replica.reduced = (slots_U, grad_UD)
 
     def drain(self) -> None:
         """Wait for the communication thread; batches stay in flight."""
