@@ -226,11 +226,10 @@ def _plan(figures: Figures) -> Lines:
     if "hot_rows" in figures:
         hot = f"{show_count(figures['hot_rows'])} of {show_count(figures['total_rows'])}"
         hot += f", {show_bytes(figures['hot_bytes'])} on each rank"
-    page = figures.get("page") or figures["plan_text"]
     return [
         ("chosen", figures.get("why")),
         ("hot rows", hot),
-        ("page", shown(Path(page))),
+        ("page", shown(Path(figures["plan_text"]))),
     ]
 
 
