@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 from hotrec.data.batch import Batch
 from hotrec.runtime.stages import EXPOSED_STAGES, StageClock
-from hotrec.train.pipelines import make_pipeline
 from hotrec.train.schedule import Schedule, Segment
 from hotrec.train.segment import SegmentBatches
 from hotrec.train.trace import TraceWindow
-from hotrec.types import STAGES, OptimizerKind, PipelineKind, PipelineSpec
-from tests.distributed.setups import PARTITIONS, batches, build, this_rank
+from hotrec.types import STAGES
+from tests.distributed.setups import this_rank
+from tests.exact.case import Case
+from tests.exact.training import Training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import TinyLoader, build_tiny
 from tests.helpers.traces import read_events
@@ -27,6 +28,7 @@ from tests.helpers.training import Cadence, train_model
 
 CPU = torch.device("cpu")
 LOADING_S, NUM_STEPS = 0.05, 7
+CASE = Case("00", 8, "half", "rowwise_adagrad", pipeline="sparse_dist", steps=NUM_STEPS)
 
 
 def late(source: Iterator[Batch]) -> Iterator[Batch]:
@@ -37,13 +39,13 @@ def late(source: Iterator[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def stages_of(placement: str) -> dict[str, float]:
+def stages() -> dict[str, float]:
     """Median seconds by stage, which add up to the step."""
-    made = build(OptimizerKind.rowwise_adagrad, PARTITIONS[placement])
-    spec = PipelineSpec(PipelineKind.sparse_dist)
-    pipeline = make_pipeline(spec, made.model, made.optimizer, CPU)
+    training = Training(CASE)
+    pipeline = training.pipeline()
     segment = Segment(first_step=1, last_step=NUM_STEPS, is_last=True)
-    ours = SegmentBatches(late(batches(0, NUM_STEPS)), segment)
+    source = (training.batch(step) for step in range(NUM_STEPS))
+    ours = SegmentBatches(late(source), segment)
     pipeline.start()
     clock, steps_s = StageClock(CPU), []
     for _ in ours.steps():
@@ -56,7 +58,7 @@ def stages_of(placement: str) -> dict[str, float]:
 
 
 def test_a_slow_peer_shows_in_an_exchange() -> None:
-    of_first, of_second = run_ranks(stages_of, 2, placement="mixed")
+    of_first, of_second = run_ranks(stages, 2)
     assert max(of_first, key=of_first.__getitem__) in EXPOSED_STAGES
     assert max(of_second, key=of_second.__getitem__) == "other"
     assert all(seconds > 0 for stage, seconds in of_first.items())

@@ -28,6 +28,8 @@ TORCHREC_PLANS = tuple(
 # What the batches of a case are like: drawn; the same few rows on all ranks in every step; no ids
 # at all on any rank in some steps; one sample per rank; other rows are popular some steps later.
 BATCHES = ("drawn", "same_rows", "no_ids", "one_sample", "drift")
+# Thousands of samples, of which many read the same row: sums that kernels of a device divide.
+LARGE = "large"
 # The last rank but one, or the second half of the ranks, reads no row in any step. Only row 0 of
 # each table is read, which one rank owns. Every second step reads hot rows only, which the batch
 # says or does not say.
@@ -71,6 +73,7 @@ class Case:
             unsplit model, but repeats bit for bit.
         tier: Where the cold rows are. Behind slots (``cached``) for a share ``slots`` of them at
             least, with a share ``popular`` known beforehand.
+        torchrec_tier: Where the rows of TorchRec's own plans are.
         row_type: In which cold rows are kept behind slots.
         is_spread: Whether rows are spread over their owners.
         output: "bags", "sequences" or "packed".
@@ -131,6 +134,7 @@ class Case:
     more_rows: int = 0
     twin: str = ""
     device: str = "cpu"
+    torchrec_tier: str = "fused"
 
     def __repr__(self) -> str:
         found = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -277,6 +281,8 @@ def draw_samples(case: Case, step: int) -> tuple[Samples, npt.NDArray[np.int64]]
     """
     rng, num_ranks = case.rng(3, step), case.num_ranks
     shares = rng.integers(1, 2 if case.batches == "one_sample" else 9, num_ranks)
+    if case.batches == LARGE:
+        shares[:] = 6000
     if step == 1 and num_ranks > 1:
         shares[0] = 0
     rank_of = np.repeat(np.arange(num_ranks), shares)
@@ -291,7 +297,7 @@ def draw_samples(case: Case, step: int) -> tuple[Samples, npt.NDArray[np.int64]]
             limits[name] = min(limits.get(name, 1 << 60), table.num_rows)
             rows = case.hot_rows()[table.name]
             hot[name] = np.intersect1d(hot.get(name, rows), rows)
-    most = 1 if rng.integers(4) == 0 else 4  # sometimes one-hot
+    most, power = 1 if rng.integers(4) == 0 else 4, 5 if case.batches == LARGE else 2
     ids: dict[str, Ids] = {}
     lengths_S = _draw_lengths(rng, most, rank_of.size)
     for name, limit in limits.items():
@@ -309,7 +315,7 @@ def draw_samples(case: Case, step: int) -> tuple[Samples, npt.NDArray[np.int64]]
         for rank, length in zip(rank_of, lengths_S, strict=True):
             num = int(length) if rows_L.size and rank not in idle else 0
             # Squared: low rows are read often, so ranks and steps conflict.
-            places = (rng.random(num) ** 2 * rows_L.size).astype(np.int64)
+            places = (rng.random(num) ** power * rows_L.size).astype(np.int64)
             ids[name].append((rows_L[places] + shift) % limit)
     if case.output == "packed":
         _level(ids)

@@ -65,6 +65,7 @@ from hotrec.types import (
     TablePlacement,
     Tier,
     TorchrecPlan,
+    TorchrecTier,
     WireType,
 )
 from tests.distributed.setups import gather, pretend_hosts, shard_task
@@ -146,9 +147,9 @@ def make_constraints(case: Case, placement: Placement) -> Any:
         return placement_constraints(placement, device=torch.device(case.device).type)
     plan = case.placement.removeprefix("torchrec ")
     if plan != "column_wise":  # the batch decides what an expert replicates
-        return torchrec_constraints(
-            table_configs(case), TorchrecTables(TorchrecPlan(plan)), batch_size=20
-        )
+        tier = TorchrecTier[case.torchrec_tier]
+        asked, device = TorchrecTables(TorchrecPlan(plan), tier), torch.device(case.device).type
+        return torchrec_constraints(table_configs(case), asked, batch_size=20, device=device)
     constraints = ParameterConstraints(
         sharding_types=[ShardingType.COLUMN_WISE.value],
         compute_kernels=[EmbeddingComputeKernel.FUSED.value],

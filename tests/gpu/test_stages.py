@@ -6,33 +6,26 @@ import pytest
 
 from hotrec.runtime.ranks import Ranks
 from hotrec.runtime.stages import StageClock
-from hotrec.train.pipelines import make_pipeline
-from hotrec.types import OptimizerKind, PipelineKind, PipelineSpec
-from tests.distributed.setups import PARTITIONS, batches, build
+from tests.exact.case import Case
+from tests.exact.training import Training
 
 pytestmark = pytest.mark.gpu
 NUM_STEPS = 6
+CASE = Case("0", 8, "half", "adam", pipeline="sparse_dist", steps=NUM_STEPS, device="cuda")
 
 
 def test_marks_change_no_result_and_time_goes_forward(gpu: Ranks) -> None:
-    losses = []
-    clock = StageClock(gpu.device)
-    for is_measured in (False, True):
-        setup = build(OptimizerKind.adam, PARTITIONS["mixed"], device="cuda")
-        pipeline = make_pipeline(
-            PipelineSpec(PipelineKind.sparse_dist), setup.model, setup.optimizer, gpu.device
-        )
+    with Training(CASE) as training:
+        expected = training.train()
+    clock, losses = StageClock(gpu.device), []
+    with Training(CASE) as training:
+        stream = (training.batch(step) for step in range(NUM_STEPS))
+        pipeline = training.pipeline()
         pipeline.start()
-        stream = batches(0, NUM_STEPS)
-        losses.append([])
         for _ in range(NUM_STEPS):
-            if is_measured:
-                with clock.step():
-                    loss, _, _ = pipeline.progress(stream)
-            else:
-                loss, _, _ = pipeline.progress(stream)
-            losses[-1].append(float(loss))
-    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+            with clock.step():
+                losses.append(float(pipeline.progress(stream)[0]))
+    assert losses == pytest.approx(expected, abs=1e-6)
     seconds = clock.seconds()
     assert clock.num_steps == NUM_STEPS
     assert all((stage >= 0).all() for stage in seconds.values())

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from hotrec.embedding.canonical import gather_tables
 from hotrec.runtime.ranks import Ranks
-from hotrec.types import OptimizerKind, TorchrecPlan, TorchrecTier
-from tests.distributed.setups import PARTITIONS, Setup, build, make_batch
+from hotrec.types import TorchrecTier
+from tests.exact.case import TORCHREC_PLANS, draw_cases
+from tests.exact.training import run_cases
 
 pytestmark = pytest.mark.gpu
-NUM_STEPS = 5
-KIND = OptimizerKind.rowwise_adagrad
-
-
-def steps(setup: Setup, num: int, device: torch.device) -> list[float]:
-    return [setup.step(make_batch(step).to(device)) for step in range(num)]
+GIVEN = {"device": "cuda", "output": "bags", "is_weighted": False, "skip": False, "wire": "fp32"}
 
 
 @pytest.mark.parametrize("tier", list(TorchrecTier), ids=lambda tier: tier.value)
-@pytest.mark.parametrize("plan", list(TorchrecPlan), ids=lambda plan: plan.value)
-def test_torchrec_plans_reach_the_same_losses(
-    gpu: Ranks, tier: TorchrecTier, plan: TorchrecPlan
-) -> None:
-    hot_cold = build(KIND, PARTITIONS["mixed"], device="cuda")
-    unsplit = build(KIND, plan, device="cuda", tier=tier)
-    expected = steps(hot_cold, NUM_STEPS, gpu.device)
-    assert steps(unsplit, NUM_STEPS, gpu.device) == pytest.approx(expected, abs=1e-5)
-    of_split, weights = gather_tables(hot_cold.model), gather_tables(unsplit.model)
-    for table, weight in of_split.items():
-        assert float((weight - weights[table]).abs().max()) <= 1e-5, table
+def test_torchrec_plans_train_the_unsplit_model(gpu: Ranks, tier: TorchrecTier) -> None:
+    cases = [
+        draw_cases("0", 1, 3, ("device",), **GIVEN, placement=plan, torchrec_tier=tier.name)[0]
+        for plan in TORCHREC_PLANS[:3]
+    ]
+    found = run_cases(cases)
+    assert not found.failures, "\n".join(found.failures)

@@ -112,13 +112,6 @@ class StagedProcessGroup(dist.ProcessGroup):
         opts = opts or AllreduceOptions()
         return self._start(lambda i, _: self._gloo.allreduce(i, opts), tensors, tensors)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> dist.Work:
-        each = AllreduceOptions()
-        each.reduceOp, each.timeout = opts.reduceOp, opts.timeout
-        return self._start(
-            lambda i, _: [self._gloo.allreduce([tensor], each) for tensor in i], tensors, tensors
-        )
-
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         opts = opts or BroadcastOptions()
         return self._start(lambda i, _: self._gloo.broadcast(i, opts), tensors, tensors)
@@ -141,22 +134,12 @@ class StagedProcessGroup(dist.ProcessGroup):
     def _allgather_base(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> dist.Work:
-        return self.allgather_into_tensor_coalesced([output], [source], opts)
-
-    def allgather_into_tensor_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> dist.Work:
-        opts = opts or AllgatherOptions()
-        for target, source in zip(outputs, inputs, strict=True):
-            fits = target.numel() == source.numel() * self.size()
-            self._check(fits, "all_gather", "another size")
+        opts, fits = opts or AllgatherOptions(), output.numel() == source.numel() * self.size()
+        self._check(fits, "all_gather", "another size")
         return self._start(
-            lambda i, o: [
-                self._gloo._allgather_base(target.view(-1), source.view(-1), opts)
-                for target, source in zip(o, i, strict=True)
-            ],
-            inputs,
-            outputs,
+            lambda i, o: self._gloo._allgather_base(o[0].view(-1), i[0].view(-1), opts),
+            [source],
+            [output],
         )
 
     def reduce_scatter(
@@ -189,17 +172,6 @@ class StagedProcessGroup(dist.ProcessGroup):
         )
         self._check(source.is_contiguous(), "reduce_scatter", "a tensor that is not contiguous")
         return self.reduce_scatter([output], [list(source.view(-1).chunk(self.size()))], opts)
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> dist.Work:
-        works = [
-            self._reduce_scatter_base(output, source, opts)
-            for output, source in zip(outputs, inputs, strict=True)
-        ]
-        for work in works[:-1]:
-            work.wait()
-        return works[-1]
 
     def alltoall_base(
         self,
@@ -249,12 +221,6 @@ class StagedProcessGroup(dist.ProcessGroup):
             lambda i, o: self._gloo.gather([o] if outputs else [], i, opts), inputs, parts
         )
 
-    def send(self, tensors: Tensors, rank: int, tag: int) -> dist.Work:
-        return self._start(lambda i, _: self._gloo.send(i, rank, tag), tensors, [])
-
-    def recv(self, tensors: Tensors, rank: int, tag: int) -> dist.Work:
-        return self._start(lambda _, o: self._gloo.recv(o, rank, tag), [], tensors)
-
     def barrier(self, opts: Any = None) -> dist.Work:
         del opts  # it may name a device that gloo does not know
         return self._start(lambda _i, _o: self._gloo.barrier(BarrierOptions()), [], [])
@@ -262,9 +228,7 @@ class StagedProcessGroup(dist.ProcessGroup):
     # Names of the same in torch 2.13.
     all_to_all_single = alltoall_base
     all_gather_single = _allgather_base
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def _from_root(self, part: torch.Tensor, root: int) -> dist.Work:
         options = BroadcastOptions()
