@@ -1,216 +1,79 @@
-"""Bad input: one clear message, exit code 1, nothing half-written.
-
-In this process, so that torch is imported once; the cases that need ranks are at the end.
-"""
+"""Bad input: one clear message, exit code 1, nothing made; ``tests/faults`` has far more."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hotrec.cli.app import run_command
-from tests.e2e.conftest import SMOKE, Workspace, hotrec
+from tests.e2e.conftest import SMOKE, Workspace, hotrec, refusal
 
-LINE = "\t".join(["1", *["3"] * 13, *["68fd1e64"] * 26])
-Refuse = Callable[..., str]
-
-
-@pytest.fixture
-def refuse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Refuse:
-    """Runs a command that must fail with one message; gives the message."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HOTREC_RUN_DIR", raising=False)
-
-    def run(*words: str) -> str:
-        capfd.readouterr()
-        assert run_command(words[0], words[1:]) == 1
-        out, err = capfd.readouterr()
-        assert out == ""
-        assert "Traceback" not in err
-        errors = [line for line in err.splitlines() if "error: " in line]
-        assert len(errors) == 1, err
-        return errors[0]
-
-    return run
+OTHER = "paths.dataset=data/other"
+# What a command says that it expected or got, and its words.
+REFUSED = {
+    "profile/manifest.json: expected the manifest of a profile": "plan paths.profile=no/profile",
+    "expected a profile made from the dataset": f"plan {OTHER}",
+    "expected a partition made from the dataset": f"train placement=saved {OTHER}",
+    "expected at least 20000 samples.*got 16384": "train trainer.batch_size=20000",
+    "trainer.resume: expected latest, none or a checkpoint": "train trainer.resume=absent",
+    "budget_bytes: expected .*2097152000": (
+        "plan placement=budget placement.hot_budget_mib=2000 planner.host_gib=1"
+    ),
+    "overrides: expected .*t9": "plan +placement.overrides.t9=hot",
+    "optimizer.kind: expected .*adam": "plan optimizer=adam",
+    "placement.tier: expected .*fused_uvm": "plan placement=torchrec placement.tier=fused_uvm",
+}
 
 
-@pytest.fixture
-def copied(workspace: Workspace, tmp_path: Path) -> Path:
-    """The workspace's dataset, profile and partition, to be damaged."""
-    shutil.copytree(workspace.folder / "data", tmp_path / "data")
-    return tmp_path / "data" / "synthetic_smoke"
+@pytest.fixture(scope="module")
+def folder(workspace: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The workspace's data, and another dataset."""
+    folder = tmp_path_factory.mktemp("bad")
+    shutil.copytree(workspace.folder / "data", folder / "data")
+    hotrec("prepare", SMOKE, "data.synthetic.seed=5", OTHER, cwd=folder)
+    return folder
 
 
-@pytest.mark.parametrize(
-    "text", [f"{LINE}\n{LINE[:20]}\n", "nan" + LINE[1:] + "\n", ""], ids=["cut", "nan", "empty"]
-)
-def test_prepare_refuses(text: str, refuse: Refuse, tmp_path: Path) -> None:
-    (tmp_path / "log.tsv").write_text(text)
-    said = refuse("prepare", "data=criteo_kaggle", "data.source.files=[log.tsv]")
-    assert re.search(r"log\.tsv.*expected .*got ", said)
-    assert not (tmp_path / "data").exists() or list((tmp_path / "data").rglob("*.*")) == []
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if "runs" not in path.parts)
 
 
-def test_prepare_without_the_log(refuse: Refuse, tmp_path: Path) -> None:
-    said = refuse("prepare", "data=criteo_kaggle")
-    assert "data/criteo_kaggle/train.txt" in said
-    assert not (tmp_path / "data").exists()
+@pytest.mark.parametrize("said", REFUSED)
+def test_a_command_refuses(said: str, folder: Path) -> None:
+    command, *words = REFUSED[said].split()
+    before = files_of(folder)
+    assert re.search(said, refusal(command, SMOKE, *words, cwd=folder))
+    assert files_of(folder) == before
 
 
-def test_bad_lines_are_skipped_on_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "log.tsv").write_text(f"{LINE}\n" * 40 + f"{LINE[:20]}\n")
-    words = ["data=criteo_kaggle", "data.source.files=[log.tsv]"]
-    assert run_command("prepare", [*words, "data.source.on_bad_line=skip"]) == 0
-    figures = json.loads(capfd.readouterr().out)
-    assert figures["num_skipped"] == 1
-    assert sum(figures["num_samples"].values()) == 40
+def test_hot_rows_larger_than_memory(folder: Path) -> None:
+    said = refusal("plan", SMOKE, "placement=all_hot", "planner.host_gib=0.0001", cwd=folder)
+    assert "expected hot rows, with optimizer state and gradients, of at most" in said
 
 
-def test_plan_without_a_profile(refuse: Refuse, copied: Path) -> None:
-    shutil.rmtree(copied / "profile")
-    shutil.rmtree(copied / "partition")
-    assert "profile/manifest.json: expected the manifest of a profile" in refuse("plan", SMOKE)
-    assert not (copied / "partition").exists()
-
-
-def test_what_was_made_from_another_dataset(refuse: Refuse, copied: Path) -> None:
-    assert run_command("prepare", [SMOKE, "data.synthetic.seed=5"]) == 0
-    for words, kind in ((["plan"], "profile"), (["train", "placement=saved"], "partition")):
-        said = refuse(words[0], SMOKE, *words[1:])
-        assert f"expected a {kind} made from the dataset" in said
-
-
-def test_hot_rows_larger_than_memory(refuse: Refuse, copied: Path) -> None:
-    words = [SMOKE, "placement=all_hot", "planner.host_gib=0.0001"]
-    assert "expected hot rows, with optimizer state and gradients, of at most" in refuse(
-        "plan", *words
-    )
-
-
-@pytest.mark.parametrize(
-    ("words", "key", "got"),
-    [
-        (["placement=budget", "placement.hot_budget_mib=2000", "planner.host_gib=1"],
-         "budget_bytes", "2097152000"),
-        (["+placement.overrides.t9=hot"], "overrides", "t9"),
-        (["optimizer=adam"], "optimizer.kind", "adam"),
-        (["placement=torchrec", "placement.tier=fused_uvm"], "placement.tier", "fused_uvm"),
-    ],
-    ids=["budget", "table", "optimizer", "tier"],
-)  # fmt: skip
-def test_plan_refuses(words: list[str], key: str, got: str, refuse: Refuse, copied: Path) -> None:
-    said = refuse("plan", SMOKE, *words)
-    assert re.search(rf"{key}: expected .*{got}", said), said
-
-
-def test_a_damaged_dataset(refuse: Refuse, copied: Path) -> None:
-    chunk = sorted((copied / "dataset" / "chunks").glob("train*"))[0]
-    chunk.write_bytes(chunk.read_bytes()[:-100])
-    said = refuse("train", SMOKE)
-    assert chunk.name in said
-    assert "bytes, got" in said
-    chunk.unlink()
-    assert chunk.name in refuse("train", SMOKE)
-    manifest = copied / "dataset" / "manifest.json"
-    document = json.loads(manifest.read_text())
-    document["content"]["schema"]["tables"][0]["num_rows"] = 5
-    manifest.write_text(json.dumps(document))
-    assert "it was edited" in refuse("train", SMOKE)
-
-
-def test_batch_larger_than_the_data(refuse: Refuse, copied: Path) -> None:
-    said = refuse("train", SMOKE, "trainer.batch_size=20000")
-    assert re.search("expected at least 20000 samples.*got 16384", said)
-
-
-def test_resume_from_nothing(refuse: Refuse, copied: Path) -> None:
-    said = refuse("train", SMOKE, "trainer.resume=absent")
-    assert "trainer.resume: expected latest, none or a checkpoint" in said
-
-
-def test_runs_that_are_not_there(refuse: Refuse) -> None:
-    assert "run_dir: expected a run with checkpoints/latest" in refuse("evaluate")
-    assert "runs: expected a run directory with summary.json" in refuse("report", "runs=[absent]")
-
-
-def test_nothing_is_left_or_taken(refuse: Refuse, tmp_path: Path) -> None:
+def test_nothing_is_left_or_taken(tmp_path: Path) -> None:
     """Of the directories that a refused command made, and those that were there."""
-    refuse("evaluate")
+    said = refusal("evaluate", cwd=tmp_path)
+    assert "run_dir: expected a run with checkpoints/latest" in said
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "runs").mkdir()
-    refuse("evaluate")
+    refusal("evaluate", cwd=tmp_path)
     assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
 
 
 @pytest.mark.slow
-class TestCheckpoint:
-    """One run of one rank; its checkpoint is damaged."""
-
-    @pytest.fixture
-    def run_dir(self, copied: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("HOTREC_RUN_DIR", "runs/one")
-        assert run_command("train", [SMOKE, "placement=coverage", "trainer.max_steps=4"]) == 0
-        monkeypatch.delenv("HOTREC_RUN_DIR")
-        return tmp_path / "runs" / "one"
-
-    def test_cut_short(self, run_dir: Path, refuse: Refuse) -> None:
-        (tensors,) = (run_dir / "checkpoints" / "step-00000004").rglob("*.safetensors")
-        tensors.write_bytes(tensors.read_bytes()[: tensors.stat().st_size // 2])
-        said = refuse("evaluate", "run_dir=runs/one")
-        assert tensors.name in said
-        assert "bytes, got" in said
-
-    def test_of_other_settings(
-        self, run_dir: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("HOTREC_RUN_DIR", "runs/two")
-        checkpoint = f"trainer.resume={run_dir}/checkpoints/step-00000004"
-        for word, fact in (
-            ("optimizer=sgd", "optimizer"),
-            ("model.over_layer_sizes=[16,1]", "model"),
-            ("order=all_hot", "order"),
-        ):
-            words = ["placement=coverage", checkpoint, word]
-            assert f"expected {fact} " in refuse("train", SMOKE, *words)
-
-    def test_names(self, run_dir: Path, refuse: Refuse) -> None:
-        for key, name in (("checkpoint", "step-9"), ("split", "dev")):
-            said = refuse("evaluate", "run_dir=runs/one", f"{key}={name}")
-            assert re.search(rf"{key}: expected .*'{name}'", said), said
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_one_rank_says_it(workspace: Workspace, tmp_path: Path) -> None:
-    cases: list[tuple[list[str], str]] = [
-        (["placement=saved", "paths.partition=absent"], "absent/manifest.json: expected"),
-        (["trainer.batch_size=9000"], "expected at least 18000 samples"),
-    ]
-    for words, message in cases:
-        run_dir = tmp_path / words[0]
-        outcome = hotrec(
-            "train",
-            SMOKE,
-            "launch.num_ranks=2",
-            *words,
-            cwd=workspace.folder,
-            HOTREC_RUN_DIR=str(run_dir),
-        )
-        assert outcome.exit_code == 1, outcome.stderr
-        assert outcome.stdout == ""
-        assert "Traceback" not in outcome.stderr
-        [said] = [line for line in outcome.stderr.splitlines() if "error: " in line]
-        assert said.startswith("[rank "), outcome.stderr
-        assert message in said
-        assert not (run_dir / "checkpoints").exists()
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("placement=saved paths.partition=absent", "absent/manifest.json: expected"),
+        ("trainer.batch_size=9000", "expected at least 18000 samples"),
+    ],
+)
+def test_one_rank_says_it(folder: Path, tmp_path: Path, words: str, said: str) -> None:
+    given = ("train", SMOKE, "launch.num_ranks=2", *words.split())
+    line = refusal(*given, cwd=folder, HOTREC_RUN_DIR=str(tmp_path))
+    assert line.startswith("[rank ")
+    assert said in line
+    assert not (tmp_path / "checkpoints").exists()

@@ -52,15 +52,8 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, events: pa.Table) -> Path:
-    folder = tmp_path_factory.mktemp("fit")
-    pq.write_table(events, folder / "events.parquet")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def run(folder: Path, events: pa.Table) -> library.Run:
-    made = fit(events, folder / "work")
+def run(tmp_path_factory: pytest.TempPathFactory, events: pa.Table) -> library.Run:
+    made = fit(events, tmp_path_factory.mktemp("fit") / "work")
     assert made.figures["made"] == ["prepare", "profile", "plan", "train", "evaluate", "report"]
     return made
 
@@ -72,22 +65,15 @@ def test_a_run_like_any_other(run: library.Run, events: pa.Table) -> None:
     assert (run.summary["auc"], run.summary["world_size"]) == (run.auc, 2)
     again = fit(events, run.workdir)
     assert (again.figures["made"], again.directory) == ([], run.directory)
-    evaluated = hotrec("evaluate", cwd=run.workdir).figures
-    assert evaluated["auc"] == pytest.approx(run.auc, abs=1e-6)
     words = {"run_dir": run.directory, "output": "model"}
     exported = library.command("export", words, workdir=run.workdir, quiet=True)
     assert exported["auc"] == pytest.approx(run.auc, abs=1e-5)
-    assert (run.workdir / "model" / "model.json").exists()
-
-
-def test_scores_are_those_of_the_command(run: library.Run, events: pa.Table) -> None:
     rows = events.take(np.random.default_rng(0).permutation(events.num_rows))
     pq.write_table(rows, run.workdir / "rows.parquet")
-    words = ["input=[rows.parquet]", "output=scores", f"run_dir={run.directory}"]
-    hotrec("predict", *words, cwd=run.workdir)
+    given = ["input=[rows.parquet]", "output=scores", f"run_dir={run.directory}"]
+    hotrec("predict", *given, cwd=run.workdir)
     expected = pq.read_table(run.workdir / "scores" / "scores")["score"].to_numpy()
     scores = library.predict(run, rows)
-    assert isinstance(scores, np.ndarray)
     assert scores.dtype == np.float32
     np.testing.assert_array_equal(scores, expected)
     clicked = rows["clicked"].to_numpy()
@@ -122,14 +108,10 @@ def test_wrong_rows_and_settings_are_refused_in_a_line(run: library.Run, events:
     at = events.column_names.index("shown_at")
     times = events["shown_at"].cast(pa.timestamp("s"))
     cases: list[tuple[Any, str]] = [
-        *(
-            (events.set_column(at, "shown_at", times.cast(kind)), "^table column shown_at: .* got ")
-            for kind in (pa.int64(), pa.date32(), pa.timestamp("ms", "UTC"))
-        ),
+        (events.set_column(at, "shown_at", times.cast(pa.int64())), "^table column shown_at: .*"),
         (events.drop_columns(["user_id"]), "input table: .* got 'user_id'"),
         (strangers, "^table column user_id: expected at most .* such as 'x0'"),
         (events.set_column(price, "price", [["much"] * len(events)]), "^table .*1: .* got 'much'"),
-        (events.append_column("price", events["price"]), "^table: .* occurs twice"),
     ]
     for table, said in cases:
         with pytest.raises(ValueError, match=said) as caught:
@@ -143,21 +125,20 @@ def test_wrong_rows_and_settings_are_refused_in_a_line(run: library.Run, events:
                     settings={"trainer.batch_sze": 64}, quiet=True)  # fmt: skip
 
 
-def test_ctrl_c_ends_the_run_and_its_ranks(folder: Path) -> None:
+def test_ctrl_c_ends_the_run_and_its_ranks(tmp_path: Path, events: pa.Table) -> None:
     """As in a notebook whose cell is interrupted; of a script without a guard."""
+    pq.write_table(events, tmp_path / "events.parquet")
     # A shell starts a background job with SIGINT ignored, and what it starts inherits that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         child = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT], cwd=folder, env=environment(), stderr=subprocess.PIPE,
-            text=True, start_new_session=True,
+            [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment(),
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
     finally:
         signal.signal(signal.SIGINT, before)
     assert child.stderr is not None
-    for line in child.stderr:
-        if "2/7 profile" in line:  # no library is being imported
-            break
+    next(line for line in child.stderr if "2/7 profile" in line)
     os.kill(child.pid, signal.SIGINT)
     said = child.stderr.read()
     assert child.wait(60) != 0

@@ -13,7 +13,7 @@ from hotrec.artifact import commit_artifact, scratch_directory
 from hotrec.cost_model.store import read_costs
 from hotrec.planner.names import candidate_name
 from hotrec.planner.partition import read_placement
-from tests.e2e.conftest import SMOKE, Workspace, hotrec
+from tests.e2e.conftest import SMOKE, Workspace, hotrec, refusal
 from tests.helpers.runs import losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -44,13 +44,15 @@ LONG = ("launch.num_ranks=2", "trainer.num_epochs=4", "trainer.max_steps=70")
 @pytest.fixture(scope="module")
 def trained(calibrated: Path) -> dict[str, dict[str, Any]]:
     """Figures of a run by pipeline, which is also the name of its directory."""
-    words = [SMOKE, *BY_COST, *LONG]
     return {
-        name: hotrec(
-            "train", *words, f"pipeline={name}", cwd=calibrated, HOTREC_RUN_DIR=f"runs/{name}"
-        ).figures
+        name: train(calibrated, name, *BY_COST, *LONG, f"pipeline={name}")
         for name in ("look_ahead", "sparse_dist")
     }
+
+
+def train(folder: Path, name: str, *words: str) -> dict[str, Any]:
+    given = ("train", SMOKE, *words)
+    return hotrec(*given, cwd=folder, HOTREC_RUN_DIR=f"runs/{name}").figures
 
 
 def prediction(run_dir: Path) -> dict[str, Any]:
@@ -61,75 +63,50 @@ def prediction(run_dir: Path) -> dict[str, Any]:
 def test_plan_uses_what_was_measured(calibrated: Path, planned: dict[str, Any]) -> None:
     costs = read_costs(calibrated / "data" / "costs")
     assert planned["costs"] == costs.name
-    run_dir = Path(planned["plan_json"]).parent
-    document = prediction(calibrated / run_dir)
+    document = prediction(calibrated / Path(planned["plan_json"]).parent)
     assert document["costs"]["origin"] == "measured"
     assert document["costs"]["note"] == costs.caveat  # of this very machine
-    assert {"hot_cold look_ahead", "all_cold", "torchrec planner"} <= set(document["plans"])
-    best = document["plans"]["hot_cold look_ahead"]
+    plans = document["plans"]
+    assert {"hot_cold look_ahead", "all_cold", "torchrec planner"} <= set(plans)
+    best = plans["hot_cold look_ahead"]
     assert best["step_s"] == pytest.approx(sum(best["stage_s"].values()))
-    assert best["step_s"] <= document["plans"]["all_cold"]["step_s"]
+    assert best["step_s"] <= plans["all_cold"]["step_s"]
     assert document["pipeline"] == best["pipeline"] == "look_ahead"
-    assert document["plans"]["torchrec planner"]["pipeline"] == "sparse_dist"
     placement, _ = read_placement(calibrated / planned["partition"])
     hot = {t["name"]: t["hot_rows"] for t in document["tables"]}
     assert hot == {t: placement.partition.num_hot(t) for t in placement.partition.num_rows}
-    page = (calibrated / planned["page"]).read_text()
-    assert "<svg" in page
-    assert "<td>look_ahead</td>" in page
+    assert "<td>look_ahead</td>" in (calibrated / planned["page"]).read_text()
 
 
 @pytest.mark.parametrize("pipeline", ["look_ahead", "sparse_dist"])
 def test_a_run_is_compared_with_its_prediction(
     pipeline: str, calibrated: Path, trained: dict[str, dict[str, Any]]
 ) -> None:
-    figures, run_dir = trained[pipeline], calibrated / "runs" / pipeline
-    assert prediction(run_dir)["pipeline"] == pipeline
-    predicted = prediction(run_dir)["plans"][f"hot_cold {pipeline}"]
+    figures = trained[pipeline]
+    predicted = prediction(calibrated / "runs" / pipeline)["plans"][f"hot_cold {pipeline}"]
     assert figures["predicted_step_s"] == pytest.approx(predicted["step_s"])
     assert figures["compared_from_step"] >= 50
-    assert figures["measured_step_s"] > 0
     measured = sum(figures["measured_stage_s"].values())
     assert measured == pytest.approx(figures["measured_step_s"], rel=0.5)
     # Bytes do not depend on how busy the machine is, but the placement does, which is chosen by
     # what was calibrated; over the placements of this dataset predictions are up to 8% off.
     assert figures["predicted_sent_bytes"] == pytest.approx(figures["sent_bytes_total"], rel=0.1)
-    report = hotrec("report", f"runs=[runs/{pipeline}]", cwd=calibrated).figures
-    assert "predicted" in Path(calibrated / report["page"]).read_text()
 
 
 def test_costs_are_fitted_to_a_run(calibrated: Path, trained: dict[str, dict[str, Any]]) -> None:
     run = trained["sparse_dist"]
-    words = [SMOKE, "calibrate.from_run=runs/sparse_dist", "paths.costs=data/costs"]
-    shutil.copytree(calibrated / "data" / "costs", calibrated / "kept")
-    figures = hotrec("calibrate", *words, cwd=calibrated).figures
-    assert figures["origin"] == "fitted"
+    shutil.copytree(calibrated / "data" / "costs", calibrated / "fitted")
+    words = [SMOKE, "calibrate.from_run=runs/sparse_dist", "paths.costs=fitted"]
+    assert hotrec("calibrate", *words, cwd=calibrated).figures["origin"] == "fitted"
     # The same rows hot as in the run: with other costs another choice may be best.
     words = [SMOKE, "placement=saved", "placement.partition_dir=runs/sparse_dist/partition"]
-    words += ["plan.world_size=2", "pipeline=sparse_dist"]
+    words += ["plan.world_size=2", "pipeline=sparse_dist", "paths.costs=fitted"]
     planned = hotrec("plan", *words, cwd=calibrated).figures
-    fitted = prediction(Path(planned["plan_json"]).parent)["plans"]["hot_cold sparse_dist"][
-        "stage_s"
-    ]
+    plans = prediction(Path(planned["plan_json"]).parent)["plans"]
+    fitted = plans["hot_cold sparse_dist"]["stage_s"]
     for stage, seconds in run["predicted_stage_s"].items():
         if seconds > 0 and stage != "other":
             assert fitted[stage] == pytest.approx(run["measured_stage_s"][stage], rel=1e-6)
-    shutil.rmtree(calibrated / "data" / "costs")
-    (calibrated / "kept").rename(calibrated / "data" / "costs")
-
-
-def test_a_resumed_run_keeps_its_choice(calibrated: Path) -> None:
-    """Although other costs are configured than those by which the run chose."""
-    words = ["train", SMOKE, *BY_COST, "trainer.eval_splits=[]"]
-    first, second = (
-        hotrec(*words, *more, cwd=calibrated, HOTREC_RUN_DIR="runs/again").figures
-        for more in (
-            ["trainer.max_steps=3"],
-            ["trainer.max_steps=6", "planner.costs=cpu_1gbit"],
-        )
-    )
-    assert (first["num_steps"], second["num_steps"]) == (3, 6)
-    assert first["hot_rows"] == second["hot_rows"]
 
 
 def test_what_if_sweep(calibrated: Path) -> None:
@@ -137,31 +114,24 @@ def test_what_if_sweep(calibrated: Path) -> None:
     words += ["planner.hbm_gib=0.0001,80", "planner.host_gib=0.0001"]
     outcome = hotrec("plan", *words, cwd=calibrated, HOTREC_RUN_DIR="runs/what_if")
     assert outcome.exit_code == 0, outcome.stderr
-    document = json.loads((calibrated / "runs" / "what_if" / "what_if.json").read_text())
-    fits = [point["fits"] for point in document["points"]]
-    assert len(fits) == 4
-    assert sorted(fits) == [False, False, True, True]
+    folder = calibrated / "runs" / "what_if"
+    document = json.loads((folder / "what_if.json").read_text())
+    assert sorted(point["fits"] for point in document["points"]) == [False, False, True, True]
     # The table says what the jobs have found.
-    assert len(outcome.stderr.splitlines()) < 40
     assert " I hotrec.assemble" not in outcome.stderr
-    assert " I hotrec.assemble" in (calibrated / "runs/what_if/1/log.txt").read_text()
+    assert " I hotrec.assemble" in (folder / "1" / "log.txt").read_text()
 
 
 def test_a_trial_chooses_and_changes_no_loss(calibrated: Path) -> None:
     """Its plan trains as it does without a trial, is resumed without another, and kept."""
-    words = [SMOKE, "launch.num_ranks=2", "trainer.log_every_steps=1"]
-    words += ["planner.costs=cpu_1gbit"]  # whose interval leaves several plans in doubt
-
-    def train(name: str, *more: str) -> tuple[dict[str, Any], dict[str, Any], Path]:
-        run_dir = calibrated / "runs" / name
-        done = hotrec("train", *words, *more, cwd=calibrated, HOTREC_RUN_DIR=str(run_dir))
-        return done.figures, prediction(run_dir), run_dir
-
-    tried = "plan.trial_s=0.001"
-    figures, document, run_dir = train("trial", tried, "trainer.max_steps=12")
+    # Costs whose interval leaves several plans in doubt.
+    words = ["launch.num_ranks=2", "trainer.log_every_steps=1", "planner.costs=cpu_1gbit"]
+    tried, runs = "plan.trial_s=0.001", calibrated / "runs"
+    figures = train(calibrated, "trial", *words, tried, "trainer.max_steps=12")
+    document = prediction(runs / "trial")
     trial, chosen = document["trial"], document["chosen"]
     assert not trial["is_recorded"]
-    assert all(len(of["block_s"]) >= 1 for of in trial["plans"].values())
+    assert all(of["block_s"] for of in trial["plans"].values())
     assert len(trial["plans"]) >= 2
     assert chosen == min(trial["plans"], key=lambda n: trial["plans"][n]["step_s"])
     name = candidate_name(chosen, document["plans"][chosen]["hot_rows"])
@@ -170,19 +140,19 @@ def test_a_trial_chooses_and_changes_no_loss(calibrated: Path) -> None:
 
     placement = ["placement=torchrec", f"placement.plan={chosen.split()[1]}"]
     if not chosen.startswith("torchrec"):
-        placement = ["placement=saved", f"placement.partition_dir={run_dir / 'partition'}"]
-    given = [*placement, f"pipeline={figures['pipeline']}", "plan.trial=false"]
-    _, without, given_dir = train("given", *given, "trainer.max_steps=12")
-    assert without["trial"] is None
-    assert losses(given_dir) == losses(run_dir)
-    assert len(losses(run_dir)) == 12
+        placement = ["placement=saved", f"placement.partition_dir={runs / 'trial/partition'}"]
+    given = [*words, *placement, f"pipeline={figures['pipeline']}", "plan.trial=false"]
+    train(calibrated, "given", *given, "trainer.max_steps=12")
+    assert prediction(runs / "given")["trial"] is None
+    assert losses(runs / "given") == losses(runs / "trial")
+    assert len(losses(runs / "trial")) == 12
 
-    _, again, _ = train("tried_again", tried, "trainer.max_steps=12")
-    assert again["trial"] == trial | {"is_recorded": True}
+    train(calibrated, "tried_again", *words, tried, "trainer.max_steps=1")
+    assert prediction(runs / "tried_again")["trial"] == trial | {"is_recorded": True}
     shutil.rmtree(calibrated / "data" / "trials")
-    _, resumed, _ = train("trial", tried, "trainer.max_steps=16")
-    assert resumed == document
-    assert len(losses(run_dir)) == 16
+    train(calibrated, "trial", *words, tried, "trainer.max_steps=16")
+    assert prediction(runs / "trial") == document
+    assert len(losses(runs / "trial")) == 16
     assert not (calibrated / "data" / "trials").exists()
 
 
@@ -191,51 +161,25 @@ def test_a_trial_that_cannot_be_recorded_ends_all_ranks(calibrated: Path) -> Non
     (calibrated / "taken").write_text("")
     words = [SMOKE, "launch.num_ranks=2", "trainer.max_steps=12", "planner.costs=cpu_1gbit"]
     words += ["plan.trial_s=0.001", "paths.trials=taken"]
-    done = hotrec("train", *words, cwd=calibrated, HOTREC_RUN_DIR="runs/unrecorded")
-    assert done.exit_code == 1
-    said = [line for line in done.stderr.splitlines() if "error: " in line]
-    assert len(said) == 1, done.stderr
-    assert "taken" in said[0]
-    assert "Traceback" not in done.stderr
+    assert "taken" in refusal("train", *words, cwd=calibrated)
 
 
-def refusal(*words: str, cwd: Path) -> str:
-    """The one message of a plan that is refused."""
-    outcome = hotrec("plan", SMOKE, "placement=cost", *words, cwd=cwd)
-    assert outcome.exit_code == 1
-    assert "Traceback" not in outcome.stderr
-    return outcome.stderr
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda d: d["intra"].update(bytes_per_s=0.0), "bytes_per_s: expected above 0, got 0"),
-        (lambda d: d["intra"].update(bytes_per_s=-1.0), "bytes_per_s: expected above 0, got -1"),
-        (lambda d: d["kernels"].pop("pool"), "got none for pool"),
-        (lambda d: d.update(device="cuda"), "expected costs of cpu, got costs of cuda"),
-    ],
-    ids=["no-bandwidth", "negative-bandwidth", "no-stage", "another-device"],
-)
-def test_impossible_costs_are_refused(edit: Any, message: str, calibrated: Path) -> None:
+def test_impossible_costs_are_refused(calibrated: Path) -> None:
     document = json.loads((calibrated / "data" / "costs" / "costs.json").read_text())
-    edit(document)
+    document["intra"].update(bytes_per_s=-1.0)
     with scratch_directory(calibrated / "damaged", kind="costs") as scratch:
         (scratch / "costs.json").write_text(json.dumps(document))
         content = {name: document[name] for name in ("name", "device")}
         commit_artifact(scratch, calibrated / "damaged", kind="costs", content=content)
-    assert message in refusal("paths.costs=damaged", "planner.costs=measured", cwd=calibrated)
-
-
-def test_hosts_of_unequal_size_are_refused(calibrated: Path) -> None:
-    words = ["plan.world_size=4", "plan.ranks_per_host=3"]
-    message = "plan.ranks_per_host: expected a divisor of plan.world_size=4, got 3"
-    assert message in refusal(*words, cwd=calibrated)
+    words = ("plan", SMOKE, "placement=cost", "paths.costs=damaged", "planner.costs=measured")
+    assert "bytes_per_s: expected above 0, got -1" in refusal(*words, cwd=calibrated)
 
 
 def test_costs_of_one_host_plan_two_with_an_assumed_link(calibrated: Path) -> None:
-    words = [SMOKE, *BY_COST, "plan.world_size=4", "plan.ranks_per_host=2"]
-    figures = hotrec("plan", *words, cwd=calibrated).figures
-    note = prediction(calibrated / Path(figures["plan_json"]).parent)["costs"]["note"]
+    words = [SMOKE, *BY_COST, "plan.world_size=4"]
+    planned = hotrec("plan", *words, "plan.ranks_per_host=2", cwd=calibrated).figures
+    note = prediction(calibrated / Path(planned["plan_json"]).parent)["costs"]["note"]
     assert "link between hosts is assumed to be that of cpu_1gbit" in note
     assert "extrapolated: num_ranks 4 from 2" in note
+    said = refusal("plan", *words, "plan.ranks_per_host=3", cwd=calibrated)
+    assert "plan.ranks_per_host: expected a divisor of plan.world_size=4, got 3" in said

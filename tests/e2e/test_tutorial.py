@@ -25,17 +25,10 @@ def outputs() -> list[dict[str, Any]]:
     return [output for cell in cells("code") for output in cell["outputs"]]
 
 
-def test_it_was_run_in_order_and_without_errors() -> None:
+def test_it_was_run_in_order_and_its_links_lead_to_pages() -> None:
     counts = [cell["execution_count"] for cell in cells("code")]
     assert counts == list(range(1, len(counts) + 1))
-    assert {output["output_type"] for output in outputs()} == {
-        "stream", "execute_result", "display_data"
-    }  # fmt: skip
-    assert {output["name"] for output in outputs() if "name" in output} == {"stdout"}
-    assert sum("image/png" in output.get("data", {}) for output in outputs()) == 1
-
-
-def test_its_links_lead_to_pages() -> None:
+    assert not [output for output in outputs() if output["output_type"] == "error"]
     text = "\n".join("".join(cell["source"]) for cell in cells("markdown"))
     linked = re.findall(r"\]\(([\w.]+)\)", text)
     assert linked
