@@ -30,14 +30,21 @@ def _write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
+def other_of(path: Path) -> Path | None:
+    """The next file of its kind, or its like in a neighbouring artifact, with another content."""
+    alike, content = sorted(path.parent.glob(f"*{path.suffix}")), path.read_bytes()
+    at = alike.index(path)
+    root = next(parent for parent in path.parents if (parent / "manifest.json").exists())
+    beside = sorted(root.parent.glob(f"*/{path.relative_to(root)}"))
+    others = [
+        one for one in (*alike[at + 1 :], *alike[:at], *beside) if one.name != "manifest.json"
+    ]
+    return next((other for other in others if other.read_bytes() != content), None)
+
+
 def _swap(path: Path) -> None:
-    """With the next file of its kind, or with its like in the neighbouring artifact."""
-    alike = sorted(path.parent.glob(f"*{path.suffix}"))
-    other = alike[(alike.index(path) + 1) % len(alike)]
-    if other == path:
-        root = next(parent for parent in path.parents if (parent / "manifest.json").exists())
-        beside = sorted(root.parent.glob(f"*/{path.relative_to(root)}"))
-        other = next(one for one in beside if one != path)
+    other = other_of(path)
+    assert other is not None
     first, second = path.read_bytes(), other.read_bytes()
     path.write_bytes(second)
     other.write_bytes(first)
