@@ -275,6 +275,9 @@ class Dataset:
                 seen.add(chunk.file)
                 if chunk.num_samples < 1:
                     raise ValueError(f"{chunk.file} with {chunk.num_samples} samples")
+            for name in artifact.files:
+                if name.startswith(f"{CHUNK_DIR}/") and name not in seen:
+                    raise ValueError(f"{name} in no split")
         return Dataset(artifact, schema, splits)
 
     def chunks(self, split: str) -> tuple[ChunkInfo, ...]:

@@ -127,7 +127,7 @@ def _manifest_cases(reference: Path) -> Iterator[Case]:
             other = others[number % len(others)]
             kind = "gone" if other is forge.GONE else type(other).__name__
             change = forge.rehashed(artifact, forge.put(place, other), is_hashed=place != ("content_hash",))
-            yield READERS[reader].case(either, f"manifest/{short}-{number:03d}-{place[-1]}-{kind}", f"{key}|{artifact.rpartition('/')[2]}", change)
+            yield READERS[reader].case(either, f"manifest/{short}-{number:03d}-{place[-1]}-{kind}", f"{key}|{artifact.rpartition('/')[2]}|loader state", change)
 
 
 def _file_outside(document: Any) -> None:
@@ -148,6 +148,7 @@ UNTRUE: list[tuple[str, str, str, Any, str]] = [
     *(("profile", DATASET, f"{TRAIN_0}/num_samples", num, "train-00000") for num in (600, 1, -5)),
     *(("profile", DATASET, f"{TRAIN_0}/file", file, Path(file).name) for file in ("../../../log.csv", "/dev/zero", "chunks/train-00001.arrow")),
     ("train", DATASET, "splits", {"dev": []}, "splits|train|samples"),
+    ("profile", DATASET, TRAIN_0, forge.GONE, "train-00000"),
     ("plan", PROFILED, "num_samples", -1, "profile"),
     ("train", PARTITION, "num_rows", {"t0": 1}, "t0|partition"),
     *(("resume", CHECKPOINT, "step", step, "step") for step in (-8, 12)),

@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -106,3 +108,14 @@ def test_chunks_that_do_not_fit_the_manifest_are_refused(tmp_path, change, messa
     dataset = alter(tmp_path / "d", change)
     with pytest.raises(ArtifactError, match=f"expected .*{message}|{message}expected"):
         dataset.block("train", 0)
+
+
+def test_a_chunk_that_no_split_has_is_refused(tmp_path):
+    write_dataset(tmp_path / "d", {"train": 7})
+    manifest = tmp_path / "d" / "manifest.json"
+    document = json.loads(manifest.read_text())
+    document["content"]["splits"]["train"].pop()
+    manifest.write_text(json.dumps(document))
+    recommit(tmp_path / "d")
+    with pytest.raises(ArtifactError, match="chunks/train-00000.arrow in no split"):
+        Dataset.open(tmp_path / "d")
