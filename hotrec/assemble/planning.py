@@ -340,12 +340,13 @@ def _planned_for(machine: Machine) -> dict[str, int]:
 
 
 def _warn_of_another_situation(artifact: Artifact, machine: Machine) -> None:
-    planned_for = artifact.content.get("planned_for") or {}
-    differences = ", ".join(
-        f"{name} {value} instead of {planned_for[name]}"
-        for name, value in _planned_for(machine).items()
-        if planned_for.get(name, value) != value
-    )
+    with artifact.parsing():
+        planned_for = artifact.content.get("planned_for") or {}
+        differences = ", ".join(
+            f"{name} {value} instead of {planned_for[name]}"
+            for name, value in _planned_for(machine).items()
+            if planned_for.get(name, value) != value
+        )
     if differences:
         logger.warning(
             "%s was planned for different conditions: %s. Another plan may be faster",

@@ -75,7 +75,6 @@ def test_plan_uses_what_was_measured(calibrated: Path, planned: dict[str, Any]) 
     placement, _ = read_placement(calibrated / planned["partition"])
     hot = {t["name"]: t["hot_rows"] for t in document["tables"]}
     assert hot == {t: placement.partition.num_hot(t) for t in placement.partition.num_rows}
-    assert "<td>look_ahead</td>" in (calibrated / planned["page"]).read_text()
 
 
 @pytest.mark.parametrize("pipeline", ["look_ahead", "sparse_dist"])

@@ -85,7 +85,9 @@ def make_costs(folder: Path) -> None:
 
 def hash_document(document: Mapping[str, Any]) -> str:
     """The content hash of a manifest, as ``hotrec.artifact`` defines it."""
-    files = {name: facts for name, facts in document["files"].items() if not facts.get("is_apart")}
+    files = document["files"]
+    if isinstance(files, dict) and all(isinstance(facts, dict) for facts in files.values()):
+        files = {name: facts for name, facts in files.items() if not facts.get("is_apart")}
     text = json.dumps({**document, "files": files}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

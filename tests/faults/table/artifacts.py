@@ -99,9 +99,10 @@ def _file_cases(reference: Path) -> Iterator[Case]:
             about = f"{reader}-{_short(artifact)}-{file.replace('/', '-')}"
             key = f"{path.name}|{path.name.rpartition('-')[0] or path.suffix}"
             for kind in forge.DAMAGES:
-                if kind == "swapped" and forge.other_of(path) is None:
+                other = forge.other_of(path)
+                if kind == "swapped" and other is None:
                     continue  # such as the random numbers of a run that draws none
-                yield READERS[reader].case(refused, f"artifact/{about}-{kind}", key, forge.damaged(f"{artifact}/{file}", kind), is_privileged=kind != "unreadable")
+                yield READERS[reader].case(refused, f"artifact/{about}-{kind}", f"{key}|{other.name}" if kind == "swapped" and other else key, forge.damaged(f"{artifact}/{file}", kind), is_privileged=kind != "unreadable")
             for name, content in (("payload", forge.payload(path.suffix)), ("pickle", forge.CONTENTS["pickle"])):
                 change = forge.with_file(artifact, file, forge.change_bytes(lambda _, content=content: content))  # type: ignore[misc]
                 yield READERS[reader].case(refused, f"artifact/{about}-{name}", f"{path.name}|{Path(artifact).name}", change)
@@ -151,6 +152,7 @@ UNTRUE: list[tuple[str, str, str, Any, str]] = [
     ("profile", DATASET, TRAIN_0, forge.GONE, "train-00000"),
     ("plan", PROFILED, "num_samples", -1, "profile"),
     ("train", PARTITION, "num_rows", {"t0": 1}, "t0|partition"),
+    ("train", PARTITION, "planned_for", 7, "partition"),
     *(("resume", CHECKPOINT, "step", step, "step") for step in (-8, 12)),
     ("evaluate", CHECKPOINT, "facts/world_size", 2, "num_ranks|world_size"),
     ("evaluate", CHECKPOINT, "tensors", {"model/x": [1]}, "tensor"),
