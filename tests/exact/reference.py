@@ -86,6 +86,7 @@ class Model(nn.Module):
             for parameter in [*reader.parameters(), *self.layers.parameters()]:
                 parameter.uniform_(-0.5, 0.5, generator=generator)
 
+    @property
     def dense_parts(self) -> list[nn.Module]:
         return list(self.layers.values())
 
