@@ -276,7 +276,8 @@ def test_any_checkpoint_goes_on_as_the_unsplit_model(
                 )  # fmt: skip
             except RanksError as error:  # of a hang only the route in it is known
                 last = {path.read_text() for path in tmp_path.glob("*.txt")}
-                raise RanksError("\n".join(["in", *sorted(last), str(error)])) from None
+                text = "\n".join(["in", *sorted(last), str(error)])
+                raise RanksError(text, error.exit_codes) from None
             for of_rank in found:
                 assert not of_rank.failures, "\n".join(of_rank.failures)
             seconds += sum(of_rank.seconds for of_rank in found)

@@ -49,7 +49,8 @@ def test_it_trains_the_unsplit_model(
         found = run_ranks(run_cases, len(hosts), timeout_s=timeout_s, cases=cases, folder=tmp_path)
     except RanksError as error:  # of a hang only the case in it is known
         last = {path.read_text() for path in tmp_path.iterdir()}
-        raise RanksError("\n".join(["in training", *sorted(last), str(error)])) from None
+        text = "\n".join(["in training", *sorted(last), str(error)])
+        raise RanksError(text, error.exit_codes) from None
     for of_rank in found:
         assert not of_rank.failures, "\n".join(of_rank.failures)
         if len(cases) > 30:  # hot rows follow the data, and 16 bits round
