@@ -56,15 +56,17 @@ def content_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_contents(files: Sequence[Path], contents: Sequence[str], key: str) -> None:
-    """Check that no two files that are prepared together are equal.
+def check_contents(
+    files: Sequence[Path], contents: Sequence[str], has_samples: Sequence[bool], key: str
+) -> None:
+    """Check that no two files with samples that are prepared together are equal.
 
     Raises:
         ValueError: If two are.
     """
     first: dict[str, Path] = {}
-    for path, content in zip(files, contents, strict=True):
-        if content in first:
+    for path, content, is_full in zip(files, contents, has_samples, strict=True):
+        if content in first and is_full:
             raise ValueError(
                 f"{key}: expected each file once, got {path} with the content of {first[content]}. "
                 "Remove one of them."

@@ -61,7 +61,8 @@ def close_with_batches_in_flight() -> None:
             batches = batches_of(training)
             for _ in range(2):
                 training.pipeline().progress(batches)
-        assert count_threads_and_groups() > before
+        # Rows in line are exchanged by the calling thread, in the groups that are there.
+        assert count_threads_and_groups() > before or kinds == ("sparse_dist",)
         for training in held:
             training.pipeline().close()
             training.pipeline().close()

@@ -65,7 +65,7 @@ CHAIN: dict[str, tuple[str, ...]] = {
     ),
     "train_adapt": (
         *("train", *DATA, *MODEL, "placement=coverage", "pipeline=look_ahead"),
-        *("placement.adapt_every_steps=20"),
+        "placement.adapt_every_steps=20",
     ),
     "evaluate": ("evaluate", "run_dir=runs/train", "num_workers=0"),
     "compare": ("compare", "runs/train", "runs/train_torchrec", "seconds=1"),

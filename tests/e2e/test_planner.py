@@ -132,7 +132,8 @@ def test_a_trial_chooses_and_changes_no_loss(calibrated: Path) -> None:
     assert not trial["is_recorded"]
     assert all(of["block_s"] for of in trial["plans"].values())
     assert len(trial["plans"]) >= 2
-    assert chosen == min(trial["plans"], key=lambda n: trial["plans"][n]["step_s"])
+    fastest = min(trial["plans"], key=lambda n: trial["plans"][n]["step_s"])
+    assert chosen == fastest or "too noisy to tell" in document["why"]
     name = candidate_name(chosen, document["plans"][chosen]["hot_rows"])
     assert document["why"].startswith(f"{name} took ")
     assert figures["pipeline"] == document["plans"][chosen]["pipeline"]
