@@ -16,7 +16,7 @@
 #                         host names, which fails if a host has several names
 #   --rdzv-endpoint H:P   host 0's address and a free port there; needed with several hosts
 #   --rdzv-id ID          name of this run, the same on all hosts, and of its directory, in which the
-#                         same id continues it; needed with several hosts
+#                         same id continues it; needed with several hosts, by default --run-dir
 #   --local-addr ADDR     this host's address for the others, if its name does not resolve
 #   --max-restarts N      restart all ranks after a failure, up to N times; default 0
 #   --shutdown-timeout S  seconds for ranks to save and exit after SIGTERM; torchrun's default 30
@@ -92,6 +92,7 @@ count --max-restarts "$max_restarts" 0
 if ((nnodes > 1)) && [ -z "$endpoint" ]; then
     fail "--rdzv-endpoint: expected host:port of host 0 for $nnodes hosts, got nothing."
 fi
+rdzv_id=${rdzv_id:-${run_dir//\//-}} # torch names a directory by it
 if [ -n "$endpoint" ] && [ -z "$rdzv_id" ]; then
     fail "--rdzv-id: expected a name of this run for all its hosts, got nothing."
 fi

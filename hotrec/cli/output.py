@@ -134,7 +134,8 @@ def _describe_kind(error: BaseException) -> str:
 def _explains_itself(error: BaseException) -> bool:
     """Whether the message is enough without a trace."""
     is_refusal = ": expected " in (_message_of_worker(error) or str(error))
-    return is_refusal or isinstance(error, (*OF_HYDRA, OSError))
+    is_of_rank = hasattr(error, "of_rank")  # another rank prints its trace
+    return is_refusal or is_of_rank or isinstance(error, (*OF_HYDRA, OSError))
 
 
 def _message_of_worker(error: BaseException) -> str | None:

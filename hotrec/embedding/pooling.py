@@ -96,6 +96,7 @@ class _PoolRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        mark("dense")  # what a model of any kind has done since its lookup
         routed = ctx.routed
         grad_rows = sum_segments(
             grads[0].contiguous(),
@@ -137,6 +138,7 @@ class CopyRows(torch.autograd.Function):
 
 
 def _sum_ids(routed: RoutedSequences, grads_KD: torch.Tensor) -> torch.Tensor:
+    mark("dense")
     grad_rows = sum_segments(
         grads_KD, routed.by_row_K, routed.row_offsets_U, None, routed.longest_row
     )

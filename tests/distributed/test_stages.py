@@ -105,7 +105,7 @@ def test_the_loop_traces_each_rank_and_leaves_the_steps_out(tmp_path: Path) -> N
     for rank, summary in enumerate(run_ranks(train, 2, directory=tmp_path)):
         events = read_events(tmp_path / f"rank{rank}.json.gz")
         assert events["step"] == [f"step {step}" for step in range(2, 5)]
-        assert {"dense", "optimizer"} <= {*events["stage"]}
+        assert {"row_lookup", "optimizer"} <= {*events["stage"]}
         for name in ("step_p50_s", "samples_per_s", "measured_step_s", "exposed_communication_s"):
             assert summary[name] is None, name
         assert summary["num_steps"] == 4
