@@ -212,6 +212,8 @@ class Pipeline:
         known = [*of_train.sources, of_eval.source, *waiting]
         source = next((one for one in known if one.batches is batches), None) or Source(batches)
         waiting[:] = [one for one in waiting if one.waiting]
+        # An error of it may offer a batch again, which the next pipeline must compute.
+        self._left = [one for one in self._left if one is not source]
         is_ahead = is_training or source is of_train.source
         return of_train if is_ahead else of_eval, source
 

@@ -536,6 +536,16 @@ def closes_midway(choice: Choice) -> None:
     with program.pipeline(), pytest.raises((OSError, RankError), match="gone"):
         program.go(data)
     program.check(whole(3))
+    # Batches that the other ranks had taken with it wait for the next pipeline.
+    program = Program(choice)
+    held = iter(Loader(mine(5), once(OSError("gone"), [last_rank()], 3)))
+    with program.pipeline():
+        program.go(held, 1)
+    with program.pipeline(), pytest.raises((OSError, RankError), match="gone"):
+        program.go(held)
+    with program.pipeline():
+        program.go(held)
+    program.check(whole(5))
 
 
 def fails_inside_a_step(choice: Choice) -> None:
