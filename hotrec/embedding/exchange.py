@@ -299,7 +299,7 @@ class ColdExchange:
             except TooFewSlotsError as error:
                 missing = max(missing, (error.num_needed, error.num_slots))
         largest = [*missing]
-        for wire in self._wires:
+        for wire in self._wires if self._world_size > 1 else []:
             numbers = ints_on(self._device, largest * wire.world_size)
             largest = max(exchange_counts(wire, numbers.view(-1, 2))[1])
         needed, num_slots = largest
