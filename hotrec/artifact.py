@@ -46,6 +46,15 @@ CHECKSUM = "xxh3_128"
 # Marks a file in a manifest that goes with an artifact.
 _IS_APART = "is_apart"
 # Longer than the two renames of a replacement, after which a reader finds the new artifact.
+# What makes an artifact, by its kind.
+_COMMANDS = {
+    "dataset": "prepare",
+    "profile": "profile",
+    "costs": "calibrate",
+    "partition": "plan",
+    "checkpoint": "train",
+    "model export": "export",
+}
 _REPLACEMENT_S = 10.0
 # Longer than most readings of a manifest; a longer lock means that the artifact is open.
 _SHORT_READ_S = 2.0
@@ -183,9 +192,11 @@ def _open_manifest(manifest: Path, kind: str) -> BinaryIO:
         _wait_for_replacement(real_path(manifest.parent))
         with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return open_file(manifest)
+    command = _COMMANDS.get(kind)
+    advice = f"Run `hotrec {command}`" if command else f"Make the {kind} first"
     raise ArtifactError(
         f"{manifest}: expected the manifest of a {kind}, got no such file. "
-        f"Make the {kind} first, or correct the path."
+        f"{advice}, or correct the path."
     )
 
 

@@ -69,10 +69,14 @@ def is_reader_gone(error: BaseException) -> bool:
 
 
 def print_error(error: BaseException, *, wants_trace: bool) -> None:
-    """Print an error on stderr, once for the ranks of a host that raise the same.
+    """Print an error on stderr, once for the ranks of a host that end with it.
 
     In one write, so that the lines of several ranks do not mix.
     """
+    first = int(os.environ.get("RANK", 0)) - int(os.environ.get("LOCAL_RANK", 0))
+    here = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if getattr(error, "of_rank", None) in here:  # that rank prints it
+        return
     lines = []
     is_logged = any(isinstance(handler, logging.FileHandler) for handler in _open_handlers)
     if wants_trace or not (_explains_itself(error) or is_logged):
@@ -87,13 +91,9 @@ def print_error(error: BaseException, *, wants_trace: bool) -> None:
 
 
 def print_once(text: str, show: Callable[[], None]) -> None:
-    """Call ``show``, unless another rank of this host has printed the same text.
-
-    A rank that ends with the error of another says no more than that one does.
-    """
-    said = re.sub(r"error: \[rank \d+\] (\w+: )?", "error: ", text)
+    """Call ``show``, unless another rank of this host has printed the same text."""
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # <attempt>/<rank>/error.json
-        name = hashlib.sha256(said.encode()).hexdigest()
+        name = hashlib.sha256(text.encode()).hexdigest()
         try:
             (Path(error_file).parents[1] / name).touch(exist_ok=False)
         except FileExistsError:

@@ -84,8 +84,9 @@ def test_a_stage_that_fails_ends_the_chain(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["", " launch.num_ranks=2"])
-def test_a_missing_input_is_named_once(tmp_path: Path, words: str) -> None:
+def test_a_missing_input_names_the_command_that_makes_it(tmp_path: Path, words: str) -> None:
     outcome = hotrec(*f"train data=kuairand{words}".split(), cwd=tmp_path)
     assert outcome.exit_code == 1
     (said,) = outcome.stderr.splitlines()  # not once for each rank
     assert "data/kuairand/dataset/manifest.json: expected the manifest of a dataset, got" in said
+    assert "`hotrec prepare`" in said

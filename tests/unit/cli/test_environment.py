@@ -51,15 +51,23 @@ def test_the_ranks_of_torchrun_are_those_asked_for(variables, num_ranks, is_rank
 
 def test_ranks_that_say_the_same_say_it_once(tmp_path, capsys):
     (tmp_path / "0").mkdir()
-    variables = {"WORLD_SIZE": "2", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "0" / "error.json")}
+    variables = {"WORLD_SIZE": "5", "TORCHELASTIC_ERROR_FILE": str(tmp_path / "0" / "error.json")}
+    variables["LOCAL_WORLD_SIZE"] = "4"
     said = ["key: expected x, got y. Do.", "other: expected x, got y. Do."]
-    for rank, error in enumerate([*map(ValueError, said), RankError(1, f"ValueError: {said[1]}")]):
-        with mock.patch.dict(os.environ, {**variables, "RANK": str(rank)}):
+    of_others = [RankError(1, f"ValueError: {said[1]}"), RankError(0, "OSError: full")]
+    for rank, error in enumerate([*map(ValueError, said), *of_others]):
+        of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with mock.patch.dict(os.environ, {**variables, **of_rank}):
             print_error(error, wants_trace=False)
             print_error(error, wants_trace=False)
     assert capsys.readouterr().err.splitlines() == [
         f"[rank {rank}] error: {text}" for rank, text in enumerate(said)
     ]
+    # The second host of two: its terminal does not show the first one's.
+    elsewhere = {**variables, "RANK": "4", "LOCAL_RANK": "0"}
+    with mock.patch.dict(os.environ, elsewhere):
+        print_error(RankError(0, f"ValueError: {said[0]}"), wants_trace=False)
+    assert said[0] in capsys.readouterr().err
 
 
 def test_a_rank_whose_launcher_is_gone_ends(monkeypatch):
