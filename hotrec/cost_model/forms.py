@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hotrec.cost_model.costs import Costs, Line, World
-from hotrec.types import PipelineKind, PipelineSpec
+from hotrec.types import PipelineSpec
 
 BYTES_PER_ID = 8
 BYTES_PER_FLOAT = 4
@@ -18,7 +18,6 @@ NUM_HOT_MESSAGES = 4
 
 
 SPARSE_DIST = PipelineSpec()
-LOOK_AHEAD = PipelineSpec(PipelineKind.look_ahead)
 
 # Tiers from which TorchRec's unsplit tables are read, in the names of quantities and kernels.
 TIERS = ("device", "host", "hit", "miss")

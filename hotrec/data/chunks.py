@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hotrec.artifact import Artifact, ArtifactError, Verify, commit_artifact, read_artifact
-from hotrec.types import Feature, Rows, Schema
+from hotrec.types import Feature, Schema
 
 DATASET = "dataset"
 SPLITS = ("train", "valid", "test")
@@ -335,15 +335,6 @@ class Dataset:
                 for feature in self.schema.features
             },
         )
-
-    def row_blocks(self, split: str) -> Iterator[dict[str, Rows]]:
-        """The rows that each chunk reads: int64 (K,) per feature, concatenated bags."""
-        for index in range(len(self.chunks(split))):
-            features = self.block(split, index).features
-            yield {
-                name: (ids.values if isinstance(ids, Jagged) else ids).astype(np.int64)
-                for name, ids in features.items()
-            }
 
 
 def _matrix(column: pa.ChunkedArray, width: int) -> Floats:

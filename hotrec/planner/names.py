@@ -7,7 +7,6 @@ TORCHREC, PLANNER = "torchrec", "planner"
 _SYSTEMS = {
     "fae": "FAE",
     "freq_cache": "frequency-aware cache",
-    "hugectr": "HugeCTR's hybrid",  # in runs of versions that had it
     "scars": "SCARS",
 }
 
@@ -27,19 +26,3 @@ def plan_name(plan: str, hot_rows: float | None) -> str:
     if hot_rows is None:
         return system
     return f"{system}, {f'{hot_rows:,.0f}' if hot_rows else 'no'} hot rows"
-
-
-def candidate_name(name: str, hot_rows: float) -> str:
-    """Such as ``hotrec, no hot rows, look_ahead``.
-
-    Args:
-        name: Of a prediction: ``hot_cold look_ahead``, or ``torchrec planner base``, with the tier
-            before the pipeline if it is not the default. Other names are returned unchanged.
-        hot_rows: Their number.
-    """
-    kind, *more = name.split(" ")
-    if kind not in (TORCHREC, "hot_cold", "all_cold"):
-        return name
-    if kind == TORCHREC and more:
-        kind = f"{kind} {more.pop(0)}"
-    return ", ".join([plan_name(kind, hot_rows), *more])

@@ -28,16 +28,6 @@ CASE = Case(
 )  # fmt: skip
 
 
-class NoLoader(list[Batch]):
-    """What a checkpoint wants of a loader, without batches."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        assert state_dict == {}
-
-
 def batches_of(training: Training) -> Iterator[Batch]:
     return (training.batch(step) for step in range(training.case.steps))
 

@@ -236,24 +236,3 @@ def test_bytes_are_those_of_a_step_beside_their_bound() -> None:
     assert found["served_most_over_mean"] == pytest.approx(8 / 6)
     assert figures["planner"]["served_most_over_mean"] is None
     assert found["against"]["planner"]["bytes_ratio"] == 0.25
-
-
-MACHINE = {
-    "processor": "P", "num_cores": 2, "memory_bytes": 1, "gpu": None, "kernel": "k", "python": "3",
-    "packages": {"torch": "2"}, "threads_per_rank": 1, "malloc": {}, "code": "c",
-    "load_average": 0.0, "load_average_after": 0.0,
-}  # fmt: skip
-DATA = {
-    "num_tables": 1, "num_rows": 5, "zipf_exponent": 1.0, "embedding_dim": 2, "batch_size": 3,
-    "num_dense_values": 4,
-}  # fmt: skip
-
-
-def document_of(cases: dict[str, dict[str, Any]], **changes: Any) -> dict[str, Any]:
-    return {
-        "name": "n", "world_size": 1, "num_hosts": 1, "network": "wet string", "optimizer": "sgd",
-        "pipelines": dict.fromkeys(cases, "look_ahead depth 0"), "routing": "main", "rounds": 3,
-        "block_steps": 12, "block_skip": 2, "warmup_rounds": 1, "counted_steps": 1,
-        "loss_tolerance": 1e-4, "partitions": {}, "data": DATA, "machine": MACHINE,
-        "cases": cases, "losses_apart": [], "operators_s": {}, **changes,
-    }  # fmt: skip

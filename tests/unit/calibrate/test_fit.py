@@ -14,7 +14,7 @@ import pytest
 from hotrec.calibrate.fit import fit_corrections, fit_from_run, fit_look_ahead_factor
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Costs, CostsError, World
-from hotrec.cost_model.forms import LOOK_AHEAD, SPARSE_DIST, PipelineSpec, Workload
+from hotrec.cost_model.forms import SPARSE_DIST, PipelineSpec, Workload
 from hotrec.cost_model.step import make_model, make_step_model
 from hotrec.types import STAGES, PipelineKind
 from tests.unit.cost_model.samples import work_of
@@ -104,7 +104,7 @@ def test_costs_are_fitted_from_a_run(tmp_path: Path) -> None:
             make_model(costs, World(2, 1), WORKLOAD, pipeline=pipeline).predict(QUANTITIES)
             for costs in (BUILTIN["cpu_1gbit"], fitted)
         ]
-        for pipeline in (LOOK_AHEAD, SPARSE_DIST)
+        for pipeline in (PipelineSpec(PipelineKind.look_ahead), SPARSE_DIST)
     )
     assert ahead[1].step_s == pytest.approx(1.3 * ahead[0].step_s)
     assert sum(ahead[1].stage_s.values()) == pytest.approx(ahead[1].step_s)

@@ -38,7 +38,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def items_in_order(dataset: Dataset, feature: str) -> np.ndarray:
-    return np.concatenate([rows[feature] for rows in dataset.row_blocks("train")])
+    blocks = [dataset.block("train", at).features for at in range(len(dataset.chunks("train")))]
+    return np.concatenate([getattr(of[feature], "values", of[feature]) for of in blocks])
 
 
 def test_probabilities_are_those_of_the_training_split(dataset: Dataset) -> None:

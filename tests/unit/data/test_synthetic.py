@@ -18,7 +18,9 @@ def small(**settings) -> SyntheticSpec:
 
 
 def rows_of(path, feature: str, split: str = "train") -> np.ndarray:
-    return np.concatenate([rows[feature] for rows in Dataset.open(path).row_blocks(split)])
+    dataset = Dataset.open(path)
+    blocks = (dataset.block(split, at).features for at in range(len(dataset.chunks(split))))
+    return np.concatenate([getattr(of[feature], "values", of[feature]) for of in blocks])
 
 
 def test_the_same_specification_gives_the_same_dataset(tmp_path):
