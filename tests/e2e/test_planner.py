@@ -11,7 +11,6 @@ import pytest
 
 from hotrec.artifact import commit_artifact, scratch_directory
 from hotrec.cost_model.store import read_costs
-from hotrec.planner.names import plan_name
 from hotrec.planner.partition import read_placement
 from tests.e2e.conftest import SMOKE, Workspace, hotrec, refusal
 from tests.helpers.runs import losses
@@ -134,9 +133,6 @@ def test_a_trial_chooses_and_changes_no_loss(calibrated: Path) -> None:
     assert len(trial["plans"]) >= 2
     fastest = min(trial["plans"], key=lambda n: trial["plans"][n]["step_s"])
     assert chosen == fastest or "too noisy to tell" in document["why"]
-    kind, _, pipeline = chosen.rpartition(" ")
-    name = plan_name(kind, document["plans"][chosen]["hot_rows"])
-    assert document["why"].startswith(f"{name}, {pipeline} took ")
     assert figures["pipeline"] == document["plans"][chosen]["pipeline"]
 
     placement = ["placement=torchrec", f"placement.plan={chosen.split()[1]}"]

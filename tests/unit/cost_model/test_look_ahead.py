@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Line, Link, World
-from hotrec.cost_model.forms import LOOK_AHEAD, PipelineSpec, Workload
-from hotrec.types import STAGES, PipelineKind, WireType
+from hotrec.cost_model.forms import Workload
+from hotrec.types import STAGES, PipelineKind, PipelineSpec, WireType
 from tests.unit.cost_model.samples import predict_step, work_of
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overlap=1.0)
@@ -30,7 +30,7 @@ CALM = MIXED | work_of(urgent_rows=0.0)
 
 
 def predict(quantities=MIXED, *, costs=COSTS, world=WORLD, workload=WORKLOAD, **changes):
-    changes = {"pipeline": LOOK_AHEAD} | changes
+    changes = {"pipeline": PipelineSpec(PipelineKind.look_ahead)} | changes
     return predict_step(costs, world, workload, quantities, **changes)
 
 
