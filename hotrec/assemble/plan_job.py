@@ -13,10 +13,10 @@ from hotrec.assemble.policies import ColdRows, choose_hot
 from hotrec.assemble.replay import SlotReplay
 from hotrec.config.groups import CostPlacement, OrderKind, ScarsPlacement, TieredConfig
 from hotrec.cost_model.costs import Costs
-from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.profile import Profile
 from hotrec.cost_model.reuse import TableReuse
+from hotrec.cost_model.step import Workload
 from hotrec.models.plain import Architecture
 from hotrec.models.shape import work_of
 from hotrec.planner.counted import num_overridden

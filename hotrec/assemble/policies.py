@@ -18,9 +18,9 @@ from hotrec.config.groups import (
     TieredConfig,
 )
 from hotrec.cost_model.costs import Costs
-from hotrec.cost_model.forms import BYTES_PER_FLOAT
 from hotrec.cost_model.memory import NUM_REPLICA_GRADIENTS
 from hotrec.cost_model.profile import Profile
+from hotrec.cost_model.step import BYTES_PER_FLOAT
 from hotrec.planner.counted import CountedTables
 from hotrec.planner.machine import Machine
 from hotrec.planner.paper_policies import choose_fae, choose_freq_cache, choose_scars

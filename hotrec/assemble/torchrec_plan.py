@@ -29,9 +29,9 @@ from torchrec.distributed.types import (
 )
 
 from hotrec.assemble.constraints import check_tier
-from hotrec.cost_model.forms import BYTES_PER_FLOAT
 from hotrec.cost_model.memory import NUM_REPLICA_GRADIENTS
 from hotrec.cost_model.quantities import TableSharding
+from hotrec.cost_model.step import BYTES_PER_FLOAT
 from hotrec.embedding.fused import kind_of_kernel
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.machine import DEVICE_RESERVED_FRAC, Machine

@@ -18,8 +18,8 @@ from hotrec.bench.machine import resident_bytes
 from hotrec.bench.samples import ZipfTables
 from hotrec.bench.stored import StoredSamples
 from hotrec.cost_model.costs import Costs
-from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.histogram import CountHistogram
+from hotrec.cost_model.step import Workload
 from hotrec.data.batch import Batch
 from hotrec.models.flops import DenseWork
 from hotrec.models.shape import work_of

@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from hotrec.calibrate.timing import Probe, Work
 from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
-from hotrec.cost_model.look_ahead import FETCHES, MOVEMENTS
+from hotrec.cost_model.step import FETCHES, MOVEMENTS
 from hotrec.data.batch import Batch
 from hotrec.embedding.cached_rows import RowMover, to_device
 from hotrec.embedding.flat import flat_rows, table_begins

@@ -32,8 +32,8 @@ from hotrec.cost_model.costs import (
     fit_bounded,
     ratio_interval,
 )
-from hotrec.cost_model.forms import TIERS
 from hotrec.cost_model.histogram import CountHistogram, build_histogram
+from hotrec.cost_model.step import TIERS
 from hotrec.data.batch import Batch
 from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.planner.policies import choose_all_cold, choose_all_hot, choose_coverage

@@ -168,23 +168,19 @@ class CollectiveCurve:
         fixed, rate = fit_nonnegative(matrix, np.ones(seconds.size))
         return Line(float(fixed), 0.0, float(rate), float(np.median(self.spreads)))
 
-    def line_at(self, num_bytes: float) -> Line:
-        """The line through the smallest message's time and the time of ``num_bytes``.
+    def seconds_at(self, num_bytes: Any) -> Any:
+        """Seconds of messages of these bytes, a number or an array.
 
-        Measured curves are not linear: traffic shaping does not limit short bursts, and gloo
-        changes its algorithm with the size. This line is exact at ``num_bytes``, whose time is
-        interpolated between the sizes and extrapolated from the last two.
+        Interpolated between the sizes, and extrapolated from the last two: measured curves are not
+        linear, since traffic shaping does not limit short bursts, and gloo changes its algorithm
+        with the size.
         """
         sizes = np.asarray(self.sent_bytes, np.float64)
         # The time of a message that took longer than a larger one is noise.
         seconds = np.minimum.accumulate(np.asarray(self.seconds, np.float64)[::-1])[::-1]
-        found = np.interp(num_bytes, sizes, seconds)
-        if num_bytes > sizes[-1]:
-            rate = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
-            found = seconds[-1] + rate * (num_bytes - sizes[-1])
-        fixed = float(seconds[0])
-        per_byte_s = (float(found) - fixed) / num_bytes if num_bytes > sizes[0] else 0.0
-        return Line(fixed, 0.0, per_byte_s, float(np.median(self.spreads)))
+        rate = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])
+        beyond = np.maximum(num_bytes - sizes[-1], 0.0)
+        return np.interp(num_bytes, sizes, seconds) + rate * beyond
 
 
 # Item and bytes of each kernel; a row has D floats of 4 bytes.
@@ -215,6 +211,8 @@ KERNELS: Mapping[str, str] = {
     "dense": "a floating-point operation of the dense layers, forward, backward, loss",
     "dense_update": "a parameter of the dense layers, optimizer",
 }
+# Kinds of steps, which whole runs correct one by one: of TorchRec's plans, and of split tables.
+TORCHREC, IN_LINE, AHEAD = FAMILIES = ("torchrec", "in_line", "look_ahead")
 # Corrections of TorchRec's messages of pooled vectors, in addition to those of rows.
 TORCHREC_STAGE = "torchrec_{}"
 # The kernels without which no step can be predicted, on any device.
@@ -256,7 +254,7 @@ class Costs:
             rank's cold rows: the communication thread competes with computation for cores. Measured
             in whole steps; zero if not measured.
         look_ahead_overlap: ``overlap`` of steps with look-ahead; None if none were measured.
-        look_ahead_factor: Measured over predicted step of a run with look-ahead; 1 without one.
+        factors: Measured over predicted step of a run, by FAMILIES; 1 if absent.
         ratio_interval: 5% and 95% quantiles of measured over predicted step, at most 1 and at
             least 1.
         loader: Processor time of the loader, LOADER_PARTS. Empty if measured without a dataset.
@@ -282,7 +280,7 @@ class Costs:
     corrections: Mapping[str, float] = field(default_factory=dict)
     look_ahead: Line = Line(source="not measured")
     look_ahead_overlap: float | None = None
-    look_ahead_factor: float = 1.0
+    factors: Mapping[str, float] = field(default_factory=dict)
     ratio_interval: tuple[float, float] = UNKNOWN_INTERVAL
     loader: Mapping[str, Line] = field(default_factory=dict)
     doubts: tuple[str, ...] = ()
@@ -346,22 +344,21 @@ class Costs:
         low, high = self.ratio_interval
         return low * step_s, high * step_s
 
-    def collective(self, kind: str, world: World, num_bytes: float | None = None) -> Line:
-        """Seconds of a collective by the bytes that a rank sends (``hotrec.runtime.traffic``).
+    def collective(self, kind: str, world: World) -> Line:
+        """The line of a collective by the bytes that a rank sends.
 
-        A curve measured in exactly this world (its line for messages of ``num_bytes``, or the one
-        that fits all sizes best), else the slower of the links inside and between hosts. Between
-        hosts all ranks of a host send ``World.between_hosts_frac`` of their bytes; inside, an
-        all_to_all sends (m-1)/(W-1) of them with m ranks per host, the others all.
+        The one that best fits a measured curve, else the slower of the links. Between hosts all
+        ranks of a host send ``World.between_hosts_frac`` of their bytes; inside, an all_to_all
+        sends (m-1)/(W-1) of them with m ranks per host, the others all.
 
         Raises:
             CostsError: If the world has several hosts and the costs lack the link between them.
         """
+        local = world.ranks_per_host
         if world.num_ranks == 1:
             return Line(source="one rank sends nothing")
-        if (measured := self._measured(kind, world, 1, num_bytes)) is not None:
-            return measured
-        local = world.ranks_per_host
+        if (curve := self._curve(kind, world, 1)) is not None:
+            return curve.line()
         if world.num_hosts == 1:
             return Line(self.intra.latency_s, 0.0, 1 / self.intra.bytes_per_s)
         inter = self._between(world)
@@ -372,35 +369,47 @@ class Costs:
         per_byte_s = max(inside / self.intra.bytes_per_s, between / rate)
         return Line(self.intra.latency_s + inter.latency_s, 0.0, per_byte_s)
 
-    def _measured(
-        self, kind: str, world: World, num_rails: int, num_bytes: float | None
-    ) -> Line | None:
-        """A measured collective: for messages of ``num_bytes``, or the best fit of all sizes."""
-        for curve in self.curves:
-            if (curve.kind, curve.world, curve.num_rails) == (kind, world, num_rails):
-                return curve.line() if num_bytes is None else curve.line_at(num_bytes)
-        return None
+    def message_s(
+        self, kind: str, world: World, num_bytes: Any, *, is_on_rails: bool = False
+    ) -> Any:
+        """Seconds of a collective in which a rank sends these bytes (``hotrec.runtime.traffic``).
 
-    def on_rails(self, kind: str, world: World, num_bytes: float | None = None) -> Line:
-        """Seconds of a collective of ranks of equal local rank, of all local ranks at once.
+        By a curve measured in exactly this world, else by the links. On rails, ranks of equal local
+        rank exchange, of all local ranks at once: they share the links of a host, and each has one
+        connection to every other host, which may be slower than its share of the links.
 
-        A curve measured on such rails (see ``collective``), else by the link: they share the links
-        of a host, and each has one connection to every other host, which may be slower than its
-        share of the links.
+        Args:
+            kind: One of COLLECTIVES.
+            world: Ranks and hosts.
+            num_bytes: Bytes of a message, a number or an array.
+            is_on_rails: Whether only ranks of equal local rank exchange.
 
         Raises:
             CostsError: If the costs lack the link between hosts.
         """
         local = world.ranks_per_host
         rail = World(world.num_hosts, 1)
-        if (measured := self._measured(kind, rail, local, num_bytes)) is not None:
-            return measured
+        curve = self._curve(kind, rail, local) if is_on_rails else self._curve(kind, world, 1)
+        if curve is not None:
+            return curve.seconds_at(num_bytes)
+        if not is_on_rails:
+            return self.collective(kind, world).seconds(num_bytes=num_bytes)
         inter = self._between(world)
         rate = inter.bytes_per_s / local
         if inter.flow_bytes_per_s is not None:
             rate = min(rate, (world.num_hosts - 1) * inter.flow_bytes_per_s)
         rate *= inter.all_to_all_frac if kind == "all_to_all" else 1.0
-        return Line(inter.latency_s, 0.0, 1 / rate)
+        return inter.latency_s + num_bytes / rate
+
+    def has_curve(self, kind: str, world: World) -> bool:
+        """Whether a collective of all ranks was measured in this world."""
+        return self._curve(kind, world, 1) is not None
+
+    def _curve(self, kind: str, world: World, num_rails: int) -> CollectiveCurve | None:
+        for curve in self.curves:
+            if (curve.kind, curve.world, curve.num_rails) == (kind, world, num_rails):
+                return curve
+        return None
 
     def _between(self, world: World) -> Link:
         if self.inter is None:
@@ -426,15 +435,10 @@ class Costs:
             parts["intra"] = Link(**parts["intra"])
             parts["inter"] = None if parts["inter"] is None else Link(**parts["inter"])
             parts["curves"] = tuple(_read_curve(curve) for curve in parts["curves"])
-            # Costs of earlier versions lack these.
-            if "look_ahead" in parts:
-                parts["look_ahead"] = Line(**parts["look_ahead"])
-            if "ratio_interval" in parts:
-                parts["ratio_interval"] = tuple(parts["ratio_interval"])
-            if "loader" in parts:
-                parts["loader"] = {name: Line(**line) for name, line in parts["loader"].items()}
-            if "doubts" in parts:
-                parts["doubts"] = tuple(parts["doubts"])
+            parts["look_ahead"] = Line(**parts["look_ahead"])
+            parts["ratio_interval"] = tuple(parts["ratio_interval"])
+            parts["loader"] = {name: Line(**line) for name, line in parts["loader"].items()}
+            parts["doubts"] = tuple(parts["doubts"])
             return Costs(**parts)
         except (AttributeError, KeyError, TypeError) as error:
             raise CostsError(
@@ -445,10 +449,7 @@ class Costs:
 
 def _read_curve(document: Mapping[str, Any]) -> CollectiveCurve:
     lists = {key: tuple(document[key]) for key in ("sent_bytes", "seconds", "spreads")}
-    num_rails = document.get("num_rails", 1)  # costs of earlier versions have none on rails
-    return CollectiveCurve(
-        kind=document["kind"], world=World(**document["world"]), num_rails=num_rails, **lists
-    )
+    return CollectiveCurve(**{**document, "world": World(**document["world"]), **lists})
 
 
 def check_costs(costs: Costs) -> None:
@@ -468,6 +469,8 @@ def check_costs(costs: Costs) -> None:
         _expect(overlap is None or 0 <= overlap <= 1, f"{where} {key}", "0..1", overlap)
     has_all = set(costs.loader) in (set(), set(LOADER_PARTS))
     _expect(has_all, f"{where} loader", f"{sorted(LOADER_PARTS)} or none", sorted(costs.loader))
+    strange = sorted(set(costs.factors) - set(FAMILIES))
+    _expect(not strange, f"{where} factors", f"some of {FAMILIES}", strange)
     interval = costs.ratio_interval
     holds_1 = len(interval) == 2 and 0 < interval[0] <= 1 <= interval[1] < math.inf
     _expect(holds_1, f"{where} ratio_interval", "0 < low <= 1 <= high", interval)
@@ -479,7 +482,7 @@ def check_costs(costs: Costs) -> None:
     }
     above_0: dict[str, float] = {
         f"{where} host_bytes": costs.host_bytes,
-        f"{where} look_ahead_factor": costs.look_ahead_factor,
+        **{f"{where} factor {family}": factor for family, factor in costs.factors.items()},
     }
     for level, link in (("intra", costs.intra), ("inter", costs.inter)):
         if link is not None:

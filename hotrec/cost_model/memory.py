@@ -14,8 +14,8 @@ import numpy as np
 
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import Floats, TableDemand
-from hotrec.cost_model.forms import BYTES_PER_FLOAT
 from hotrec.cost_model.quantities import TableSharding, cached_rows, check_tables, host_state_bytes
+from hotrec.cost_model.step import BYTES_PER_FLOAT
 from hotrec.types import (
     Exchange,
     Levels,

@@ -14,7 +14,7 @@ from hotrec.cost_model.caches import (
     num_slots,
     shared_cache_shares,
 )
-from hotrec.cost_model.costs import World
+from hotrec.cost_model.costs import Costs, World
 from hotrec.cost_model.demand import (
     Floats,
     TableDemand,
@@ -24,16 +24,27 @@ from hotrec.cost_model.demand import (
     expected_urgent,
     prob_drawn,
 )
-from hotrec.cost_model.forms import (
+from hotrec.cost_model.histogram import slices
+from hotrec.cost_model.step import (
     BYTES_OF,
     BYTES_PER_FLOAT,
     BYTES_PER_ID,
     QUANTITIES,
     StepPrediction,
+    Workload,
+    predict_step,
 )
-from hotrec.cost_model.histogram import slices
-from hotrec.cost_model.step import StepModel
-from hotrec.types import DEFAULT_LOAD_FRAC, Exchange, RowOrder, Rows, Sharding, TablePlacement, Tier
+from hotrec.types import (
+    DEFAULT_LOAD_FRAC,
+    STAGES,
+    Exchange,
+    PipelineSpec,
+    RowOrder,
+    Rows,
+    Sharding,
+    TablePlacement,
+    Tier,
+)
 
 BYTES_PER_LENGTH = 4
 # For tables without a cache; these shares are not read.
@@ -426,7 +437,13 @@ def torchrec_caches(
     return found
 
 
-def predict_torchrec(model: StepModel, per_rank: Sequence[Mapping[str, float]]) -> StepPrediction:
+def predict_torchrec(
+    costs: Costs,
+    world: World,
+    workload: Workload,
+    pipeline: PipelineSpec,
+    per_rank: Sequence[Mapping[str, float]],
+) -> StepPrediction:
     """Predicts the step of ranks with different quantities.
 
     Stages are separated by collectives, so each takes as long as on its slowest rank. An owner of
@@ -435,14 +452,15 @@ def predict_torchrec(model: StepModel, per_rank: Sequence[Mapping[str, float]]) 
 
     Bytes are those of the mean rank.
     """
-    predictions = [model.predict(quantities) for quantities in per_rank]
+    quantities = {name: np.array([of[name] for of in per_rank]) for name in QUANTITIES}
+    of_ranks = predict_step(costs, world, workload, pipeline, quantities)
     stage_s, hidden_s, sent = {}, {}, {}
-    for stage in model.stages:
-        slowest = max(predictions, key=lambda p: p.stage_s[stage])
-        stage_s[stage] = slowest.stage_s[stage]
-        hidden_s[stage] = slowest.hidden_s[stage]
-        sent[stage] = sum(p.sent_bytes[stage] for p in predictions) / len(predictions)
-    between = sum(p.between_hosts_bytes for p in predictions) / len(predictions)
+    for stage in STAGES:
+        seconds, hidden = np.broadcast_arrays(of_ranks.stage_s[stage], of_ranks.hidden_s[stage])
+        slowest = int(np.argmax(seconds))
+        stage_s[stage], hidden_s[stage] = float(seconds.flat[slowest]), float(hidden.flat[slowest])
+        sent[stage] = float(np.mean(of_ranks.sent_bytes[stage]))
+    between = float(np.mean(of_ranks.between_hosts_bytes))
     return StepPrediction(sum(stage_s.values()), stage_s, hidden_s, sent, between)
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hotrec.cost_model.costs import Costs
-from hotrec.cost_model.forms import BYTES_OF, BYTES_PER_FLOAT, TIERS, StepPrediction
-from hotrec.cost_model.look_ahead import FETCHES, MOVEMENTS
 from hotrec.cost_model.memory import (
     NUM_LASTING_GRADIENTS,
     expanded_bytes,
@@ -21,18 +18,20 @@ from hotrec.cost_model.quantities import (
     predict_torchrec,
     torchrec_quantities,
 )
-from hotrec.cost_model.step import make_model, make_step_model
+from hotrec.cost_model.step import (
+    BYTES_OF,
+    BYTES_PER_FLOAT,
+    FETCHES,
+    MOVEMENTS,
+    StepPrediction,
+    predict_step,
+)
 from hotrec.planner.plan import Plan, SplitTables
 from hotrec.planner.request import Replayed
+from hotrec.planner.search import POOLED_LOADS, pooled_imbalance
 from hotrec.planner.situation import Situation
 from hotrec.types import Exchange, PipelineSpec, Placement, RowFetch, TablePlacement, WireType
 
-# Quantities that are larger on the rank with the most pooled tables.
-POOLED_LOADS = (
-    *(f"pooled_ids_{tier}" for tier in TIERS),
-    *(f"pooled_bytes_{tier}" for tier in TIERS),
-    "pooled_sent_bytes",
-)
 MEMORIES = ("device_bytes", "host_bytes")
 Shardings = Mapping[str, TableSharding]
 
@@ -104,11 +103,9 @@ def predict_shardings(
     pipeline, costs = pipeline.of_torchrec, situation.costs
     world, workload = situation.world, situation.workload
     per_rank = torchrec_quantities(list(situation.demands), shardings, world, workload.batch_size)
-    names = {name for quantities in per_rank for name in quantities}
-    mean = {name: sum(q.get(name, 0.0) for q in per_rank) / len(per_rank) for name in names}
-    model = make_step_model(costs, world, workload, pipeline=pipeline, at=mean)
+    step = predict_torchrec(costs, world, workload, pipeline, per_rank)
     return Prediction(
-        step=situation.beside_loader(predict_torchrec(model, per_rank), is_routed=False),
+        step=situation.beside_loader(step, is_routed=False),
         memory=_memory(situation, {}, shardings, NUM_LASTING_GRADIENTS),
         shardings=shardings,
         beside=_in_memory(
@@ -133,19 +130,14 @@ def predict_split(
         world,
         batch_size=situation.workload.batch_size,
     )
-    factor = _pooled_imbalance(situation, tables)
+    pooled = [d for d in demands if tables[d.name].exchange is Exchange.POOLED]
+    factor = pooled_imbalance(pooled, world)
     quantities = {n: v * factor if n in POOLED_LOADS else v for n, v in quantities.items()}
     if slots is not None:
         quantities |= _moved(situation, tables, slots)
-    model = make_model(
-        situation.costs,
-        world,
-        situation.workload,
-        pipeline=pipeline,
-        at=quantities,
-    )
+    step = predict_step(situation.costs, world, situation.workload, pipeline, quantities)
     return Prediction(
-        step=situation.beside_loader(model.predict(quantities), is_routed=True),
+        step=situation.beside_loader(step, is_routed=True),
         memory=_memory(situation, num_hot, tables, 0),  # replicas have no dense gradient
         quantities=quantities,
         slots=slots,
@@ -213,16 +205,3 @@ def _moved(
     moved = {fetched: slots.num_in, "returned_rows": slots.num_out}
     moved |= {BYTES_OF[items]: host_bytes * number for items, number in moved.items()}
     return {name: number / situation.world.num_ranks for name, number in moved.items()}
-
-
-def _pooled_imbalance(situation: Situation, tables: Mapping[str, TablePlacement]) -> float:
-    """Returns the pooled work of the busiest rank over the mean, with greedy assignment."""
-    loads = [
-        d.dim * (d.lookups_per_sample + d.num_columns)
-        for d in situation.demands
-        if tables[d.name].exchange is Exchange.POOLED
-    ]
-    ranks = [0.0] * situation.world.num_ranks
-    for load in sorted(loads, reverse=True):
-        heapq.heapreplace(ranks, ranks[0] + load)
-    return max(ranks) * len(ranks) / sum(loads) if loads else 1.0

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from hotrec.cost_model.costs import Costs
-from hotrec.cost_model.demand import TableDemand, take_rows
 from hotrec.cost_model.quantities import hot_cold_quantities
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
@@ -29,7 +26,6 @@ from hotrec.planner.search import InfeasibleError, Limits, search_placement
 from hotrec.planner.situation import Situation
 from hotrec.planner.slots import check_slots, choose_slots
 from hotrec.types import (
-    Exchange,
     Levels,
     PipelineKind,
     PipelineSpec,
@@ -43,9 +39,6 @@ from hotrec.types import (
 
 logger = logging.getLogger(__name__)
 
-NUM_LINEARISATIONS = 3
-# Shares of the hot rows tried as smaller hot sets if the step is not linear.
-HOT_SHARES = (0.0, *(2.0**-k for k in range(10, 0, -1)), 0.75, 1.0)
 # With more candidates, each would get too few steps of a trial.
 MAX_TRIED = 6
 
@@ -199,13 +192,7 @@ def _decide(
     memory, so that there may be no split.
     """
     predictions = dict[Plan, Prediction]()
-    in_line: dict[Levels, Plan] = {}
     for pipeline in request.pipelines(situation.machine):
-        if pipeline.kind is PipelineKind.base and pipeline.levels in in_line:
-            # The forms only differ in the cover of the ids, so the tables are the same.
-            plan = dataclasses.replace(in_line[pipeline.levels], pipeline=pipeline)
-            predictions[plan] = predict_split(_split(plan), pipeline, situation)
-            continue
         try:
             plan, prediction = fastest_split(request, by_cost, pipeline, situation)
         except InfeasibleError as error:
@@ -214,13 +201,12 @@ def _decide(
             logger.info("hot and cold rows do not fit: %s", error)
             continue
         predictions[plan] = prediction
-        if pipeline.kind is PipelineKind.sparse_dist:
-            in_line[pipeline.levels] = plan
     if not predictions:
         chosen = fastest_of(baselines)
         return Decision(chosen, explain(chosen, baselines, situation.costs), baselines)
     best = fastest_of(predictions)
-    names = _split(best).tables
+    assert isinstance(best.tables, SplitTables), best.label
+    names = best.tables.tables
     cold = TablePlacement()
     all_cold = SplitTables(dict.fromkeys(names, 0), dict.fromkeys(names, cold))
     chosen = best
@@ -237,19 +223,10 @@ def _decide(
     )
 
 
-def _split(plan: Plan) -> SplitTables:
-    assert isinstance(plan.tables, SplitTables), plan.label
-    return plan.tables
-
-
 def fastest_split(
     request: PlanRequest, by_cost: ByCost, pipeline: PipelineSpec, situation: Situation
 ) -> tuple[Plan, Prediction]:
     """Searches for the split that is predicted to be fastest in a pipeline.
-
-    The search needs linear costs, but measured collectives are not linear in the message size. It
-    uses lines fitted at the message sizes of a likely split, then at those of the result; the best
-    of all results is returned. With look-ahead, smaller hot sets are tried too (``hottest_share``).
 
     Raises:
         InfeasibleError: If no split fits the memory.
@@ -268,85 +245,18 @@ def fastest_split(
         replica_bytes=by_cost.hot_budget_bytes,
         may_pool=by_cost.may_pool and is_whole,
     )
-    at = _likely_quantities(situation)
-    found: list[tuple[SplitTables, Prediction]] = []
-
-    def add(split: SplitTables) -> Prediction:
-        prediction = predict_split(split, pipeline, situation)
-        found.append((split, prediction))
-        return prediction
-
-    for _ in range(NUM_LINEARISATIONS):
-        choice = search_placement(
-            demands,
-            situation.costs,
-            situation.world,
-            workload,
-            limits,
-            at=at,
-            hot_range={name: (number, number) for name, number in by_cost.fixed_hot.items()},
-            pipeline=pipeline,
-        )
-        tables = spread_tables(choice.tables, by_cost.spread)
-        add(SplitTables(choice.num_hot, tables, request.is_routed_by_loader))
-        if any(t.exchange is Exchange.POOLED for t in choice.tables.values()):
-            # The search assumes a balanced load, but a few pooled tables do not spread evenly.
-            limits = dataclasses.replace(limits, may_pool=False)
-        elif not situation.costs.curves:
-            break  # the costs are linear already
-        at = {name: max(value, at[name] / 8) for name, value in choice.quantities.items()}
-    if pipeline.is_look_ahead:
-        for best, _ in tuple(found):
-            for share in HOT_SHARES:
-                num_hot = hottest_share(demands, best.num_hot, share, by_cost.fixed_hot)
-                if not add(dataclasses.replace(best, num_hot=num_hot)).fits(situation):
-                    found.pop()
-    split, prediction = min(found, key=lambda one: one[1].step_s)
-    return Plan(split, pipeline, request.num_workers), prediction
-
-
-def _likely_quantities(situation: Situation) -> dict[str, float]:
-    """Quantities of the split whose hot rows, in whole groups, serve half of the lookups."""
-    num_hot = {}
-    for d in situation.demands:
-        group = int(np.searchsorted(np.cumsum(d.probs_G * d.rows_G), 0.5))
-        num_hot[d.name] = int(d.rows_G[: group + 1].sum())
-    tables = dict.fromkeys(num_hot, TablePlacement())
-    return hot_cold_quantities(
-        list(situation.demands), num_hot, tables, situation.world, situation.workload.batch_size
+    num_hot, tables = search_placement(
+        demands,
+        situation.costs,
+        situation.world,
+        workload,
+        limits,
+        pipeline=pipeline,
+        hot_range={name: (number, number) for name, number in by_cost.fixed_hot.items()},
     )
-
-
-def hottest_share(
-    demands: Sequence[TableDemand],
-    num_hot: Mapping[str, int],
-    share: float,
-    fixed: Collection[str] = (),
-) -> dict[str, int]:
-    """Keeps the rows with the most lookups per byte among the hot rows of all tables.
-
-    With look-ahead the step is not linear: fewer hot rows shorten the hot exchange, which couples
-    two steps, while the exchange of cold rows is hidden. So smaller hot sets are candidates.
-
-    Args:
-        demands: The tables.
-        num_hot: The number of hot rows of each table.
-        share: The share of them to keep, 0..1, rounded down.
-        fixed: Tables that keep all of their hot rows and are not counted.
-    """
-    kept = {d.name: num_hot.get(d.name, 0) for d in demands}
-    free = [d for d in demands if d.name not in fixed]
-    rows = [take_rows(d, kept[d.name]) for d in free]
-    if not sum(part.size for part in rows):  # without lookups, no row is hotter than another
-        return kept | dict.fromkeys((d.name for d in free), 0)
-    density = np.concatenate([d.probs_G * d.lookups_per_sample / d.row_bytes for d in free])
-    table = np.repeat(np.arange(len(free)), [part.size for part in rows])
-    order = np.argsort(-density, kind="stable")
-    most = int(share * sum(kept[d.name] for d in free))
-    ends = np.cumsum(np.concatenate(rows)[order])
-    taken = np.diff(np.minimum(ends, most), prepend=0.0)
-    by_table = np.bincount(table[order], weights=taken, minlength=len(free))
-    return kept | {d.name: int(n) for d, n in zip(free, by_table, strict=True)}
+    split = SplitTables(num_hot, spread_tables(tables, by_cost.spread), request.is_routed_by_loader)
+    prediction = predict_split(split, pipeline, situation)
+    return Plan(split, pipeline, request.num_workers), prediction
 
 
 def _baselines(
@@ -364,21 +274,16 @@ def _baselines(
         shardings = shardings_of(tables, pipeline)
         if isinstance(shardings, str):
             logger.info("%s is not predicted: %s", plan.label, shardings)
-        elif not any(_is_alike(plan, shardings, *other) for other in predictions.items()):
+        elif not any(_is_alike(shardings, other.shardings) for other in predictions.values()):
             predictions[plan] = predict_shardings(shardings, pipeline, situation)
 
-    first, *others = request.torchrec_pipelines()
+    in_line = request.torchrec_pipeline
     for tables in ON_DEVICE:
-        add(tables, first)
-    for pipeline in others:
-        for plan, prediction in tuple(predictions.items()):
-            if plan.pipeline == first:
-                other = dataclasses.replace(plan, pipeline=pipeline)
-                predictions[other] = predict_shardings(prediction.shardings, pipeline, situation)
+        add(tables, in_line)
     has_host = situation.machine.device == "cuda" and "pooled_host" in situation.costs.kernels
     for tables in ON_HOST if has_host else ():
         is_cached = tables.tier is TorchrecTier.fused_uvm_caching
-        pipeline = first.with_kind(PipelineKind.prefetch) if is_cached else first
+        pipeline = in_line.with_kind(PipelineKind.prefetch) if is_cached else in_line
         if pipeline.kind in request.kinds and not any(map(_is_in_device, predictions.values())):
             add(tables, pipeline)
     return predictions
@@ -388,8 +293,8 @@ def _is_in_device(prediction: Prediction) -> bool:
     return all(sharding.tier is Tier.DEVICE for sharding in prediction.shardings.values())
 
 
-def _is_alike(plan: Plan, shardings: Shardings, other: Plan, prediction: Prediction) -> bool:
-    """Whether two plans of TorchRec shard the tables alike in the same pipeline.
+def _is_alike(shardings: Shardings, others: Shardings) -> bool:
+    """Whether two plans of TorchRec shard the tables alike.
 
     The rank of a table is ignored, since TorchRec's planner chooses it in all of them.
     """
@@ -397,8 +302,7 @@ def _is_alike(plan: Plan, shardings: Shardings, other: Plan, prediction: Predict
     def kinds(shardings: Shardings) -> dict[str, tuple[str, Tier]]:
         return {name: (s.kind, s.tier) for name, s in shardings.items()}
 
-    is_same = plan.pipeline.kind is other.pipeline.kind
-    return is_same and kinds(shardings) == kinds(prediction.shardings)
+    return kinds(shardings) == kinds(others)
 
 
 def fastest_of(predictions: Mapping[Plan, Prediction]) -> Plan:
@@ -421,18 +325,11 @@ def in_doubt(decision: Decision, costs: Costs, *, may_decline: bool = True) -> l
         if (may_decline or plan.is_hotrec) and costs.interval_s(prediction.step_s)[0] < max_s
     ]
 
-    def order(plan: Plan) -> tuple[bool, float]:
-        # base is predicted like sparse_dist, without its overlap.
-        return plan.pipeline.kind is PipelineKind.base, predictions[plan].step_s
-
-    ordered = sorted(plans, key=order)
+    ordered = sorted(plans, key=lambda plan: predictions[plan].step_s)
     # Prediction errors are similar within a kind, and a short trial may only reach two candidates.
     rivals = [plan for plan in ordered if plan.is_hotrec is not ordered[0].is_hotrec][:1]
     others = [plan for plan in ordered if plan not in rivals]
-    by_speed = sorted(others, key=lambda plan: predictions[plan].step_s)
-    likely = by_speed[: MAX_TRIED - len(rivals)]
-    others = [plan for plan in others if plan in likely]
-    return [*others[:1], *rivals, *others[1:]]
+    return [*others[:1], *rivals, *others[1:]][:MAX_TRIED]
 
 
 def explain(chosen: Plan, predictions: Mapping[Plan, Prediction], costs: Costs) -> str:

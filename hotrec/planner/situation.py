@@ -12,7 +12,6 @@ from typing import Any
 from hotrec.cost_model.builtin import BUILTIN, NEAREST_BUILTIN
 from hotrec.cost_model.costs import Costs, CostsError, World
 from hotrec.cost_model.demand import Floats, TableDemand, build_demand
-from hotrec.cost_model.forms import StepPrediction, Workload
 from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.locality import (
     TableLocality,
@@ -24,7 +23,7 @@ from hotrec.cost_model.reuse import (
     excess_reuse,
     read_again,
 )
-from hotrec.cost_model.step import with_loader
+from hotrec.cost_model.step import StepPrediction, Workload, with_loader
 from hotrec.cost_model.store import check_host, fit_to_world, read_costs
 from hotrec.planner.machine import DEVICE_RESERVED_FRAC, HOST_RESERVED_FRAC, Machine
 from hotrec.types import TableOutput

@@ -12,8 +12,8 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBag
 
 from hotrec.assemble.torchrec_plan import shardings_by
 from hotrec.cost_model.demand import expected_distinct, expected_urgent
-from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.profile import Profile
+from hotrec.cost_model.step import Workload
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.document import balance_of_owners
 from hotrec.planner.machine import Machine

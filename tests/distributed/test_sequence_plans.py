@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 import hotrec
 from hotrec.assemble.torchrec_plan import shardings_of
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.forms import Workload
+from hotrec.cost_model.step import Workload
 from hotrec.data.batch import Batch
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import SplitTables

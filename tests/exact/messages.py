@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hotrec.cost_model.costs import World
-from hotrec.cost_model.forms import BYTES_OF, hot_messages
+from hotrec.cost_model.step import BYTES_OF, hot_messages
 from hotrec.embedding.hot_reduce import HotReducer, Shapes
 from hotrec.runtime.hosts import TwoLevelWire
 from hotrec.runtime.traffic import count_sent_bytes
@@ -190,8 +190,7 @@ def hot_rows_send_what_is_predicted() -> None:
             for rows, num in nums.items():
                 quantities[rows] += num
                 quantities[BYTES_OF[rows]] += 4 * dim * num
-        among, _ = hot_messages(World(size, size), WIRES[wire_type][1] / 4)
-        expected = among.value(quantities)
+        expected, _ = hot_messages(World(size, size), WIRES[wire_type][1] / 4, quantities)
         reducer = make_reducer(LARGE, wire_type)
         with count_sent_bytes() as traffic:
             reducer.reduce(of_ranks[rank])

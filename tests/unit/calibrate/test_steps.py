@@ -23,7 +23,7 @@ from hotrec.calibrate.steps import (
 )
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import NARROWEST_INTERVAL, Costs
-from hotrec.cost_model.forms import StepPrediction
+from hotrec.cost_model.step import StepPrediction
 from hotrec.planner.predict import Prediction
 from hotrec.types import STAGES
 

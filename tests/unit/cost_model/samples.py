@@ -7,9 +7,8 @@ import numpy as np
 from hotrec.cost_model.blocks import Block
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import build_demand
-from hotrec.cost_model.forms import BYTES_OF, SPARSE_DIST, StepPrediction
 from hotrec.cost_model.histogram import build_histogram
-from hotrec.cost_model.step import make_model
+from hotrec.cost_model.step import BYTES_OF
 from hotrec.types import Feature, Schema, Table
 
 # "query" and "item" read one table; "tags" is multi-hot.
@@ -23,14 +22,6 @@ SCHEMA = Schema(
     ),
     tables=(Table("users", 50), Table("words", 20), Table("tags", 9)),
 )
-
-
-def predict_step(
-    costs, world, workload, quantities, *, pipeline=SPARSE_DIST, **options
-) -> StepPrediction:
-    """Predicts one step, with measured collectives at its own message sizes."""
-    model = make_model(costs, world, workload, pipeline=pipeline, at=quantities, **options)
-    return model.predict(quantities)
 
 
 def make_demand(

@@ -27,7 +27,7 @@ from hotrec.cost_model.costs import (
     World,
     ratio_interval,
 )
-from hotrec.cost_model.look_ahead import MOVEMENTS
+from hotrec.cost_model.step import MOVEMENTS
 from hotrec.cost_model.store import check_host, find_costs, fit_to_world, read_costs, write_costs
 
 HOST = {"device": "cpu", "processor": "A", "num_cores": 2, "packages": {"torch": "2.13.0"}}
@@ -116,7 +116,7 @@ def test_a_curve_is_exact_at_measured_sizes_and_between_them() -> None:
     asked = {**dict(zip(shaped.sent_bytes, shaped.seconds, strict=True)), 2.5e6: 20e-3, 10.0: 2e-4}
     asked[8e6] = 64e-3  # beyond the largest the last two go on: 8 ns a byte
     for size, seconds in asked.items():
-        assert shaped.line_at(size).seconds(num_bytes=size) == pytest.approx(seconds)
+        assert shaped.seconds_at(size) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("name", BUILTIN)

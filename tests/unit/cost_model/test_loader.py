@@ -9,8 +9,7 @@ import pytest
 
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Line
-from hotrec.cost_model.forms import StepPrediction
-from hotrec.cost_model.step import with_loader
+from hotrec.cost_model.step import StepPrediction, with_loader
 
 # 6 ms of computation and 4 of exposed communication, 2 more of it hidden.
 STEP = StepPrediction(

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Line, Link, World
-from hotrec.cost_model.forms import Workload
+from hotrec.cost_model.step import LOOK_AHEAD, Workload, predict_step
 from hotrec.types import STAGES, PipelineKind, PipelineSpec, WireType
-from tests.unit.cost_model.samples import predict_step, work_of
+from tests.unit.cost_model.samples import work_of
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overlap=1.0)
 WORLD = World(2, 1)
@@ -29,9 +29,8 @@ MIXED = work_of(
 CALM = MIXED | work_of(urgent_rows=0.0)
 
 
-def predict(quantities=MIXED, *, costs=COSTS, world=WORLD, workload=WORKLOAD, **changes):
-    changes = {"pipeline": PipelineSpec(PipelineKind.look_ahead)} | changes
-    return predict_step(costs, world, workload, quantities, **changes)
+def predict(quantities=MIXED, *, costs=COSTS, world=WORLD, workload=WORKLOAD, pipeline=LOOK_AHEAD):
+    return predict_step(costs, world, workload, pipeline, quantities)
 
 
 def with_link(bytes_per_s, latency_s=3e-4, **changes):
@@ -40,8 +39,7 @@ def with_link(bytes_per_s, latency_s=3e-4, **changes):
 
 
 def message_s(num_bytes, num_messages=1, costs=COSTS, world=WORLD):
-    line = costs.collective("all_to_all", world, num_bytes / num_messages)
-    return num_messages * line.fixed_s + num_bytes * line.per_byte_s
+    return num_messages * costs.message_s("all_to_all", world, num_bytes / num_messages)
 
 
 @pytest.mark.parametrize(("wire", "value"), [("fp32", 4), ("bf16", 2)])

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from hotrec.cost_model.costs import REQUIRED, Costs, Line, Link, World
 from hotrec.cost_model.demand import expected_distinct, expected_urgent, prob_drawn
-from hotrec.cost_model.forms import QUANTITIES, Workload
 from hotrec.cost_model.quantities import (
     TableSharding,
     between_hosts_bound_bytes,
@@ -17,7 +16,7 @@ from hotrec.cost_model.quantities import (
     served_by_shard,
     torchrec_quantities,
 )
-from hotrec.cost_model.step import make_model, make_step_model
+from hotrec.cost_model.step import QUANTITIES, SPARSE_DIST, Workload, predict_step
 from hotrec.runtime.traffic import SentBytes, lower_bound_between_hosts_bytes
 from hotrec.types import (
     Exchange,
@@ -66,7 +65,7 @@ def test_hot_cold_as_simulated(world_size):
     quantities = hot_cold_quantities(
         [demand], {"a": num_hot}, {"a": TablePlacement()}, world, batch_size
     )
-    sent = make_step_model(ONE_TIER, world, WORKLOAD).predict(quantities).sent_bytes
+    sent = predict_step(ONE_TIER, world, WORKLOAD, SPARSE_DIST, quantities).sent_bytes
     trials = []
     num_draws = num_columns * bag_size * batch_size
     for ranks in samples.draw_steps(probs, num_draws, world_size=world_size, num_steps=150):
@@ -92,7 +91,8 @@ def test_bytes_between_hosts_as_counted(kind, levels, monkeypatch):
     )
     quantities = hot_cold_quantities([demand], {}, {"a": TablePlacement()}, world, batch_size)
     workload = dataclasses.replace(WORKLOAD, num_dense_values=num_dense)
-    model = make_model(ONE_TIER, world, workload, pipeline=PipelineSpec(kind, levels=levels))
+    pipeline = PipelineSpec(kind, levels=levels)
+    step = predict_step(ONE_TIER, world, workload, pipeline, quantities)
     # An id, and with look-ahead two flags in reply; a row and its gradient.
     row_bytes = (6 if kind is PipelineKind.look_ahead else 4) + 2 * 64
     # The dense layers add up inside hosts first (NCCL); a ring's count is 3/4 instead of 1/2.
@@ -118,7 +118,7 @@ def test_bytes_between_hosts_as_counted(kind, levels, monkeypatch):
             )
         counted.append(between + dense_bytes)
         bounds.append(bound / 4)
-    predicted = model.predict(quantities).between_hosts_bytes
+    predicted = step.between_hosts_bytes
     predicted_bound = between_hosts_bound_bytes([demand], world, num_dense)
     for found, trials in ((predicted, counted), (predicted_bound, bounds)):
         assert abs(found - np.mean(trials)) <= 4 * np.std(trials, ddof=1) / np.sqrt(400) + 1

@@ -8,9 +8,9 @@ import pytest
 
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import CollectiveCurve, World
-from hotrec.cost_model.forms import Workload
+from hotrec.cost_model.step import SPARSE_DIST, Workload, predict_step
 from hotrec.types import STAGES
-from tests.unit.cost_model.samples import predict_step, work_of
+from tests.unit.cost_model.samples import work_of
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overlap=0.5)
 WORLD = World(2, 1)
@@ -29,8 +29,8 @@ COLD = {name: value for name, value in MIXED.items() if not name.startswith(("ho
 @pytest.mark.parametrize("overlap", [0.0, 0.3, 1.0])
 def test_a_share_of_what_travels_is_hidden(overlap: float) -> None:
     costs = replace(COSTS, overlap=overlap)
-    none = predict_step(replace(COSTS, overlap=0.0), WORLD, WORKLOAD, MIXED)
-    step = predict_step(costs, WORLD, WORKLOAD, MIXED)
+    none = predict_step(replace(COSTS, overlap=0.0), WORLD, WORKLOAD, SPARSE_DIST, MIXED)
+    step = predict_step(costs, WORLD, WORKLOAD, SPARSE_DIST, MIXED)
     assert step.step_s == pytest.approx(sum(step.stage_s.values()))
     assert set(step.stage_s) == set(STAGES)
     assert min(*step.stage_s.values(), *step.hidden_s.values()) >= 0
@@ -43,7 +43,7 @@ def test_a_share_of_what_travels_is_hidden(overlap: float) -> None:
 
 
 def test_bytes_are_those_of_the_exchanges() -> None:
-    sent = predict_step(COSTS, WORLD, WORKLOAD, MIXED).sent_bytes
+    sent = predict_step(COSTS, WORLD, WORKLOAD, SPARSE_DIST, MIXED).sent_bytes
     assert sent["ids_exchange"] == pytest.approx(4e3 * 4 / 2)
     assert sent["rows_exchange"] == sent["grads_exchange"] == pytest.approx(4e3 * 256 / 2)
     assert sent["hot_exchange"] == pytest.approx(2.2e3 / 2 * 260)
@@ -59,5 +59,7 @@ def test_curves_are_exact_at_the_message_sizes_of_the_step(rows: int) -> None:
     costs, quantities = replace(COSTS, curves=(curve,), overlap=0.0), work_of(cold_rows=rows)
     sent = rows * 256 / 2
     wanted = 2e-4 + max(0.0, sent - 256e3) / 125e6 + sent * costs.kernels["copy"].per_byte_s
-    found = predict_step(costs, WORLD, WORKLOAD, COLD | quantities).stage_s["rows_exchange"]
+    found = predict_step(costs, WORLD, WORKLOAD, SPARSE_DIST, COLD | quantities).stage_s[
+        "rows_exchange"
+    ]
     assert found == pytest.approx(wanted, rel=1e-6)

@@ -6,11 +6,10 @@ import numpy as np
 
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
 from hotrec.cost_model.demand import TableDemand
-from hotrec.cost_model.forms import QUANTITIES, Workload
 from hotrec.cost_model.memory import replica_row_bytes
 from hotrec.cost_model.quantities import hot_cold_quantities
-from hotrec.cost_model.step import make_step_model
-from hotrec.planner.search import Limits
+from hotrec.cost_model.step import QUANTITIES, Workload, predict_step
+from hotrec.planner.search import POOLED_LOADS, Limits, pooled_imbalance
 from hotrec.types import Exchange, Sharding, TablePlacement
 
 GROUPS = ("cold_groups", "hot_groups", "pooled_groups", "replicated_groups")
@@ -39,6 +38,7 @@ def make_demand(rng, name, *, dim, row_bytes, num_draws, world, num_groups, most
         by_rank_G=of_rank,
         by_any_G=of_any,
         by_host_G=of_host if world.has_levels else None,
+        by_both_G=of_rank * of_any,
         by_host_both_G=of_host * of_any if world.has_levels else None,
     )
 
@@ -101,13 +101,22 @@ def make_case(seed, *, most_tables=3, num_groups=3, most_rows=2):
     return demands, costs, world, workload, Limits(device_bytes, host_bytes, replica)
 
 
+def step_of(case, pipeline, num_hot, tables):
+    """The step's seconds with a placement."""
+    demands, costs, world, workload, _ = case
+    quantities = hot_cold_quantities(demands, num_hot, tables, world, workload.batch_size)
+    pooled = [d for d in demands if tables[d.name].exchange is Exchange.POOLED]
+    quantities |= {n: quantities[n] * pooled_imbalance(pooled, world) for n in POOLED_LOADS}
+    return predict_step(costs, world, workload, pipeline, quantities).step_s
+
+
 def limit_sizes(limits, is_cpu):
     """Device, host and replica bytes, infinite where there is no limit."""
     replica = np.inf if limits.replica_bytes is None else limits.replica_bytes
     return np.array([np.inf if is_cpu else limits.device_bytes, limits.host_bytes, replica])
 
 
-def brute_force(demands, costs, world, workload, limits):
+def brute_force(demands, costs, world, workload, limits, pipeline):
     """The least predicted step over every placement with prefixes hot; None if nothing fits.
 
     All combinations of what each table can do, at once: quantities are sums over tables, except
@@ -137,19 +146,27 @@ def brute_force(demands, costs, world, workload, limits):
             total[key] = np.maximum(total.get(key, np.zeros(shape)), needs)
     for name in GROUPS:
         total[name] = sum(total[f"{name} {dim}"] for dim in {d.dim for d in demands})
+    for name in POOLED_LOADS:
+        total[name] = total[name] * _imbalances(demands, every, world)
     fits = (memory <= sizes * (1 + 1e-9)).all(axis=-1)
     if not fits.any():
         return None
-    return float(_seconds(make_step_model(costs, world, workload), total)[fits].min())
+    step_s = predict_step(costs, world, workload, pipeline, total).step_s
+    return float(np.broadcast_to(step_s, shape)[fits].min())
 
 
-def _seconds(model, total):
-    """``StepModel.predict`` for arrays of quantities."""
-    step_s = 0.0
-    for form in model.stages.values():
-        excess = form.wire.value(total) - model.overlap * form.cover.value(total)
-        step_s = step_s + form.compute.value(total) + np.maximum(excess, 0.0)
-    return np.broadcast_to(step_s, total["lookups"].shape)
+def _imbalances(demands, every, world):
+    """The imbalance of each combination's pooled tables."""
+    found = np.ones([len(options) for options in every])
+    for at in np.ndindex(found.shape):
+        placed = [options[i][1] for i, options in zip(at, every, strict=True)]
+        pooled = [
+            demand
+            for demand, of in zip(demands, placed, strict=True)
+            if of.exchange is Exchange.POOLED
+        ]
+        found[at] = pooled_imbalance(pooled, world)
+    return found
 
 
 def _options(demand, world, limits, is_cpu):

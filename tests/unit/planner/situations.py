@@ -9,8 +9,8 @@ import numpy as np
 
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Link
-from hotrec.cost_model.forms import Workload
 from hotrec.cost_model.quantities import TableSharding
+from hotrec.cost_model.step import Workload
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
 from hotrec.planner.predict import Shardings

@@ -16,7 +16,8 @@ from hotrec.planner.situation import Situation
 from hotrec.types import PipelineKind, PipelineSpec, WireType
 from tests.unit.planner.situations import COUNTS, skewed_situation
 
-BY_COST = ByCost(may_pool=False)
+# Some of the rows are hot.
+BY_COST = ByCost(may_pool=False, hot_budget_bytes=10_000)
 
 
 def fastest(of: Situation, pipeline: PipelineSpec) -> tuple[Plan, Prediction]:

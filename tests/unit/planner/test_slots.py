@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from hotrec.cost_model.step import LOOK_AHEAD
 from hotrec.planner.plan import SplitTables
 from hotrec.planner.propose import Decision, propose
 from hotrec.planner.request import GivenTables, PlanRequest, Replayed, SlotRequest
 from hotrec.planner.slots import LOAD_FRACS, SlotsError, check_slots
-from hotrec.types import Partition, PipelineKind, PipelineSpec, Placement, Tier
+from hotrec.types import Partition, Placement, Tier
 from tests.unit.planner.situations import NUM_ROWS, machine, situation
 
 
@@ -51,8 +52,7 @@ class Counted:
 
 
 def propose_slots(slots: SlotRequest, on: Any, load_frac: float = 0.3) -> Decision:
-    look_ahead = PipelineSpec(PipelineKind.look_ahead)
-    request = PlanRequest(GivenTables(place(load_frac), slots), look_ahead, name="all_cold")
+    request = PlanRequest(GivenTables(place(load_frac), slots), LOOK_AHEAD, name="all_cold")
     return propose(request, on, lambda tables, pipeline: "unasked")
 
 

@@ -41,8 +41,11 @@ def test_auto_takes_base_where_features_cannot_be_read_ahead(
             assert choice.pipeline is PipelineKind.base
 
 
-def test_auto_keeps_to_models_that_can_be_read_ahead(one_rank: Ranks) -> None:
-    assert chosen(Model, SOME, batch_size=24).pipeline is PipelineKind.sparse_dist
+def test_auto_reads_features_ahead_for_torchrecs_plans(one_rank: Ranks) -> None:
+    counted = hotrec.profile([make_batch(0)], Model())
+    choice = chosen(Model, counted, batch_size=24)
+    in_line = PipelineKind.base if choice.plan.is_hotrec else PipelineKind.sparse_dist
+    assert choice.pipeline is in_line
 
 
 def test_the_mean_of_weighted_means_is_that_of_all_samples(

@@ -56,3 +56,5 @@ def test_torchrecs_plans_are_compared_where_they_train_the_same_weights() -> Non
     choice = choose(columns, OptimizerKind.rowwise_adagrad)
     assert "TorchRec" not in choice.why
     assert choice.placement is not None
+    # The only pipeline that can train the model.
+    assert choice.pipeline is PipelineKind.sparse_dist
