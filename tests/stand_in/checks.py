@@ -6,8 +6,6 @@ import gc
 import mmap
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +23,7 @@ from hotrec.embedding.table_memory import fused_modules
 from hotrec.runtime.ranks import Ranks, broadcast_object
 from hotrec.types import POPULAR_ROW, OptimizerKind
 from tests.distributed.test_calibrate import tiny_target
-from tests.exact.case import PARTITIONS, Case, draw_cases, fit
+from tests.exact.case import draw_cases
 from tests.exact.test_checkpoints import run_routes
 from tests.exact.training import run_cases
 from tests.gpu.test_parity import device_routes
@@ -37,7 +35,6 @@ from tests.stand_in.model import Run, Training
 from tests.stand_in.steps import figures
 
 NUM_ROUTES = 10
-PIPELINES = ("sparse_dist", "base", "look_ahead")
 
 
 def device() -> torch.device:
@@ -140,38 +137,27 @@ def memory_freed_too_early_is_seen() -> None:
 # -------------------------------------------------------------------------------------- training
 
 
-def parity_cases(hosts: str, num_of_each: int) -> list[Case]:
-    """So many of every pipeline with every optimizer; the rest is drawn."""
-    kinds = [*product(OptimizerKind, PIPELINES)] * num_of_each
-    tiers = ("device", "cached")
-    drawn = draw_cases(hosts, len(kinds), 1, tiers, device=str(device()))
-    cases = []
-    for case, (kind, pipeline) in zip(drawn, kinds, strict=True):
-        is_cut = case.micro_batches and pipeline == "look_ahead"
-        changes = {"pipeline": pipeline, "micro_batches": is_cut, "skip": False}
-        cases.append(fit(replace(case, optimizer=kind.value, **changes)))  # type: ignore[arg-type]
-    return cases
-
-
-def training_equals_the_unsplit_reference() -> None:
-    cases = parity_cases("0" * dist.get_world_size(), 3)
-    assert {case.partition for case in cases} == set(PARTITIONS)
+def check_cases(hosts: str, num: int, **given: Any) -> None:
+    """As ``tests/gpu/test_parity.py`` does it with one rank, which runs on the stand-in too."""
+    given = {"device": str(device()), "skip": False, **given}
+    cases = draw_cases(hosts, num, 1, ("device", "cached"), **given)
     assert {case.tier for case in cases} == {"device", "cached"}
     assert {case.output for case in cases} == {"bags", "sequences", "packed"}
+    assert {case.optimizer for case in cases} == {kind.value for kind in OptimizerKind}
     assert any(case.adapt for case in cases)
-    assert any(case.evaluate for case in cases)
     found = run_cases(cases)
     assert not found.failures, "\n".join(found.failures)
     assert found.num_moved > 0
 
 
+def training_equals_the_unsplit_reference() -> None:
+    check_cases("00", 30)
+
+
 def training_in_two_levels_equals_the_unsplit_reference() -> None:
     """On two pretended hosts."""
-    each = dist.get_world_size() // 2
-    cases = parity_cases("0" * each + "1" * each, 1)
     with mock.patch.dict("os.environ"):
-        found = run_cases([replace(case, levels="two") for case in cases])
-    assert not found.failures, "\n".join(found.failures)
+        check_cases("0011", 16, levels="two")
 
 
 def checkpoints_go_on_as_the_unsplit_model() -> None:

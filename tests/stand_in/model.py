@@ -42,15 +42,14 @@ from hotrec.types import (
     PipelineKind,
     PipelineSpec,
     Placement,
-    RowFetch,
     Sharding,
     TablePlacement,
     Tier,
 )
 from tests.helpers.dense import shape_of
 
-NUM_DENSE = 3
-DIM = 8
+NUM_DENSE, DIM, MOST_IDS = 3, 8, 3
+HOT = {"a": 20, "b": 10, "d": 12}
 # Of models of sequences; the candidate and the history, with a column beside it, read one table.
 FEATURES = {"a": ["of_a", "seen"], "b": ["seen_b"], "c": ["of_c"], "d": ["of_d"]}
 HISTORY = ["seen", "seen_b"]
@@ -64,16 +63,10 @@ class Run:
         pipeline: its name.
         routing: "loader" (batches come routed and pinned) or "device".
         optimizer: of the rows.
-        dims: embedding dimensions; with 2 the model is an MLP, since a DLRM has one.
         num_rows: of each table.
-        hot: hot rows of each table.
-        most_ids: of a bag.
         batch_size: of a rank.
-        depth: of look_ahead.
         tier: of the cold rows.
-        row_fetch: how cold rows in tier cached come to the device.
-        skew: power of the uniform draw; the higher, the more often low rows are read.
-        skews: of tables that have another.
+        skews: of tables whose low rows are read more or less often than those of the others.
         micro_batches: of look_ahead.
         pooled: a table whose columns its owner sends pooled, in the default group; "" for none.
         kind: dlrm, hstu, sasrec, or packed for ``LateLinear`` over a packed collection.
@@ -82,15 +75,9 @@ class Run:
     pipeline: str = "sparse_dist"
     routing: str = "loader"
     optimizer: str = "sgd"
-    dims: int = 1
     num_rows: dict[str, int] = field(default_factory=lambda: {"a": 200, "b": 120, "c": 60, "d": 90})
-    hot: dict[str, int] = field(default_factory=lambda: {"a": 20, "b": 10, "d": 12})
-    most_ids: int = 3
     batch_size: int = 16
-    depth: int = 1
     tier: str = "device"
-    row_fetch: str = "staged"
-    skew: float = 2.0
     skews: dict[str, float] = field(default_factory=dict)
     micro_batches: bool = False
     pooled: str = ""
@@ -113,7 +100,7 @@ def configs(run: Run) -> list[Any]:
         EmbeddingBagConfig(
             name=table,
             num_embeddings=num_rows,
-            embedding_dim=DIM // 2 if run.dims == 2 and table == "c" else DIM,
+            embedding_dim=DIM,
             feature_names=[f"of_{table}"],
             pooling=PoolingType.MEAN if table == "b" else PoolingType.SUM,
         )
@@ -139,20 +126,6 @@ class PackedLayers(nn.Module):
         return logits
 
 
-class BagsModel(nn.Module):
-    """Pooled rows of two dimensions, and a layer."""
-
-    def __init__(self, bags: nn.Module, dims: int, device: torch.device) -> None:
-        super().__init__()
-        self.bags = bags
-        torch.manual_seed(1)
-        self.out = nn.Linear(NUM_DENSE + dims, 1).to(device)
-
-    def forward(self, dense_BN: torch.Tensor, sparse: Any) -> torch.Tensor:
-        logits: torch.Tensor = self.out(torch.cat((dense_BN, self.bags(sparse).values()), dim=1))
-        return logits
-
-
 class PackedModel(nn.Module):
     """Packed sequences, and their layers."""
 
@@ -174,7 +147,7 @@ def _sequence_model(run: Run, tables: Sequence[Any], sequences: Any, device: tor
     shape = shape_of(
         ModelKind[run.kind], NUM_DENSE, features, DIM, dense_layer_sizes=[], over_layer_sizes=[8, 1]
     )
-    roles = {"side": HISTORY[1:], "context": ["of_c"], "max_length": run.most_ids}
+    roles = {"side": HISTORY[1:], "context": ["of_c"], "max_length": MOST_IDS}
     shape = replace(shape, args={**shape.args, **roles})
     return build_architecture(shape, sequences, 1, device)
 
@@ -186,12 +159,10 @@ class Training:
         self.run, self.device = run, device
         world_size = dist.get_world_size()
         rng = np.random.default_rng(3)
-        hot = {table: rng.permutation(num).astype(np.int64) for table, num in run.hot.items()}
+        hot = {table: rng.permutation(num).astype(np.int64) for table, num in HOT.items()}
         partition = Partition(run.num_rows, hot)
         load = 0.6 if run.tier == "cached" else None
-        of_table = TablePlacement(
-            tier=Tier(run.tier), cache_load_frac=load, row_fetch=RowFetch(run.row_fetch)
-        )
+        of_table = TablePlacement(tier=Tier(run.tier), cache_load_frac=load)
         placed = dict.fromkeys(run.num_rows, of_table)
         if run.pooled:
             changes = {"exchange": Exchange.POOLED, "sharding": Sharding.TABLE_WISE}
@@ -207,15 +178,13 @@ class Training:
         model: Any
         if run.reads_sequences:
             model = _sequence_model(run, tables, embeddings, device)
-        elif run.dims == 1:
+        else:
             features = [(name, table.name) for table in tables for name in table.feature_names]
             shape = shape_of(
                 ModelKind.dlrm, NUM_DENSE, features, DIM, dense_layer_sizes=[8, DIM],
                 over_layer_sizes=[8, 1],
             )  # fmt: skip
             model = build_architecture(shape, embeddings, 1, device)
-        else:
-            model = BagsModel(embeddings, sum(t.embedding_dim for t in tables), device)
         task = ClickTask(model, world_size)
         kind = OptimizerKind(run.optimizer)
         spec = OptimizerSpec(kind, learning_rate=0.1, eps=1e-3)
@@ -230,7 +199,7 @@ class Training:
         dense = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1)
         self.optimizer = make_optimizer(self.model, spec, dense)
         spec_of = PipelineSpec(
-            PipelineKind[run.pipeline], depth=run.depth, window=0, micro_batches=run.micro_batches
+            PipelineKind[run.pipeline], window=0, micro_batches=run.micro_batches
         )
         self.pipeline = make_pipeline(spec_of, self.model, self.optimizer, device)
         self.pipeline.start()
@@ -240,13 +209,13 @@ class Training:
         run = self.run
         rng = np.random.default_rng((11, step, dist.get_rank()))
         ids, lengths, keys = [], [], []
-        of_history = rng.integers(0, run.most_ids + 1, run.batch_size)
+        of_history = rng.integers(0, MOST_IDS + 1, run.batch_size)
         for table in configs(run):
             for key in table.feature_names:
                 counts = of_history
                 if key not in HISTORY:
-                    counts = rng.integers(0, run.most_ids + 1, run.batch_size)
-                draws = rng.random(int(counts.sum())) ** run.skews.get(table.name, run.skew)
+                    counts = rng.integers(0, MOST_IDS + 1, run.batch_size)
+                draws = rng.random(int(counts.sum())) ** run.skews.get(table.name, 2.0)
                 ids.append((draws * table.num_embeddings).astype(np.int64))
                 lengths.append(counts)
                 keys.append(key)

@@ -33,7 +33,6 @@ ON_TWO_RANKS = [
 ]
 ON_ONE_RANK = [
     "a_step_of_slots_starts_few_operations",
-    "training_equals_the_unsplit_reference",
     "calibration_cuts_long_bags",
 ]
 
@@ -81,9 +80,7 @@ BOUNDS = {
     "base-loader": Bound({"pipeline": "base", "routing": "loader"}, 4, 4),
     "look_ahead-loader": Bound({"pipeline": "look_ahead", "routing": "loader"}, 2, 6),
     "look_ahead-device": Bound({"pipeline": "look_ahead", "routing": "device"}, 2, 8),
-    "look_ahead-two-dims": Bound(
-        {"pipeline": "look_ahead", "dims": 2, "micro_batches": True}, 12, 24
-    ),
+    "look_ahead-parts": Bound({"pipeline": "look_ahead", "micro_batches": True}, 12, 24),
     # Of these up to four are of threads that move rows, and one is of slots that hardly suffice.
     "look_ahead-slots": Bound({"pipeline": "look_ahead", "tier": "cached"}, 2, 12),
     # TorchRec's own lookup of the table that its owner pools waits.
