@@ -106,23 +106,6 @@ class Running:
                     return
             time.sleep(0.005)
 
-    def process(self, role: str) -> int:
-        """The pid of the launcher, the agent, "rank 0" and so on, or of "worker" of rank 0."""
-        found = {"launcher": self.pid}
-        for pid in descendants(self.pid):
-            variables = _environment(pid)
-            if "RANK" in variables:
-                found.setdefault(f"rank {variables['RANK']}", pid)
-            elif pid != self.pid and "hotrec.cli.ranks" in _command(pid):
-                found.setdefault("agent", pid)
-        if role == "worker":
-            parent = found.get("rank 0", self.pid)
-            return next(pid for pid in children(parent) if "resource_tracker" not in _command(pid))
-        return found[role]
-
-    def signal(self, role: str, number: signal.Signals) -> None:
-        os.kill(self.process(role), number)
-
     def left(self, grace_s: float) -> list[str]:
         """The command lines of processes that outlive it by more than ``grace_s``."""
         until_s = time.monotonic() + grace_s
@@ -261,12 +244,3 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     except OSError:
         return ""
-
-
-def _environment(pid: int) -> dict[str, str]:
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return {}
-    pairs = (entry.decode(errors="replace").partition("=") for entry in entries)
-    return {name: value for name, _, value in pairs}

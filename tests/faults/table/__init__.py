@@ -10,9 +10,8 @@ from tests.faults.table import artifacts, data, runs
 
 # Of each class the ordinary tests run every so many-th case of one rank: those that take a second.
 FAST_EVERY = {
-    "artifact": 40, "manifest": 90, "state": 5, "rundir": 20, "data": 23, "names": 31, "append": 7,
-    "generations": 4, "export": 10, "predict": 10, "resume": 12, "kill": 12, "together": 8,
-    "disk": 12, "worker": 4,
+    "artifact": 40, "manifest": 90, "rundir": 20, "data": 11, "names": 31, "export": 10,
+    "predict": 10, "resume": 10, "kill": 12, "together": 4, "disk": 12, "worker": 2,
 }  # fmt: skip
 
 

@@ -160,44 +160,6 @@ UNTRUE: list[tuple[str, str, str, Any, str]] = [
 ]
 
 
-def _tensors(suffix: str, value: float) -> Change:
-    """The checkpoint with a value in the last place of a tensor."""
-
-    def edit(path: Path) -> None:
-        from safetensors.torch import load, save
-
-        tensors = load(path.read_bytes())
-        name = next(name for name in sorted(tensors) if name.endswith(suffix))
-        tensors[name].view(-1)[-1] = value
-        path.write_bytes(save(tensors))
-
-    return forge.with_file(CHECKPOINT, "tensors/00000-00000.safetensors", edit)
-
-
-def _first_piece(first: list[int]) -> Change:
-    def edit(document: Any) -> None:
-        tensors = document["content"]["tensors"]
-        name = next(name for name in sorted(tensors) if name.endswith("t0.weight"))
-        tensors[name]["pieces"][0]["first"] = first
-
-    return forge.rehashed(CHECKPOINT, edit)
-
-
-NAN, INF = float("nan"), float("inf")
-
-
-def _state_cases() -> Iterator[Case]:
-    """A checkpoint whose hashes are right and whose content is not."""
-    for reader in ("resume", "evaluate"):
-        add = partial(READERS[reader].case, refused)
-        for first in ([-1, 0], [3, 0], [0, 1], [0]):
-            yield add(f"state/{reader}-piece-{'.'.join(map(str, first))}", "t0.weight", _first_piece(first))
-        for suffix, value in (("t0.weight", NAN), ("t3.weight", INF), (".bias", NAN)):
-            yield add(f"state/{reader}-{suffix}-{value}", "tensors/00000", _tensors(suffix, value))
-    for suffix, value in (("t0.weight/momentum1", -1.0), ("t0.weight/momentum1", NAN), ("/sum", -1.0)):
-        yield READERS["resume"].case(refused, f"state/{suffix}-{value}", suffix.rpartition("/")[2], _tensors(suffix, value))
-
-
 LATEST = f"{ONE}/checkpoints/latest"
 CONFIG, SUMMARY, METRICS = (f"{ONE}/{name}" for name in ("config.yaml", "summary.json", "metrics.jsonl"))
 # Of a run's files: who reads it, and whether it is refused if it is no whole one.
@@ -248,5 +210,4 @@ def cases(reference: Path) -> Iterator[Case]:
     yield from _manifest_cases(reference)
     for number, (reader, artifact, place, value, key) in enumerate(UNTRUE):
         yield READERS[reader].case(refused, f"manifest/untrue-{number:02d}-{place.rpartition('/')[2]}", key, forge.rehashed(artifact, forge.put(f"content/{place}", value)))
-    yield from _state_cases()
     yield from _run_cases()

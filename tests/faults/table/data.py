@@ -1,4 +1,4 @@
-"""Logs: bytes, values and names that are wrong, by format; samples that come twice; files to score."""
+"""Logs: bytes and names that are wrong, by format; files to score."""
 
 # A case is a line, however long.
 # ruff: noqa: E501
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import forge
-from tests.faults.case import Case, Change, Check, Made, either, refused, works
+from tests.faults.case import Case, Change, either, refused, works
 from tests.faults.workspace import (
     DATASET,
     DAYS,
@@ -81,7 +81,6 @@ FORMATS: dict[str, tuple[str, Any]] = {
     "log.parquet": ("parquet", in_parquet),
     "log.arrow": ("arrow", in_arrow),
 }
-TABLES = ("log.parquet", "log.arrow")
 
 
 def log(content: bytes | None = None, name: str = "log.csv", **source: Any) -> Change:
@@ -93,21 +92,6 @@ def log(content: bytes | None = None, name: str = "log.csv", **source: Any) -> C
     return forge.several(forge.written("conf/data/log.yaml", text), forge.written(name, write(ROWS) if content is None else content))
 
 
-def samples(number: int) -> Check:
-    def check(made: Made) -> str | None:
-        found = sum(made.figures[-1]["num_samples"].values())
-        return None if found == number else f"{found} samples were prepared, not {number}"
-
-    return check
-
-
-# What is no value of a column, in texts and in JSON, and in tables; a list is one of many values.
-BAD_VALUES: dict[str, tuple[list[Any], list[Any]]] = {
-    "label": (["2", "0.5", "nan", "", "maybe", "-1"], [None, "maybe", 2, 0.5]),
-    "price": (["cheap", "nan", "inf", "1e39", "1e999", "0x10", "1_000"], [float("nan"), float("inf"), 1e300, "cheap", [1.0, 2.0]]),
-    "user": ([], [0.5, float("nan"), b"\xff\xfe", {"a": 1}, [1, 2]]),
-    "tags": ([], [[[1], [2]], [1.5]]),
-}
 BIG = 1 << 27
 # Bytes that are no log, by what is wrong.
 BAD_BYTES: dict[str, tuple[bytes, str]] = {
@@ -128,26 +112,6 @@ BAD_BYTES: dict[str, tuple[bytes, str]] = {
     "pickle": (forge.CONTENTS["pickle"], "log.csv|columns"),
 }
 SPECIAL = ("/dev/zero", "/dev/null", "/dev/urandom", "/dev/stdin", "absent.csv", "absent/*.csv", "[.csv")
-GOOD: dict[str, tuple[Change, int]] = {
-    **{f"as-{name}": (log(None, name), 60) for name in FORMATS},
-    "no-final-newline": (log(in_csv(ROWS).rstrip()), 60),
-    "crlf": (log(in_csv(ROWS).replace(b"\n", b"\r\n")), 60),
-    "gzip-members": (log(gzip.compress(in_csv(ROWS)[:300]) + gzip.compress(in_csv(ROWS)[300:]), "log.csv.gz"), 60),
-    "quoted": (log(in_csv(ROWS).replace(b",u3,", b',"u,\n3",')), 60),
-    "id-missing": (log(in_csv(ROWS).replace(b",u3,", b",,")), 60),
-    "id-1mb": (log(in_csv(ROWS).replace(b",u3,", b"," + b"x" * (1 << 20) + b",", 1)), 60),
-    "one-sample": (log(in_csv(ROWS[:1]), split={"valid_frac": 0, "test_frac": 0}), 1),
-    "skipped": (log(in_csv(ROWS).replace(b",u3,", b",", 1), on_bad_line="skip"), 59),
-}
-
-
-def _value_cases() -> Iterator[Case]:
-    for column, (texts, values) in BAD_VALUES.items():
-        for name in FORMATS:
-            for value in values if name in TABLES else texts if name in ("log.csv", "log.jsonl") else []:
-                bad = [{**row, column: value} if n == 30 or name in TABLES else row for n, row in enumerate(ROWS)]
-                change = log(FORMATS[name][1](bad), name)
-                yield refused(f"data/{name}-{column}-{str(value).replace(' ', '')}", LOG, column, change, **OUTPUT)
 
 
 def _byte_cases() -> Iterator[Case]:
@@ -165,8 +129,6 @@ def _byte_cases() -> Iterator[Case]:
     for file in SPECIAL:
         yield refused(f"data/{file.replace('/', '.')}", LOG, file, forge.several(log(), log(b"", "unused.csv", files=[file])), **OUTPUT)
     yield refused("data/bomb", LOG, "log.csv.gz", lambda folder: log(forge.zeros(1 << 30), "log.csv.gz")(folder), **OUTPUT)
-    for name, (change, number) in GOOD.items():
-        yield works(f"data/good-{name}", LOG, change, check=samples(number), **OUTPUT)
     for name, content in (("bom", b"\xef\xbb\xbf" + in_csv(ROWS)), ("nul", in_csv(ROWS).replace(b"u3", b"\0\0")), ("cr", in_csv(ROWS).replace(b"\n", b"\r")), ("latin-1", in_csv(ROWS).replace(b"u3", b"\xfc3"))):
         yield either(f"data/{name}", LOG, "log.csv", log(content), **OUTPUT)
     yield refused("data/second-file", LOG, "two.csv", forge.several(log(files=["log.csv", "two.csv"]), forge.written("two.csv", "label,price\n1,2\n")), **OUTPUT)
@@ -202,77 +164,6 @@ def _name_cases() -> Iterator[Case]:
 
 
 # ---------------------------------------------------- datasets that grow: (in which form) x (which split)
-
-DAY_MS = 86_400_000
-SPLITS: dict[str, dict[str, Any]] = {
-    "random": {"kind": "fraction", "valid_frac": 0.2, "test_frac": 0.2},
-    "last": {"kind": "last", "valid_frac": 0.2, "test_frac": 0.2},
-    "time": {"kind": "time", "column": "at", "valid_from": 1e15},
-}
-
-
-def _day(day: int) -> list[str]:
-    return [f"{DAY_MS * day + n},{n % 2},{day}.{n * 7919 % 1000:03d},u{(n * n + day) % 17},i{n % 11}\n" for n in range(60)]
-
-
-def _text(*days: list[str]) -> bytes:
-    return "".join(["at,label,price,user,item\n", *(row for day in days for row in day)]).encode()
-
-
-DAY_1, DAY_2, DAY_3 = (_day(day) for day in (1, 2, 3))
-# The first day once more, in another form.
-AGAIN = {
-    "copy": _text(DAY_1),
-    "reordered": _text(DAY_1[::-1]),
-    "gz": gzip.compress(_text(DAY_1)),
-    "half": _text(DAY_1[30:], DAY_2[:30]),
-}
-
-
-def _grown(first: bytes, more: bytes, split: str, name: str = "more.csv") -> Change:
-    columns = {"label": {"kind": "label"}, "price": {"kind": "dense"}, "user": {"kind": "categorical"}, "item": {"kind": "categorical"}}
-    return forge.several(log(first, columns=columns, split=SPLITS[split]), forge.written(name, more))
-
-
-def _growth_cases() -> Iterator[Case]:
-    for (form, content), split in product(AGAIN.items(), SPLITS):
-        if form == "copy" or split == "time":
-            name = f"again.csv{'.gz' if form == 'gz' else ''}"
-            yield refused(f"append/{form}-{split}", f"{LOG}\n{LOG} append=[{name}]", "append", _grown(_text(DAY_1), content, split, name), **OUTPUT)
-    grow, more = f"{LOG}\n{LOG} append=[more.csv]", _grown(_text(DAY_1), _text(DAY_2), "time")
-    for words, change, train in ((grow, more, 120), (f"{grow}\n{LOG} overwrite=true", more, 60)):
-        yield works(f"append/works-{words[-22:].replace('/', '.')}", words, change, check=_trained_on(train), **OUTPUT)
-    growing = log(_text(DAY_1, DAY_2, DAY_3), columns={k: v for k, v in {"label": {"kind": "label"}, "user": {"kind": "categorical"}}.items()}, split=SPLITS["time"])
-    first, following = (f"data.source.split.valid_from={day * DAY_MS} data.source.split.test_from={(day + 1) * DAY_MS}" for day in (2, 3))
-    yield works("append/growing-log", f"{LOG} {first}\n{LOG} append=[log.csv] {following}", growing, check=_trained_on(120), **OUTPUT)
-    yield refused("append/growing-log-same-bounds", f"{LOG} {first}\n{LOG} append=[log.csv] {first}", "valid_from", growing, **OUTPUT)
-    for name, words, key in (("split", "data.source.split.kind=fraction", "split.kind"), ("column", "data.source.split.column=price", "split.column"), ("unit", "+data.source.times.at=s", "times.at"), ("back", f"data.source.split.valid_from={DAY_MS}", "valid_from")):
-        yield refused(f"append/other-{name}", f"{grow} {words}", key, more, **OUTPUT)
-    for name, words in (("without", LOG), ("empty", f"{LOG} append=[]"), ("pruned", f"{LOG} append=[] prune=null"), ("synthetic", f"prepare {TINY} paths.dataset=data/log/dataset")):
-        yield refused(f"generations/rebuilt-{name}", f"{grow}\n{words}", "overwrite=true", more, **OUTPUT)
-    days = "prepare --config-dir conf data=days append=[more.csv]\n{}"
-    new_day = forge.written("more.csv", "label,price,user,tags\n" + "".join(f"{n % 2},{n}.25,u{n % 5},a{n % 3}\n" for n in range(60)))
-    yield works("generations/evaluated", days.format(f"evaluate run_dir={DAYS_RUN} split=valid"), new_day, outputs=("data/days",))
-    for number in (0, 1):
-        yield works(f"generations/pruned-{number}", days.format(f"prepare --config-dir conf data=days prune={number}"), new_day, check=_kept(number), outputs=("data/days",))
-    for words, key in ((f"{LOG} prune=-1", "prune"), ("run --config-dir conf data=log prune=1", "prune"), (f"{LOG} prune=1", "data/log/dataset")):
-        yield refused(f"generations/{words[:3]}-{words[-8:].strip()}", words, key, log(), **OUTPUT)
-
-
-def _trained_on(number: int) -> Check:
-    def check(made: Made) -> str | None:
-        found = made.figures[-1]["num_samples"]["train"]
-        return None if found == number else f"{found} samples are for training, not {number}"
-
-    return check
-
-
-def _kept(number: int) -> Check:
-    def check(made: Made) -> str | None:
-        found = len(made.figures[-1]["kept"])
-        return None if found == number else f"{found} generations are kept, not {number}"
-
-    return check
 
 
 # ------------------------------------------------------------- exported, and files to score
@@ -321,5 +212,5 @@ def _serving_cases() -> Iterator[Case]:
 
 
 def cases(_: Path) -> Iterator[Case]:
-    for part in (_value_cases, _byte_cases, _name_cases, _growth_cases, _serving_cases):
+    for part in (_byte_cases, _name_cases, _serving_cases):
         yield from part()

@@ -18,7 +18,6 @@ from tests.faults import forge
 from tests.faults.case import (
     Act,
     Case,
-    Change,
     Complaint,
     Made,
     either,
@@ -58,8 +57,7 @@ if TYPE_CHECKING:
 
 OWN: dict[str, Any] = {"variables": in_run(ONE), "outputs": (ONE,)}
 TWO_RANKS = f"{TRAIN} launch.num_ranks=2"
-STOPPED_RANK_CODE = 75
-KILL, TERM, INT, HUP, STOP = signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGSTOP
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 STEP = "runs/new/metrics.jsonl"
 
 
@@ -89,7 +87,6 @@ WHEN: dict[str, tuple[str, dict[str, Any]]] = {
     "older": (f"{GO_ON} trainer.resume={ONE}/{FIRST}", {**NEW, "check": latest_whole(24, "runs/new")}),
     "ranks": (f"{GO_ON} launch.num_ranks=2", {"variables": in_run(TWO), "outputs": (TWO,), "check": latest_whole(24, TWO)}),
 }
-ADAPTIVE = "placement.adapt_every_steps=3 placement.adapt_max_rows=4"
 SLOTS = (
     "placement=all_cold placement.cold_tier=cached placement.cache_load_frac=0.75 pipeline=look_ahead "
     "trainer.eval_splits=[] trainer.num_epochs=1000 trainer.max_steps=400 trainer.save_every_steps=150"
@@ -134,27 +131,16 @@ def _resume_cases() -> Iterator[Case]:
             more = {**more, **RANKS}
         key = (key,) if key else ()
         yield make(f"resume/{when}-{override.replace(' ', '-').replace('/', '.')}", f"{words} {override}", *key, **more)
-    # In two halves: the same losses and weights as without the stop.
-    for name, words, run in (("plain", TRAIN, ONE), ("workers", f"{TRAIN} trainer.num_workers=2", ONE), ("ranks", TWO_RANKS, TWO), ("adaptive", f"{TWO_RANKS} {ADAPTIVE}", TWO)):
-        yield works(f"resume/halves-{name}", f"{words} trainer.max_steps=8\n{words}", check=same_run("runs/new", run), limit_s=90, **NEW)
     for name, words in (("slots", f"{TRAIN} {SLOTS}"), ("half-slots", f"{TRAIN} {SLOTS} placement.cold_rows=bf16")):
         yield works(f"resume/killed-{name}", words, act=_killed_and_resumed(words, 200), check=same_run("runs/second", "runs/new", in_reference=False), limit_s=120, **NEW)
     yield works("resume/goes-on", GO_ON, check=latest_whole(24), **OWN)
     yield works("resume/fewer-ranks", GO_ON, check=latest_whole(24, TWO), variables=in_run(TWO), outputs=(TWO,))
     yield works("resume/other-run", f"{TRAIN} trainer.resume={ONE}/{FIRST}", check=same_tensors("runs/new", ONE), **NEW)
-    older = f"{GO_ON} trainer.resume={ONE}/{FIRST} trainer.save_every_steps=2"
-    for steps, keep in ((14, 0), (15, 0), (16, 0), (14, 1)):
-        yield works(f"resume/older-to-{steps}-keep-{keep}", f"{older} trainer.max_steps={steps} trainer.keep_checkpoints={keep or 3}", check=latest_whole(steps), **OWN)
-        yield either(f"resume/none-to-{steps}-keep-{keep}", f"{GO_ON} trainer.resume=none trainer.max_steps={steps} trainer.keep_checkpoints={keep or 3}", "resume|checkpoints", check=latest_whole(steps), **OWN)
     yield works("resume/finished", TRAIN, check=_finished, variables=in_run(ONE))
     yield works("resume/finished-ranks", TWO_RANKS, variables=in_run(TWO), limit_s=90)
     yield either("resume/fewer-steps", f"{TRAIN} trainer.max_steps=14", "num_steps|max_steps", variables=in_run(ONE))
     for name, words in (("evaluate", EVALUATE), ("prepare", PREPARE)):
         yield either(f"resume/{name}-into-run", words, ONE, variables=in_run(ONE), outputs=("data/tiny",))
-    warm, layer = f"{TRAIN} trainer.warm_start={ONE}", "model.over_layer_sizes=[16,1]"
-    for words, key in ((f"{warm} model.embedding_dim=8 model.dense_layer_sizes=[8,8]", "embedding_dim|shape"), (f"{warm} {layer}", "warm_start_names"), (f"{warm} +trainer.warm_start_names={{nothing:user}}", "warm_start_names.nothing"), (f"{TRAIN} +trainer.warm_start_names={{user:user}}", "warm_start_names")):
-        yield refused(f"resume/warm-{words[-22:].strip().replace('/', '.')}", words, key, **NEW)
-    yield works("resume/warm-left-out", f"{warm} {layer} +trainer.warm_start_names={{layers.top:null}}", **NEW)
     # What a kill has left is removed or taken up.
     yield refused("resume/dataset-replaced", GO_ON, "dataset", forge.copied("data/other/dataset", DATASET), variables=in_run(ONE))
     yield works("resume/latest-missing", GO_ON, forge.damaged(f"{ONE}/checkpoints/latest", "deleted"), check=latest_whole(24), **OWN)
@@ -216,49 +202,14 @@ def _kill_cases() -> Iterator[Case]:
         yield Case(f"kill/{stage}-{moment}", (words,), act=act, check=check, exit_codes=(0, 137), speaks=False, may_leave=True, outputs=("data/tiny", "data/served", "data/new"), limit_s=120, grace_s=12, **NEW)
 
 
-# ------------------------------------------------------------------------ callbacks and workers
-
-CALLBACK = """import sys
-from hotrec.train.callbacks import Callback
-
-class Told(Callback):
-    def on_log(self, line):
-        {body}
-"""
-
-
-def _callback_cases() -> Iterator[Case]:
-    words = f"{TRAIN} trainer.callbacks=[told.Told]"
-    more: dict[str, Any] = {"is_exec": True, "limit_s": 120, "variables": {**in_run("runs/new"), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": os.pathsep.join((".", os.environ.get("PYTHONPATH", ".")))}}
-    for name, body in (("exit", "sys.exit(0)"), ("error", "raise ValueError")):
-        yield refused(f"callback/{name}", words, "told.Told.on_log", forge.written("told.py", CALLBACK.format(body=body)), **more)
-        yield refused(f"callback/import-{name}", words, "told.Told", forge.written("told.py", f"import sys\n{body}\n"), **more)
-    without = forge.written("prometheus_client.py", "raise ImportError('no package')\n")
-    yield refused("callback/metrics-port-without-package", f"{TRAIN} trainer.metrics_port=9400", "trainer.metrics_port", without, **more)
+# ---------------------------------------------------------------------------------------- workers
 
 
 def _worker_cases() -> Iterator[Case]:
     """Errors inside loader workers, of one rank and of two."""
-    chunks = [f"{DATASET}/chunks/{name}" for name in ("train-00000.arrow", "valid-00000.arrow", "train-00001.arrow")]
-    for path, ranks in product(chunks[:2], (1, 2)):
+    for chunk, ranks in product(("train-00000", "valid-00000"), (1, 2)):
         more = {**NEW, **(RANKS if ranks == 2 else {})}
-        yield refused(f"worker/{Path(path).stem}-garbled-{ranks}", f"{TRAIN} trainer.num_workers=2 launch.num_ranks={ranks}", Path(path).stem, forge.damaged(path, "garbled"), **more)
-    for kind, workers in product(("deleted", "cut", "emptied"), (0, 2)):
-        act = _while_stopped(forge.damaged(chunks[2], kind), STEP, 1)
-        yield either(f"worker/{kind}-during-run-{workers}", f"{TRAIN} trainer.num_workers={workers}", "train-00001", act=act, check=same_run("runs/new", ONE), outputs=(DATASET,), **NEW)
-
-
-def _while_stopped(change: Change, ready: str, lines: int) -> Act:
-    """Change files at a moment of a run at which nothing of it moves."""
-
-    def act(running: Running) -> Complaint:
-        running.wait_for(ready, lines=lines)
-        os.killpg(running.pid, STOP)
-        change(running.folder)
-        os.killpg(running.pid, signal.SIGCONT)
-        return None
-
-    return act
+        yield refused(f"worker/{chunk}-garbled-{ranks}", f"{TRAIN} trainer.num_workers=2 launch.num_ranks={ranks}", chunk, forge.damaged(f"{DATASET}/chunks/{chunk}.arrow", "garbled"), **more)
 
 
 # ------------------------------------------------------------------------------ beside each other
@@ -298,73 +249,51 @@ def _together_cases() -> Iterator[Case]:
     yield works("together/two-prepares", large, act=beside(large, "data/tiny/.dataset*.tmp/**/*.arrow", codes=(1,), stopped=True), check=whole_artifact(DATASET), limit_s=90, **both)
     # What is read is made anew meanwhile.
     other = f"{PREPARE} data.synthetic.seed=9"
-    for name, words, second, key, ready, check in (
-        ("prepare-during-run-0", TRAIN, other, "dataset", STEP, same_run("runs/new", ONE)),
-        ("prepare-during-run-2", f"{TRAIN} trainer.num_workers=2", other, "dataset", STEP, same_run("runs/new", ONE)),
-        ("prepare-during-evaluate", EVALUATE, other, "dataset", log_file, None),
-        ("prepare-during-profile", PROFILE, other, "dataset", log_file, whole_artifact(PROFILED)),
-        ("profile-during-plan", PLAN, f"{PROFILE} profile.heldout_frac=0.5", "profile", log_file, whole_artifact(PARTITION)),
+    for name, words, ready, check in (
+        ("run-0", TRAIN, STEP, same_run("runs/new", ONE)),
+        ("run-2", f"{TRAIN} trainer.num_workers=2", STEP, same_run("runs/new", ONE)),
+        ("profile", PROFILE, log_file, whole_artifact(PROFILED)),
     ):
-        yield either(f"together/{name}", words, key, act=beside(second, ready, stopped=True, lines=2 if ready == STEP else 0), check=check, **both)
-    for name, words, target in (("profiles", PROFILE, PROFILED), ("plans", PLAN, PARTITION), ("exports", EXPORT_AGAIN, SERVED)):
-        yield either(f"together/two-{name}", words, Path(target).name, act=beside(words, log_file), check=same_artifact(target), **both)
+        yield either(f"together/prepare-during-{name}", words, "dataset", act=beside(other, ready, stopped=True, lines=2 if ready == STEP else 0), check=check, **both)
     yield works("together/evaluate-during-run", GO_ON, act=beside(EVALUATE, f"{ONE}/metrics.jsonl", codes=(0,), lines=17), check=latest_whole(24), **OWN)
 
 
-# ------------------------------------------------------------- signals: (to whom) x (which) x (when)
+# ----------------------------------------------------------------- signals: (what runs) x (which)
 
 
-def send(role: str, number: signal.Signals, ready: str = STEP, lines: int = 3) -> Act:
-    """A signal to one process, once a file is there."""
+def send(number: signal.Signals, ready: str, lines: int) -> Act:
+    """A signal to the command, once a file is there."""
 
     def act(running: Running) -> Complaint:
         running.wait_for(ready, lines=lines)
         if running.poll() is not None:
             return "unclear", "the command ended before the signal"
-        running.signal(role, number)
+        os.kill(running.pid, number)
         return None
 
     return act
 
 
 LONG = f"{TRAIN} trainer.num_epochs=1000000 trainer.max_steps=1000000 trainer.save_every_steps=500 trainer.watchdog_s=4"
-# Without the workers of evaluation, which wait for their turn whatever happens to them.
-WITH_WORKERS = "trainer.eval_splits=[] trainer.num_workers=2"
 CHUNKS = "data.synthetic.rows_per_chunk=100000"
+# What is there, and how many lines of it, when the signal is sent.
 STAGES = {
-    "prepare": (f"{PREPARE} data.synthetic.num_train=3000000 {CHUNKS}", "data/tiny/.dataset*.tmp/**/*.arrow"),
-    "prepare-ranks": (f"{PREPARE} launch.num_ranks=2 data.synthetic.num_train=6000000 {CHUNKS}", "data/tiny/.dataset*.tmp/**/*.arrow"),
-    "evaluate": (f"{EVALUATE} launch.num_ranks=1 num_workers=2", "runs/new/log.txt"),
-    "calibrate": (f"calibrate {TINY} calibrate.cap_mib=64", "runs/new/log.txt"),
-    "bench": ("bench bench=smoke bench.rounds=500", "runs/new/log.txt"),
-    "export": (EXPORT_AGAIN, "data/served/.model*.tmp"),
-    "predict": (PREDICT, "data/new/.scores*.tmp"),
+    "train": (f"{LONG} trainer.num_workers=2", STEP, 3),
+    "train-ranks": (f"{LONG} launch.num_ranks=2", STEP, 3),
+    "prepare": (f"{PREPARE} data.synthetic.num_train=3000000 {CHUNKS}", "data/tiny/.dataset*.tmp/**/*.arrow", 0),
+    "prepare-ranks": (f"{PREPARE} launch.num_ranks=2 data.synthetic.num_train=6000000 {CHUNKS}", "data/tiny/.dataset*.tmp/**/*.arrow", 0),
+    "evaluate": (f"{EVALUATE} launch.num_ranks=1 num_workers=2", "runs/new/log.txt", 0),
+    "calibrate": (f"calibrate {TINY} calibrate.cap_mib=64", "runs/new/log.txt", 0),
+    "export": (EXPORT_AGAIN, "data/served/.model*.tmp", 0),
+    "predict": (PREDICT, "data/new/.scores*.tmp", 0),
 }
 
 
 def _signal_cases() -> Iterator[Case]:
-    more: dict[str, Any] = {"is_exec": True, "limit_s": 50, "grace_s": 12.0, **NEW}
-    one, two = f"{LONG} trainer.num_workers=2", f"{LONG} launch.num_ranks=2"
-    for number in (KILL, TERM, INT, HUP):
-        # SIGHUP ends a command as SIGTERM does.
-        code, name = 128 + (TERM if number == HUP else number), number.name[3:].lower()
-        quiet: dict[str, Any] = {"speaks": False, "may_leave": number == KILL}
-        yield Case(f"signal/one-rank-{name}", (one,), act=send("launcher", number), exit_codes=(code,), **quiet, **more)
-        for role in ("launcher", "agent"):
-            # Torchrun's agent has a handler of its own, which ends with the signal it got.
-            codes = (code, 1, 128 + number) if role == "agent" else (code,)
-            yield Case(f"signal/{role}-{name}", (two,), act=send(role, number), exit_codes=codes, **quiet, **more)
-        for stage, (words, ready) in STAGES.items():
-            made = {"outputs": (DATASET,), "check": whole_artifact(DATASET)} if stage.startswith("prepare") else {"outputs": ("data/served", "data/new")}
-            yield Case(f"signal/{stage}-{name}", (words,), act=send("launcher", number, ready, 0), exit_codes=(code,), **quiet, **made, **more)
-    for rank, number in product((0, 1), (KILL, HUP, STOP)):
-        # Of SIGHUP all ranks end in good order.
-        said: dict[str, Any] = {"speaks": False} if number == HUP else {"ranks": (1 - rank,), "key": f"rank {rank}"}
-        code = {KILL: 137, HUP: 143, STOP: STOPPED_RANK_CODE}[number]
-        yield Case(f"signal/rank-{rank}-{number.name[3:].lower()}", (two,), act=send(f"rank {rank}", number), exit_codes=(code,), may_leave=True, **said, **more)
-    for number, ranks in product((KILL, STOP), (1, 2)):
-        of_ranks: dict[str, Any] = {"ranks": (0, 1)} if ranks == 2 else {}
-        yield Case(f"signal/worker-{ranks}-{number.name[3:].lower()}", (f"{LONG} launch.num_ranks={ranks} {WITH_WORKERS}",), act=send("worker", number), key="worker|loader|rank 0", exit_codes=(1, STOPPED_RANK_CODE), may_leave=number == STOP, **of_ranks, **more)
+    more: dict[str, Any] = {"is_exec": True, "limit_s": 50, "grace_s": 12.0, "speaks": False, **NEW}
+    for number, (stage, (words, ready, lines)) in product((KILL, signal.SIGTERM, signal.SIGINT), STAGES.items()):
+        made = {"outputs": (DATASET,), "check": whole_artifact(DATASET)} if stage.startswith("prepare") else {"outputs": ("data/served", "data/new")}
+        yield Case(f"signal/{stage}-{number.name[3:].lower()}", (words,), act=send(number, ready, lines), exit_codes=(128 + number,), may_leave=number == KILL, **made, **more)
 
 
 # ------------------------------------------------------------------------ a full disk: (what) x (how full)
@@ -398,5 +327,5 @@ def _disk_cases() -> Iterator[Case]:
 
 
 def cases(_: Path) -> Iterator[Case]:
-    for part in (_resume_cases, _kill_cases, _callback_cases, _worker_cases, _together_cases, _signal_cases, _disk_cases):
+    for part in (_resume_cases, _kill_cases, _worker_cases, _together_cases, _signal_cases, _disk_cases):
         yield from part()
