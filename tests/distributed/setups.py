@@ -40,12 +40,6 @@ def assert_same_on_ranks(value: torch.Tensor) -> None:
     assert len(set(gather(value.detach().contiguous().numpy().tobytes()))) == 1
 
 
-def mean_over_ranks(value: torch.Tensor) -> float:
-    total = value.detach().clone()
-    dist.all_reduce(total)
-    return float(total) / dist.get_world_size()
-
-
 def shard_task(
     task: nn.Module,
     sharder: Any,

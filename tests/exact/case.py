@@ -93,6 +93,8 @@ class Case:
         labels: Number of labels.
         is_sample_weighted: Whether samples have weights.
         more_rows: Of each table, than the seed draws.
+        model: Whose layers read the output, by the name of its kind; "" for those of the oracle.
+        is_compiled: Whether the dense layers are compiled.
         twin: What else must give the same bits: "again", "depth", "no_slots", "one_level" or
             "in_line".
     """
@@ -132,6 +134,8 @@ class Case:
     labels: int = 1
     is_sample_weighted: bool = False
     more_rows: int = 0
+    model: str = ""
+    is_compiled: bool = False
     twin: str = ""
     device: str = "cpu"
     torchrec_tier: str = "fused"

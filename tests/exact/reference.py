@@ -1,4 +1,7 @@
-"""The oracle: an unsplit model in one process, in plain torch, without hotrec's code."""
+"""The oracle: an unsplit model in one process, in plain torch, without hotrec's code.
+
+Hotrec's are the layers of a case that names a model, over the oracle's embeddings.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hotrec.models.zoo import build_architecture
+from hotrec.types import ModelKind
 from tests.exact.case import NUM_DENSE, Case, PlainTable, Samples, draw_samples
+from tests.helpers.dense import shape_of
 
 # The rows int64 (R,) of a table that were at these, -1 where there was none.
 FindRows = Callable[[str, torch.Tensor], torch.Tensor]
@@ -97,10 +103,24 @@ class Model(nn.Module):
         return logits
 
 
+def model_of(case: Case, embeddings: nn.Module, late: nn.Linear | None) -> Any:
+    """The case's layers over a collection of embeddings."""
+    tables = case.tables()
+    if not case.model:
+        return Model(embeddings, Reader(tables, case.output, late), case.labels)
+    sizes: Any = {"dense_layer_sizes": [6, tables[0].dim], "over_layer_sizes": [6, 1]}
+    labels = list(case.label_weights or {"label": 1.0})
+    features = [(name, table.name) for table in tables for name in table.features]
+    shape = shape_of(
+        ModelKind[case.model], NUM_DENSE, features, tables[0].dim, labels=labels, **sizes
+    )
+    return build_architecture(shape, embeddings, SEED, torch.device("cpu"))
+
+
 def layers_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """The weights of the dense layers."""
     return {
-        name.rpartition("layers.")[2]: parameter.detach().cpu()
+        name.partition("layers.")[2]: parameter.detach().cpu()
         for name, parameter in model.named_parameters()
         if "layers." in name
     }
@@ -128,6 +148,9 @@ class _Columns(dict[str, torch.Tensor]):
 
     def values(self) -> torch.Tensor:  # type: ignore[override]
         return torch.cat([*super().values()], dim=1)
+
+    def to_dict(self) -> _Columns:
+        return self
 
 
 class _Rows:
@@ -211,7 +234,7 @@ class Unsplit:
         dims = [t.dim for t in tables for name in t.features if name.endswith("_0")]
         late = _Late(sum(dims), LATE) if case.output == "packed" else None
         self._embeddings = _Embeddings(case)
-        self._model = Model(self._embeddings, Reader(tables, case.output, late), case.labels)
+        self._model = model_of(case, self._embeddings, late)
         self._reset(case)
 
     def _reset(self, case: Case) -> None:

@@ -6,14 +6,17 @@ depth of look-ahead, with slots or without, and again.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from tests.exact.case import Case, draw_cases
+from hotrec.types import ModelKind
+from tests.exact.case import CLIP, Case, draw_cases
 from tests.exact.training import run_cases
+from tests.helpers.dense import POOLED_KINDS
 from tests.helpers.ranks import RanksError, run_ranks
 from tests.helpers.samples import is_whole, num_cases
 
@@ -58,3 +61,40 @@ def test_it_trains_the_unsplit_model(
             assert of_rank.num_rounded > 0
     seconds = sum(of_rank.seconds for of_rank in found)
     record_property("exact", {**asdict(found[0]), "num_ranks": len(hosts), "seconds": seconds})
+
+
+# Name and whether it trains in micro-batches.
+PIPELINES = (("look_ahead", False), ("look_ahead", True), ("sparse_dist", False), ("base", False))
+
+
+def cases_of_models(hosts: str) -> list[Case]:
+    """Of every model and pipeline one, on three features at least, each of one table."""
+    found = []
+    for at, kind in enumerate(ModelKind):
+        given = {"model": kind.name, "labels": 2 if kind is ModelKind.mmoe else 1, "twin": ""}
+        given["output"] = "bags" if kind in POOLED_KINDS else "sequences"
+        drawn = draw_cases(hosts, 200, at, is_uniform_dim=True, skip=False, **given)
+        names = {case: [n for table in case.tables() for n in table.features] for case in drawn}
+        fitting = [case for case in drawn if 3 <= len(names[case]) == len({*names[case]})]
+        found += [
+            next(case for case in fitting if (case.pipeline, case.micro_batches) == pipeline)
+            for pipeline in PIPELINES
+        ]
+    return found
+
+
+@pytest.mark.slow
+def test_every_model_trains_as_the_unsplit_one() -> None:
+    for found in run_ranks(run_cases, 2, timeout_s=200, cases=cases_of_models("00")):
+        assert not found.failures, "\n".join(found.failures)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on CPU")
+def test_compiled_layers_train_the_unsplit_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Or it starts processes to compile in, which import torch first.
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    case = Case("0", 8, "half", "adagrad", pipeline="look_ahead", clip=CLIP)
+    cases = [replace(case, model="dlrm", is_compiled=True)]
+    [found] = run_ranks(run_cases, 1, timeout_s=280, cases=cases)
+    assert not found.failures, found.failures

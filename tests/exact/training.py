@@ -78,9 +78,8 @@ from tests.exact.reference import (
     LATE,
     RATE,
     SEED,
-    Model,
-    Reader,
     layers_of,
+    model_of,
 )
 
 T = TypeVar("T")
@@ -194,15 +193,14 @@ class Training:
                 dims = [t.dim for t in tables for name in t.features if name.endswith("_0")]
                 late = LateLinear(dims, LATE)
         self.router: Any = getattr(embeddings, "router", None)
-        reader = Reader(tables, case.output, late)
-        model = Model(embeddings, reader, case.labels)
+        model = model_of(case, embeddings, late)
         precision = Precision[case.precision]
-        set_up_dense_layers(model, self.device, precision, is_compiled=False)  # type: ignore[arg-type]
-        model.reader.to(self.device)
-        model.layers.to(self.device)
-        if dist.get_rank() > 0:  # all ranks begin with the weights of the first
-            for parameter in [*model.reader.parameters(), *model.layers.parameters()]:
-                parameter.data += 1
+        set_up_dense_layers(model, self.device, precision, is_compiled=case.is_compiled)
+        for name, parameter in model.named_parameters():
+            if "layers." in name:
+                parameter.data = parameter.data.to(self.device)
+                if dist.get_rank() > 0:  # all ranks begin with the weights of the first
+                    parameter.data += 1
         self.model: DistributedModelParallel = shard_task(
             ClickTask(model, case.num_ranks, case.label_weights),
             sharder,

@@ -35,8 +35,3 @@ def sample(cases: Sequence[Case], first: int, every: int) -> list[Case]:
 def only_whole(*cases: Case) -> tuple[Case, ...]:
     """These cases where whole tables run, else none."""
     return cases if is_whole() else ()
-
-
-def on_ranks(cases: Sequence[Case], world_size: int) -> list[Case]:
-    """The cases for so many ranks: each on two or on three, a quarter on one."""
-    return sample(cases, *{1: (1, 4), 2: (0, 2), 3: (1, 2)}[world_size])
