@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hotrec.report.render import (
-    Block,
-    Column,
-    Items,
-    Listing,
-    Page,
-    Table,
-    markdown_table,
-    record_table,
-    render_text,
-)
+from hotrec.report.render import Column, markdown_table, record_table
 from hotrec.report.units import show_bytes, show_count, show_frac, show_seconds
 
 Document = Mapping[str, Any]
@@ -64,7 +54,11 @@ ROUTING = {
 
 def result_text(cases: Mapping[str, Document]) -> str:
     """The results as a table for a terminal."""
-    table = record_table(_records(cases), COLUMNS)
+    return _table(_records(cases), COLUMNS)
+
+
+def _table(records: Iterable[Document], columns: Sequence[Column]) -> str:
+    table = record_table(records, columns)
     return markdown_table(table.header, table.rows)
 
 
@@ -96,17 +90,20 @@ def render_page(document: Document, *, command: str, configuration: str) -> str:
     stages_s = {name: case["stage_s"] for name, case in cases.items() if case["stage_s"]}
     apart, limit = document["losses_apart"], document["loss_tolerance"]
     verdict = [f"**Losses differ by more than {limit:g}: {', '.join(apart)}.**"] if apart else []
-    sections: dict[str, list[Block]] = {
+    sections: dict[str, list[str]] = {
         "Setting": [*_setting(document), f"Made by `{command}`."],
-        "Results": [record_table(records, COLUMNS), *verdict, READING],
+        "Results": [_table(records, COLUMNS), *verdict, READING],
         "Bytes sent per rank and step": [_bytes(cases)],
-        "Rows and memory": [record_table(records, ROW_COLUMNS)],
+        "Rows and memory": [_table(records, ROW_COLUMNS)],
         "Stages of the step": _times_by_case("stage, mean rank", stages_s),
         "Operators": _times_by_case("operator, rank 0", document["operators_s"]),
-        "Machine": [Items(_machine(document["machine"]))],
-        "Configuration": [Listing("YAML", configuration, "yaml")],
+        "Machine": ["\n".join(f"* {fact}" for fact in _machine(document["machine"]))],
+        "Configuration": [f"```yaml\n{configuration.rstrip()}\n```"],
     }
-    return render_text(Page(f"hotrec bench: {document['name']}", sections))
+    blocks = [f"# hotrec bench: {document['name']}"]
+    for title, texts in sections.items():
+        blocks += [f"## {title}", *texts] if texts else []
+    return "\n\n".join(blocks) + "\n"
 
 
 def ids_of(document: Document) -> str:
@@ -139,7 +136,7 @@ def _setting(document: Document) -> list[str]:
     ]
 
 
-def _bytes(cases: Mapping[str, Document]) -> Table:
+def _bytes(cases: Mapping[str, Document]) -> str:
     first = next(iter(cases.values()))
     used = [
         kind
@@ -167,14 +164,14 @@ def _bytes(cases: Mapping[str, Document]) -> Table:
     records = [
         {**case, **case["sent_bytes_by_collective"], "name": name} for name, case in cases.items()
     ]
-    return record_table(records, columns)
+    return _table(records, columns)
 
 
-def _times_by_case(what: str, times_s: Mapping[str, Mapping[str, float]]) -> list[Block]:
+def _times_by_case(what: str, times_s: Mapping[str, Mapping[str, float]]) -> list[str]:
     names = dict.fromkeys(name for times in times_s.values() for name in times)
     records = [{"name": n, **{case: t.get(n) for case, t in times_s.items()}} for n in names]
     columns: list[Column] = [(what, "name", str), *((case, case, show_seconds) for case in times_s)]
-    return [record_table(records, columns)] if times_s else []
+    return [_table(records, columns)] if times_s else []
 
 
 def _machine(facts: Document) -> list[str]:

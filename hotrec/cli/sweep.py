@@ -113,14 +113,14 @@ def write_report_of_sweep(sweep_dir: Path) -> None:
     """
     from hotrec.cli.report import make_report_of
     from hotrec.report.read import find_jobs
-    from hotrec.report.runs import HTML_NAME, SWEEP_SECTION
+    from hotrec.report.runs import HTML_NAME
 
     if not find_jobs(sweep_dir, SUMMARY, METRICS):
         return
     report = make_report_of(ReportConfig(runs=[str(sweep_dir)], title=f"Sweep {sweep_dir}"))
     report.write(sweep_dir)
     page = sweep_dir / HTML_NAME
-    print(report.text(SWEEP_SECTION), f"sweep: {page}", sep="\n", file=sys.stderr)
+    print(report.text(is_whole=False), f"sweep: {page}", sep="\n", file=sys.stderr)
 
 
 def write_what_if_of_sweep(sweep_dir: Path) -> None:

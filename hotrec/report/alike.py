@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hotrec.report.read import Run
-from hotrec.report.units import show_count
+from hotrec.report.units import NOT_RECORDED, show_count
 
 _SHOWN_HASH = 8
 
@@ -15,24 +15,12 @@ def differences(run: Run, other: Run) -> list[str]:
 
     Each is "fact X vs. Y"; unknown facts are included.
     """
-    pairs = [
-        ("dataset", *map(_dataset, (run, other))),
-        ("labels", *map(_labels, (run, other))),
-        ("split", *(of.summary.get("eval_split") for of in (run, other))),
-        ("number of samples evaluated", *map(_num_samples, (run, other))),
+    pairs = zip(_evaluated(run).items(), _evaluated(other).values(), strict=True)
+    return [
+        f"{what} {ours or NOT_RECORDED} vs. {theirs or NOT_RECORDED}"
+        for (what, ours), theirs in pairs
+        if ours is None or ours != theirs
     ]
-    found = []
-    for what, ours, theirs in pairs:
-        if ours is None or theirs is None:
-            found.append(f"the {what} is not recorded for one of them")
-        elif ours != theirs:
-            found.append(f"{what} {ours} vs. {theirs}")
-    return found
-
-
-def is_alike(runs: Sequence[Run]) -> bool:
-    """Whether the quality of all these runs is comparable."""
-    return not any(differences(run, runs[0]) for run in runs[1:])
 
 
 def is_as_large(run: Run, other: Run) -> bool:
@@ -48,14 +36,24 @@ def unlike_sentences(runs: Sequence[Run], baseline: Run | None) -> list[str]:
     """
     evaluated = [run for run in runs if run.number("auc") is not None]
     other = baseline if baseline in evaluated else next(iter(evaluated), None)
-    sentences = []
-    for run in evaluated:
-        if other is not None and run is not other and (found := differences(run, other)):
-            sentences.append(
-                f"{run.name} and {other.name} are not comparable in quality, bytes or time: "
-                f"{'; '.join(found)}."
-            )
-    return sentences
+    return [
+        f"{run.name} and {other.name} are not comparable in quality, bytes or time: "
+        f"{'; '.join(found)}."
+        for run in evaluated
+        if other is not None and run is not other and (found := differences(run, other))
+    ]
+
+
+def _evaluated(run: Run) -> dict[str, str | None]:
+    """What the quality of a run depends on besides the run itself, None where not recorded."""
+    number, weights = run.number("num_eval_samples"), run.by_name("label_weights")
+    labels = ", ".join(f"{name} (weight {weight:g})" for name, weight in weights.items())
+    return {
+        "dataset": _dataset(run),
+        "labels": labels or "one",
+        "split": run.summary.get("eval_split"),
+        "number of samples evaluated": None if number is None else show_count(number),
+    }
 
 
 def _dataset(run: Run) -> str | None:
@@ -65,14 +63,3 @@ def _dataset(run: Run) -> str | None:
     generation = f" (generation {number})" if number else ""
     name = run.summary.get("dataset_name") or ""
     return f"{name} {content_hash[:_SHOWN_HASH]}{generation}".strip()
-
-
-def _labels(run: Run) -> str:
-    """The labels with their weights in the mean AUC."""
-    weights = run.by_name("label_weights")
-    return ", ".join(f"{name} (weight {weight:g})" for name, weight in weights.items()) or "one"
-
-
-def _num_samples(run: Run) -> str | None:
-    number = run.number("num_eval_samples")
-    return None if number is None else show_count(number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +65,6 @@ class ComparedPlan:
     replicated_frac: float
     owned_fracs: tuple[float, ...]
 
-    @property
-    def at_home_frac(self) -> float:
-        """Share of the lookups that stay on the rank of the sample."""
-        return self.replicated_frac + sum(self.owned_fracs) / len(self.owned_fracs)
-
-    @property
-    def max_over_mean(self) -> float | None:
-        """Lookups that the busiest owner serves over those of the mean; None if none is owned."""
-        total = sum(self.owned_fracs)
-        return max(self.owned_fracs) * len(self.owned_fracs) / total if total else None
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -111,6 +100,19 @@ class Comparison:
     def has(self, run: Run) -> bool:
         """Whether the plan of a run took part."""
         return real_path(run.path) in self.plans
+
+    def complete(self, run: Run) -> Run:
+        """A run with the figures of its plan, if that took part."""
+        if not self.has(run):
+            return run
+        plan, owned = self.plan(run), sum(self.plan(run).owned_fracs)
+        mean = owned / len(plan.owned_fracs)
+        figures = {
+            "interleaved_step_s": plan.step_s,
+            "home_lookups_frac": plan.replicated_frac + mean,
+            "owner_balance": max(plan.owned_fracs) / mean if owned else None,
+        }
+        return replace(run, summary={**run.summary, **figures})
 
     def plan(self, run: Run) -> ComparedPlan:
         """The measurements of the plan of a run that took part."""

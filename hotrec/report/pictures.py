@@ -15,7 +15,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
 from hotrec.artifact import read_artifact
-from hotrec.report.read import OTHER_STAGE, Run
+from hotrec.report.read import OTHER_STAGE, Run, series_of
 from hotrec.report.style import (
     HELDOUT_COLOR,
     INK,
@@ -53,8 +53,8 @@ def draw_learning(runs: Sequence[Run]) -> Figure | None:
     splits = " / ".join(sorted({split for run in runs for split in run.splits[:1]}))
     panels = {
         "Training loss (log loss)": [run.series("loss") for run in runs],
-        f"AUC on {splits}": [run.aucs() for run in runs],
-        "Share of lookups of hot rows": [run.hot_shares() for run in runs],
+        f"AUC on {splits}": [run.eval_series("auc", [*run.splits, ""][0]) for run in runs],
+        "Share of lookups of hot rows": [series_of(run.decisions, "hot_share") for run in runs],
     }
     panels = {t: lines for t, lines in panels.items() if any(len(steps) > 1 for steps, _ in lines)}
     if not panels:
@@ -86,15 +86,19 @@ def draw_learning(runs: Sequence[Run]) -> Figure | None:
 
 def draw_steps(runs: Sequence[Run]) -> Figure | None:
     """The stages of a step, a stacked bar per run with p50 and p90; None if not recorded."""
-    parts = {run.name: _with_rest(run.stage_s, run.number("step_p50_s")) for run in runs}
-    if not any(parts.values()):
-        return None
-    texts = []
+    bars: dict[str, tuple[Parts, str]] = {}
     for run in runs:
         quantiles = {name: run.number(f"step_{name}_s") for name in ("p50", "p90")}
         known = [f"{name} {show_seconds(s)}" for name, s in quantiles.items() if s is not None]
-        texts.append(", ".join(known) or NOT_RECORDED)
-    return draw_bars(parts, texts, show_seconds)
+        measured = _with_rest(run.by_name("stage_s"), run.number("step_p50_s"))
+        bars[run.name] = measured, ", ".join(known) or NOT_RECORDED
+        if predicted := run.by_name("predicted_stage_s"):
+            step_s = run.number("predicted_step_s") or sum(predicted.values())
+            bars[f"{run.name}, predicted"] = predicted, show_seconds(step_s)
+    if not any(parts for parts, _ in bars.values()):
+        return None
+    parts_of = {name: parts for name, (parts, _) in bars.items()}
+    return draw_bars(parts_of, [text for _, text in bars.values()], show_seconds)
 
 
 def _with_rest(stage_s: Parts, step_s: float | None) -> Parts:
@@ -107,7 +111,7 @@ def _with_rest(stage_s: Parts, step_s: float | None) -> Parts:
 
 def draw_traffic(runs: Sequence[Run]) -> Figure | None:
     """Bytes sent per step and rank by collective, with the lower bound; None if there are none."""
-    parts = {run.name: run.sent_bytes for run in runs}
+    parts = {run.name: run.by_name("sent_bytes") for run in runs}
     bounds = [run.number("bound_bytes") for run in runs]
     if not any(sum(sent.values()) for sent in parts.values()):
         return None

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 from hotrec.planner.names import PLANNER
-from hotrec.report.render import Block, Column, Page, Table, record_table, render_text
+from hotrec.report.render import Column, Table, record_table, render
 from hotrec.report.units import (
+    show_about,
     show_bytes,
     show_count,
     show_frac,
     show_interval,
-    show_rate,
     show_ratio,
     show_seconds,
 )
@@ -22,7 +21,22 @@ PREDICTION_JSON = "prediction.json"
 MAX_TABLES_SHOWN = 20
 NEEDED = ("world", "batch_size", "plans", "chosen")
 NEEDED_OF_PLAN = ("title", "step_s", "stage_s", "sent_bytes", "total_sent_bytes", "samples_per_s")
+# Of a plan on its fullest rank, and of the tables alone.
 TIERS = ("device_bytes", "host_bytes")
+# The figures of a plan, in plan.txt as in the table of a sweep.
+PLAN_COLUMNS: tuple[Column, ...] = (
+    ("step", "step_s", show_seconds),
+    ("90% interval", "interval_s", show_interval),
+    ("in the trial", "measured_s", show_seconds),
+    ("of TorchRec's best", "ratio", str),
+    ("samples", "samples_per_s", show_about),
+    ("sent", "total_sent_bytes", show_bytes),
+    ("between hosts", "between_hosts_bytes", show_bytes),
+    ("device memory", "device_bytes", show_bytes),
+    ("host memory", "host_bytes", show_bytes),
+    ("pipeline", "pipeline", str),
+    ("on the wire", "wire", str),
+)
 TABLE_COLUMNS: tuple[Column, ...] = (
     ("table", "name", str),
     ("rows", "num_rows", show_count),
@@ -43,26 +57,7 @@ STEP_COLUMNS: tuple[Column, ...] = (
     ("sent", "sent_bytes", show_bytes),
 )
 SUMMED = [key for _, key, show in TABLE_COLUMNS if show in (show_count, show_bytes)]
-EXPECTED: tuple[Column, ...] = (
-    ("Lookups that hit a hot row", "coverage_frac", show_frac),
-    ("Distinct hot rows per rank and step", "hot_rows", show_count),
-    ("Distinct hot rows of all ranks in a step", "union_rows", show_count),
-    ("Distinct cold rows per rank and step", "cold_rows", show_count),
-    ("Cold rows that some rank reads in the next step too", "urgent_rows", show_count),
-    ("Samples whose lookups are all hot", "all_hot_frac", show_frac),
-    ("Cold rows found in the device's cache", "cache_hit_frac", show_frac),
-    ("Fetched into slots per rank and step", "fetched_bytes", show_bytes),
-    ("Written back from slots per rank and step", "returned_bytes", show_bytes),
-)
-
 Document = Mapping[str, Any]
-
-
-def describe_world(world: Document) -> str:
-    """Such as ``8 ranks on 1 host``, from ``num_ranks`` and ``ranks_per_host``."""
-    ranks = int(world["num_ranks"])
-    counts = {"rank": ranks, "host": ranks // int(world["ranks_per_host"])}
-    return " on ".join(f"{show_count(n)} {thing}{'s' * (n != 1)}" for thing, n in counts.items())
 
 
 class RecordedPrediction:
@@ -114,13 +109,19 @@ class RecordedPrediction:
         """Display name of a plan, such as ``hotrec, 1,650 hot rows, look_ahead``."""
         return str(self.plans[plan]["title"])
 
-    def memory(self, name: str, tier: str) -> list[float]:
-        """Bytes of each rank in one of ``TIERS``; empty if not known."""
-        return [float(rank[tier]) for rank in self.plans[name].get("memory") or ()]
-
-    def max_memory(self, name: str) -> dict[str, float | None]:
-        """Bytes of the fullest rank by tier."""
-        return {tier: max(self.memory(name, tier), default=None) for tier in TIERS}
+    def figures(self, plan: str, baseline: str | None) -> dict[str, Any]:
+        """Those of ``PLAN_COLUMNS``, None where unknown, compared with another plan's step."""
+        found = self.plans[plan]
+        ranks = found.get("memory") or ()
+        base_s = 0.0 if baseline is None else self.plans[baseline]["step_s"]
+        is_local = not self.document.get("between_hosts_bound_bytes")
+        return {
+            **{key: found.get(key) for _, key, _ in PLAN_COLUMNS},
+            **{tier: max((rank[tier] for rank in ranks), default=None) for tier in TIERS},
+            **({"between_hosts_bytes": None} if is_local else {}),
+            "measured_s": self.trial.get(plan, {}).get("step_s"),
+            "ratio": show_ratio(found["step_s"], base_s) or None,
+        }
 
 
 def _check_needed(document: Document, names: Sequence[str], where: str) -> None:
@@ -134,75 +135,24 @@ def _check_needed(document: Document, names: Sequence[str], where: str) -> None:
 
 def plan_report_text(document: Document) -> str:
     """The content of ``plan.txt``: the choice and its reason; see ``RecordedPrediction``."""
-    prediction, costs = RecordedPrediction(document), document.get("costs") or {}
-    about = [describe_world(document["world"])]
-    about += [f"batch {show_count(document['batch_size'])} per rank", document.get("device") or ""]
-    sections: dict[str, list[Block]] = {
-        "What was chosen": [
-            f"Chosen: {prediction.name(prediction.chosen)}. {document.get('why') or ''}".strip(),
-            *([f"Costs: {costs.get('name')} ({costs.get('origin')})."] if costs else []),
-            *([f"Note: {costs['note']}"] if costs.get("note") else []),
-            _plans_table(prediction),
-            *_between_hosts(document),
-        ],
-        "Where a step's time and bytes go": [
-            "Time: exposed seconds of each stage; they add up to the step. Hidden: seconds of "
-            "communication overlapped with computation. Sent: bytes that a rank sends.",
-            _stages(prediction),
-        ],
-        "Tables": _tables(prediction),
-        "What a step is expected to read": [
-            f"{text}: {show(value)}."
-            for text, name, show in EXPECTED
-            if (value := (document.get("expected") or {}).get(name)) is not None
-        ],
-        "Memory and balance of the ranks": _ranks(prediction),
-    }
-    return render_text(Page(f"hotrec plan: {', '.join(filter(None, about))}", sections))
-
-
-def _plans_table(prediction: RecordedPrediction) -> Table:
-    plans, theirs = prediction.plans, prediction.torchrec[:1]
-    base_s = plans[theirs[0]]["step_s"] if theirs else 0.0
+    prediction = RecordedPrediction(document)
     records = [
         {
-            **plans[name],
-            **prediction.max_memory(name),
             "name": prediction.name(name) + " (chosen)" * (name == prediction.chosen),
-            "ratio": show_ratio(plans[name]["step_s"], base_s),
-            "measured_s": prediction.trial.get(name, {}).get("step_s"),
+            **prediction.figures(name, next(iter(prediction.torchrec), None)),
         }
         for name in prediction.order
     ]
-    columns: list[Column] = [
-        ("plan", "name", str),
-        ("step", "step_s", show_seconds),
-        ("90% interval", "interval_s", show_interval),
-        ("in the trial", "measured_s", show_seconds),
-        ("of TorchRec's best", "ratio", str),
-        ("samples", "samples_per_s", show_rate),
-        ("sent", "total_sent_bytes", show_bytes),
-        ("between hosts", "between_hosts_bytes", show_bytes),
-        ("device memory", "device_bytes", show_bytes),
-        ("host memory", "host_bytes", show_bytes),
-        ("pipeline", "pipeline", str),
-        ("on the wire", "wire", str),
-    ]
-    has = {"measured_s": prediction.trial}
-    has["between_hosts_bytes"] = prediction.document.get("between_hosts_bound_bytes") or {}
-    return record_table(records, [column for column in columns if has.get(column[1], True)])
-
-
-def _between_hosts(document: Document) -> list[str]:
-    """Only with several hosts."""
-    bound, local = document.get("between_hosts_bound_bytes"), document["world"]["ranks_per_host"]
-    if not bound:
-        return []
-    return [
-        "Between hosts: of the bytes that a rank sends, those to ranks of other hosts; a host "
-        f"sends {show_count(local)} times as many. The lower bound is {show_bytes(bound)} per "
-        "rank: every row that a host reads, its gradient and those of the dense layers once."
-    ]
+    placed = prediction.placed
+    return render(
+        "plan.md.j2",
+        document=document,
+        chosen=prediction.name(prediction.chosen),
+        placed="" if placed in (None, prediction.chosen) else prediction.name(placed),
+        plans=record_table(records, [("plan", "name", str), *PLAN_COLUMNS]),
+        stages=_stages(prediction),
+        tables=_tables(document.get("tables") or ()),
+    )
 
 
 def _stages(prediction: RecordedPrediction) -> Table:
@@ -222,16 +172,8 @@ def _stages(prediction: RecordedPrediction) -> Table:
     return record_table(records.values(), columns, [total])
 
 
-def _tables(prediction: RecordedPrediction) -> list[Block]:
-    tables = list(prediction.document.get("tables") or ())
-    tables.sort(key=lambda table: (-table["num_rows"], table["name"]))
-    if not tables:
-        return []
-    text = "Where rows are stored: hot rows on every rank, each other row on one rank, in the "
-    text += "memory of its device or its host. The device may cache rows of the host."
-    if prediction.placed not in (None, prediction.chosen):
-        text += f" This is the placement of {prediction.name(prediction.placed)}, "
-        text += "which was not chosen."
+def _tables(tables: Sequence[Document]) -> Table | None:
+    tables = sorted(tables, key=lambda table: (-table["num_rows"], table["name"]))
 
     def total(name: str, parts: Sequence[Document]) -> dict[str, Any]:
         columns: dict[str, list[Any]] = {k: [part.get(k) for part in parts] for k in SUMMED}
@@ -241,25 +183,4 @@ def _tables(prediction: RecordedPrediction) -> list[Block]:
     rest = tables[MAX_TABLES_SHOWN:]
     totals = [total(f"{len(rest)} more", rest)] if rest else []
     totals.append(total("all tables", tables))
-    return [text, record_table(tables[:MAX_TABLES_SHOWN], TABLE_COLUMNS, totals)]
-
-
-def _ranks(prediction: RecordedPrediction) -> list[Block]:
-    columns: list[Column] = [("rank with", "which", str)]
-    records: list[dict[str, Any]] = [{"which": which} for which in ("least", "mean", "most")]
-
-    def add(heading: str, show: Any, values: Sequence[float]) -> None:
-        if any(values):
-            columns.append((heading, heading, show))
-            found = min(values), fmean(values), max(values)
-            for record, value in zip(records, found, strict=True):
-                record[heading] = value
-
-    for name in prediction.compared:
-        for tier in TIERS:
-            heading = f"{tier.removesuffix('_bytes')}, {prediction.name(name)}"
-            add(heading, show_bytes, prediction.memory(name, tier))
-    balance = prediction.document.get("balance") or {}
-    add("cold rows served per step", show_count, balance.get("served_rows") or ())
-    note = "Rows, optimizer state, gradients of replicas and caches, without activations."
-    return [note, record_table(records, columns)] if len(columns) > 1 else []
+    return record_table(tables[:MAX_TABLES_SHOWN], TABLE_COLUMNS, totals) if tables else None

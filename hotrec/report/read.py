@@ -27,7 +27,6 @@ TEXTS = {"config.yaml": "Configuration", "plan.txt": "Plan", "environment.json":
 WAIT_STAGE, OTHER_STAGE = "data_wait", "other"
 # Fields that an unfinished run takes from its last line.
 FROM_LINE = {key for key, figure in FIGURES.items() if figure.from_line}
-_OF_CACHE = {"num_steps", "num_rows", "num_hits"}  # without these the others are meaningless
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class Run:
         path: The directory.
         name: Display name of the run, unique within a report: its configured name, or its plan's
             display name.
-        recorded_name: The recorded name.
         summary: The fields of ``summary.json``, completed from the other files. A field that was
             not recorded is absent or None; one with parts is then empty.
         metrics: The lines of ``metrics.jsonl``.
@@ -52,7 +50,6 @@ class Run:
 
     path: Path
     name: str
-    recorded_name: str
     summary: Mapping[str, Any]
     metrics: tuple[Line, ...]
     evals: tuple[Line, ...]
@@ -72,16 +69,6 @@ class Run:
     def splits(self) -> list[str]:
         return list(dict.fromkeys(str(line.get("split")) for line in self.evals))
 
-    @property
-    def sent_bytes(self) -> Mapping[str, float]:
-        """Bytes per step and rank, by collective; empty if not recorded."""
-        return self.by_name("sent_bytes")
-
-    @property
-    def stage_s(self) -> Mapping[str, float]:
-        """Seconds per step, by stage, in the order recorded; empty if not recorded."""
-        return self.by_name("stage_s")
-
     def by_name(self, name: str) -> Mapping[str, float]:
         """The parts of a figure; empty if not recorded."""
         found: Mapping[str, float] = self.summary[name]
@@ -91,27 +78,20 @@ class Run:
         """A figure, or ``<key>.<part>`` of one with parts; None if it was not recorded."""
         field, _, key = name.partition(".")
         value = self.by_name(field).get(key) if key else self.summary.get(name)
-        per_step = self.by_name("cache")["num_steps"] if value and field == "cache" else 1
-        return None if value is None else float(value) / per_step
+        per_step = self.by_name("cache").get("num_steps") if field == "cache" else 1
+        return None if value is None or not per_step else float(value) / per_step
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """Steps and values of one field of ``metrics.jsonl``."""
-        return _series(self.metrics, name)
+        return series_of(self.metrics, name)
 
     def eval_series(self, name: str, split: str) -> tuple[list[float], list[float]]:
         """Steps and values of one field of ``eval.jsonl`` on one split."""
-        return _series([line for line in self.evals if line.get("split") == split], name)
-
-    def hot_shares(self) -> tuple[list[float], list[float]]:
-        """Steps and the shares of lookups of hot rows, if hot rows follow the data."""
-        return _series(self.decisions, "hot_share")
-
-    def aucs(self) -> tuple[list[float], list[float]]:
-        """Steps and AUCs on the first split, which is the one evaluated during training."""
-        return self.eval_series("auc", self.splits[0]) if self.splits else ([], [])
+        return series_of([line for line in self.evals if line.get("split") == split], name)
 
 
-def _series(lines: Iterable[Line], name: str) -> tuple[list[float], list[float]]:
+def series_of(lines: Iterable[Line], name: str) -> tuple[list[float], list[float]]:
+    """Steps and values of one field of lines, without those that lack it."""
     points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
     return [float(step) for step, _ in points], [float(value) for _, value in points]
 
@@ -128,23 +108,12 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     if not runs:
         raise ValueError("report: expected at least one run directory, got none. Pass runs.")
     varied = varied_overrides(run for run in runs if not run.is_empty)
-    runs = [run if run.is_empty else replace(run, name=_short_name(run, varied)) for run in runs]
-    shared = Counter(run.name for run in runs)
-    runs = [_with_pipeline(run) if shared[run.name] > 1 else run for run in runs]
-    totals, seen = Counter(run.name for run in runs), Counter[str]()
-    unique = []
-    for run in runs:
-        seen[run.name] += 1
-        is_shared = totals[run.name] > 1
-        unique.append(replace(run, name=f"{run.name} ({seen[run.name]})") if is_shared else run)
-    return unique
-
-
-def _with_pipeline(run: Run) -> Run:
-    """Distinguishes runs named by the same plan by their pipelines."""
-    pipeline = run.summary.get("pipeline")
-    is_named = not pipeline or run.overrides or run.name == run.recorded_name
-    return run if is_named else replace(run, name=f"{run.name}, {pipeline}")
+    names = [run.name if run.is_empty else _short_name(run, varied) for run in runs]
+    numbers = [names[:position].count(name) + 1 for position, name in enumerate(names)]
+    return [
+        replace(run, name=f"{name} ({number})" if names.count(name) > 1 else name)
+        for run, name, number in zip(runs, names, numbers, strict=True)
+    ]
 
 
 def find_jobs(sweep_dir: Path, *names: str) -> list[Path]:
@@ -193,7 +162,6 @@ def _read_run(path: Path) -> Run:
     return Run(
         path=path,
         name=_shown_name(summary, path),
-        recorded_name=str(summary.get("name") or path.name),
         summary=_complete(path, summary, metrics, evals, notes),
         metrics=metrics,
         evals=evals,
@@ -272,15 +240,10 @@ def _check_numbers(where: str, document: Line) -> None:
         figure = FIGURES.get(name)
         if value is None or figure is None or not figure.unit.is_number:
             continue
-        if not figure.parts and not _is_number(value):
-            raise ValueError(f"{where} {name}: expected a number, got {value!r}.")
-        if figure.parts and not (isinstance(value, dict) and all(map(_is_number, value.values()))):
-            raise ValueError(f"{where} {name}: expected numbers by name, got {value!r}.")
-        if name == "cache" and (not value.keys() >= _OF_CACHE or value["num_steps"] <= 0):
-            raise ValueError(
-                f"{where} cache: expected num_steps of at least one, num_rows and num_hits, got "
-                f"{value}. Remove the key to report the run without it."
-            )
+        numbers = value.values() if figure.parts and isinstance(value, dict) else [value]
+        if isinstance(value, dict) != bool(figure.parts) or not all(map(_is_number, numbers)):
+            expected = "numbers by name" if figure.parts else "a number"
+            raise ValueError(f"{where} {name}: expected {expected}, got {value!r}.")
 
 
 def _complete(
@@ -299,13 +262,14 @@ def _complete(
         notes.append(f"from the last logged line, not the summary: {', '.join(last)}.")
     if not summary.get("finished"):
         notes.append("the run has not finished; its figures are those up to its last line.")
-    splits = [line for line in evals if "day" not in line][-1:]
+    evaluated: Line = next((line for line in reversed(evals) if "day" not in line), {})
     complete: dict[str, Any] = {
-        "eval_split": splits[0].get("split") if splits else None,
-        "num_eval_samples": splits[0].get("num_samples") if splits else None,
+        "eval_split": evaluated.get("split"),
+        "num_eval_samples": evaluated.get("num_samples"),
         **summary,
         **last,
         **{key: summary.get(key) or {} for key, figure in FIGURES.items() if figure.parts},
+        "auc_by_day": {line["day"]: line.get("auc") for line in evals if "day" in line},
         "sent_bytes": summary.get("sent_bytes") or _by_key(fmean, metrics, "sent_bytes"),
         "cache": summary.get("cache") or _by_key(sum, metrics, "cache"),
         "stage_s": _stages(summary, metrics),
@@ -314,7 +278,7 @@ def _complete(
     if complete["sent_bytes"] and complete.get("sent_bytes_total") is None:
         complete["sent_bytes_total"] = sum(complete["sent_bytes"].values())
     cache = complete["cache"]
-    if cache.get("num_rows"):
+    if cache.get("num_rows") and "num_hits" in cache:
         complete["cache_hit_frac"] = cache["num_hits"] / cache["num_rows"]
     return complete
 

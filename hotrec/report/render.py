@@ -1,4 +1,4 @@
-"""Pages as plain data, and the one renderer: templates for HTML and for text, which is Markdown."""
+"""Tables, and the renderer of the templates: HTML, or Markdown that is readable in a terminal."""
 
 from __future__ import annotations
 
@@ -9,12 +9,23 @@ from dataclasses import dataclass
 from functools import cache
 from html import escape
 from pathlib import Path
+from textwrap import fill
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from hotrec.artifact import naming
-from hotrec.report.units import DASH, show_known
+from hotrec.report.units import (
+    DASH,
+    describe_world,
+    show_about,
+    show_bytes,
+    show_count,
+    show_frac,
+    show_known,
+    show_rate,
+    show_seconds,
+)
 
 
 class Cell(NamedTuple):
@@ -52,7 +63,12 @@ def record_table(
     columns: Sequence[Column],
     totals: Iterable[Mapping[str, Any]] = (),
 ) -> Table:
-    """A table with a row for each record; unknown values are dashes, blank where not totalled."""
+    """A table with a row for each record, without the columns that no record has a value for.
+
+    Unknown values are dashes, blank where not totalled.
+    """
+    records = list(records)
+    columns = [column for column in columns if any(r.get(column[1]) is not None for r in records)]
 
     def cells(record: Mapping[str, Any], absent: str) -> list[str]:
         return [
@@ -63,42 +79,6 @@ def record_table(
     return Table(header, [cells(r, DASH) for r in records], [cells(t, "") for t in totals])
 
 
-@dataclass(frozen=True)
-class Heading:
-    """A heading inside a section, with the color of the run that it is about."""
-
-    text: str
-    color: str = ""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure as an inline ``<svg>`` element, and its caption."""
-
-    svg: str
-    caption: str
-
-
-@dataclass(frozen=True)
-class Items:
-    """A bulleted list."""
-
-    items: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Listing:
-    """A file shown unchanged; ``language`` is that of a Markdown code block."""
-
-    title: str
-    text: str
-    language: str = ""
-
-
-# A string is a paragraph.
-Block = str | Table | Heading | Picture | Items | Listing
-
-
 class Tile(NamedTuple):
     """A headline figure, its label, and its comparison with the baseline."""
 
@@ -107,29 +87,9 @@ class Tile(NamedTuple):
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Page:
-    """A whole page: blocks by the titles of their sections; empty sections are omitted.
-
-    ``lead`` is the answer in sentences, ``data_file`` the JSON document next to the page.
-    """
-
-    title: str
-    sections: Mapping[str, Sequence[Block]]
-    subtitle: str = ""
-    tiles: Sequence[Tile] = ()
-    data_file: str = ""
-    lead: Sequence[str] = ()
-
-
-def render_html(page: Page) -> str:
-    """One self-contained HTML file that fetches nothing."""
-    return _templates().get_template("page.html.j2").render(page=page)
-
-
-def render_text(page: Page) -> str:
-    """Markdown that is also readable in a terminal: captions only for figures, aligned tables."""
-    return _templates().get_template("page.md.j2").render(page=page)
+def render(template: str, **values: Any) -> str:
+    """One of ``templates/``: a self-contained HTML file, or Markdown for a terminal."""
+    return _templates().get_template(template).render(values)
 
 
 @cache
@@ -144,10 +104,17 @@ def _templates() -> Environment:
     )
     templates.filters |= {
         "as_cell": lambda cell: cell if isinstance(cell, Cell) else Cell(cell),
-        "kind": lambda block: type(block).__name__,
         "breakable": lambda text: re.sub(r"([._])(?=[^\W\d])", r"\1<wbr>", escape(text)),
+        "markdown": lambda table: markdown_table(table.header, table.rows, table.totals),
+        "wrap": lambda text: fill(text, 100, break_long_words=False, break_on_hyphens=False),
+        "about": show_about,
+        "bytes": show_bytes,
+        "count": show_count,
+        "frac": show_frac,
+        "rate": show_rate,
+        "seconds": show_seconds,
+        "world": describe_world,
     }
-    templates.globals["markdown_table"] = markdown_table
     return templates
 
 

@@ -112,8 +112,10 @@ def legend_columns(labels: Sequence[str], *, num_letters: int = 120) -> int:
     return max(1, min(len(labels), num_letters // widest))
 
 
-def to_svg(figure: Figure, label: str) -> str:
-    """An inline ``<svg>`` element; its text is drawn as outlines and looks the same everywhere."""
+def to_svg(figure: Figure | None, label: str) -> str:
+    """An inline ``<svg>`` element, empty without a figure; its text is drawn as outlines."""
+    if figure is None:
+        return ""
     buffer = io.StringIO()
     with report_style():
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from math import isnan
 from typing import Any
 
-from hotrec.report.alike import is_alike, is_as_large
+from hotrec.report.alike import differences, is_as_large
 from hotrec.report.read import Run, varied_overrides
-from hotrec.report.render import Cell, Row, Table, Tile
+from hotrec.report.render import Cell, Column, Table, Tile, record_table
 from hotrec.report.style import run_color
-from hotrec.report.units import DASH, SHOW, show_bytes, show_known, show_quality
+from hotrec.report.units import SHOW, show_bytes, show_known, show_quality, show_setting
 from hotrec.runtime.figures import FIGURES, Unit
 
 VALID = "valid"
@@ -85,29 +85,28 @@ def to_csv(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def sweep_table(jobs: Sequence[Run]) -> Table:
-    """A row for each job, with its overrides and results."""
-    varied, runs = varied_overrides(jobs), [job for job in jobs if not job.is_empty]
-
-    def row(job: Run) -> Row:
-        color = "" if job.is_empty else run_color(runs.index(job))
-        settings = [job.overrides.get(key, DASH) for key in varied]
-        split, quality = choosing_quality(job.summary)
-        chosen = show_known(show_quality, quality.get("auc"))
-        figures = [show_known(SHOW[figure.unit], job.number(figure.key)) for figure in SWEPT]
-        end = "yes" if job.summary["finished"] else "failed" if job.is_empty else "no"
-        name = Cell(job.job, color=color)
-        return [name, *settings, chosen if split == VALID else DASH, *figures, end]
-
-    splits = {job.summary.get("eval_split") for job in runs}
-    where = f" on {next(iter(splits))}" if len(splits) == 1 and None not in splits else ""
-    labels = [figure.label + (where if figure in CHOICES else "") for figure in SWEPT]
-    header = ["Job", *varied, f"AUC on {VALID}", *labels, "Finished"]
-    return Table(header, [row(job) for job in jobs])
+    """The records as a table, with the color of each run."""
+    ran = [job for job in jobs if not job.is_empty]
+    records = sweep_records(jobs)
+    for job, record in zip(jobs, records, strict=True):
+        record["job"] = Cell(job.job, color="" if job.is_empty else run_color(ran.index(job)))
+        if record["chosen_by"] != VALID:
+            record["chosen_by_auc"] = None
+    columns: list[Column] = [
+        ("Job", "job", lambda cell: cell),
+        *((key, key, str) for key in varied_overrides(jobs)),
+        (f"AUC on {VALID}", "chosen_by_auc", show_quality),
+        ("Evaluated on", "eval_split", str),
+        *((figure.label, figure.key, SHOW[figure.unit]) for figure in SWEPT),
+        ("Finished", "finished", show_setting),
+    ]
+    return record_table(records, columns)
 
 
 def best_tiles(runs: Sequence[Run]) -> list[Tile]:
     """The headline of a sweep: its best jobs by the validation split, as far as jobs compare."""
     tiles = []
+    is_alike = not any(differences(run, runs[0]) for run in runs[1:])
     for figure in CHOICES:
         found = [(*choosing_quality(run.summary), run) for run in runs]
         known = [
@@ -115,7 +114,7 @@ def best_tiles(runs: Sequence[Run]) -> list[Tile]:
             for split, of, run in found
             if split == VALID and of.get(figure.key) is not None and not isnan(of[figure.key])
         ]
-        if is_alike(runs) and len({value for value, _ in known}) > 1:
+        if is_alike and len({value for value, _ in known}) > 1:
             best = max if figure.better == "more" else min
             value, run = best(known, key=lambda pair: pair[0])
             shown = show_known(show_quality, run.number(figure.key))

@@ -59,6 +59,18 @@ def show_rate(per_s: float) -> str:
     return f"{per_s:,.0f} /s"
 
 
+def show_about(per_s: float) -> str:
+    """A predicted rate, rounded because its third digit is uncertain."""
+    return show_rate(float(f"{per_s:.3g}"))
+
+
+def describe_world(world: Mapping[str, Any]) -> str:
+    """Such as ``8 ranks on 1 host``, from ``num_ranks`` and ``ranks_per_host``."""
+    ranks = int(world["num_ranks"])
+    counts = {"rank": ranks, "host": ranks // int(world["ranks_per_host"])}
+    return " on ".join(f"{show_count(n)} {thing}{'s' * (n != 1)}" for thing, n in counts.items())
+
+
 def show_quality(value: float) -> str:
     """AUC, log loss and the like: four digits, so that 1e-4 shows."""
     return "nan" if math.isnan(value) else f"{value:.4f}"

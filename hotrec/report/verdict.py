@@ -37,7 +37,7 @@ def choose_baseline(runs: Sequence[Run], name: str | None = None) -> Run | None:
 
         return min(filter(is_torchrec, runs), key=order, default=None)
     for run in runs:
-        if name in (run.name, run.recorded_name):
+        if name in (run.name, run.summary.get("name") or run.path.name):
             return run
     raise ValueError(
         f"report baseline: expected one of the runs {[run.name for run in runs]}, got {name!r}."
@@ -107,7 +107,7 @@ def _of_hot_rows(hot: Run, cold: Run, comparison: Comparison) -> str:
     rows, frac = hot.number("hot_rows") or 0.0, hot.number("hot_rows_frac") or 0.0
     what = f"with the {show_count(rows)} rows ({show_frac(frac)}) that serve "
     what += f"{show_frac(plan.replicated_frac)} of the lookups copied to every rank, a step takes"
-    sent = [run.sent_bytes for run in (hot, cold)]
+    sent = [run.by_name("sent_bytes") for run in (hot, cold)]
     saved = sent[1].get("all_to_all", 0.0) - sent[0].get("all_to_all", 0.0)
     added = sum(sent[0].values()) - sum(sent[1].values()) + saved
     why = f"they take {show_bytes(saved)} from the all-to-all and add {show_bytes(added)} to the "

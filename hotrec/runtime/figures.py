@@ -1,7 +1,8 @@
 """Every figure that a training run records, declared once.
 
 ``metrics.jsonl``, ``eval.jsonl``, ``hot_set.jsonl`` and ``summary.json`` take no other keys;
-``cache_hit_frac`` and ``suspicious`` are derived when a run is read or its evaluation ends. The
+``suspicious`` is derived when an evaluation ends; ``cache_hit_frac``, ``auc_by_day`` and the
+interleaved plans' when a run is read. The
 labels and units on pages, at the metrics server and in the documentation come from here, and so
 does the reduction over ranks. A new metric is a row of this table and the code that computes it.
 """
@@ -144,6 +145,11 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
             _less,
         ),
     ),
+    "Interleaved plans, by hotrec compare": (
+        Figure("interleaved_step_s", "Step time", _seconds, _mean, _less),
+        Figure("home_lookups_frac", "Lookups on the sample's rank", _frac, _sum),
+        Figure("owner_balance", "Busiest owner of rows, over the mean", _number, _ratio),
+    ),
     "Prediction": (
         Figure("predicted_step_s", "Step time, predicted", _seconds),
         Figure("measured_step_s", "Step time, median of the compared steps", _seconds, _mean),
@@ -154,6 +160,11 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
         Figure("device_bytes_error_frac", "Error of the tables' device memory", _error),
         Figure("predicted_host_bytes", "Tables on the host, predicted", _bytes),
         Figure("host_bytes_error_frac", "Error of the tables' host memory", _error),
+    ),
+    "Stages of a step, against the prediction": (
+        Figure("predicted_stage_s", "{}, predicted", _seconds, parts="stage"),
+        Figure("measured_stage_s", "{}, measured", _seconds, _mean, parts="stage"),
+        Figure("slowest_rank_stage_s", "{}, on its slowest rank", _seconds, _max, parts="stage"),
     ),
     "Memory, the rank with most": (
         Figure("measured_device_bytes", "Tables on the device", _bytes, _max, _less),
@@ -191,6 +202,9 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
         Figure("cache.read_bytes", "Read over the bus", _bytes, _sum),
         Figure("cache.written_bytes", "Written over the bus", _bytes, _sum),
     ),
+    "Quality by day, before training on it": (
+        Figure("auc_by_day", "AUC of {}", _quality, _first, _more, parts="day"),
+    ),
     "Quality by label": (
         Figure("auc_by_label", "AUC of {}", _quality, _first, _more, parts="label"),
         Figure("log_loss_by_label", "Log loss of {}", _quality, _first, _less, parts="label"),
@@ -208,17 +222,6 @@ GROUPS: Mapping[str, tuple[Figure, ...]] = {
         Figure("elapsed_s", "Time since the start", _seconds),
         Figure("data_wait_s", "Waiting for data, per step", _seconds, _mean, _less),
         Figure("stage_s", "Stages of a step, medians", _seconds, _mean, parts="stage"),
-        Figure(
-            "measured_stage_s", "The same of the compared steps", _seconds, _mean, parts="stage"
-        ),
-        Figure(
-            "slowest_rank_stage_s",
-            "The same, of the slowest rank in each",
-            _seconds,
-            _max,
-            parts="stage",
-        ),
-        Figure("predicted_stage_s", "Stages of a step, predicted", _seconds, parts="stage"),
         Figure("compared_from_step", "First step that is compared with the prediction", _count),
         Figure("sent_bytes", "Bytes sent per step and rank", _bytes, _mean, parts="collective"),
         Figure("cache", "Counters of the device caches", _number, _sum, parts="counter"),

@@ -115,6 +115,14 @@ def test_the_best_of_torchrecs_in_the_trial_is_said(tmp_path: Path) -> None:
         assert [figure in last for figure in figures] == [took_turns] * 4
 
 
+def test_the_headline_is_that_of_the_chosen_plan(tmp_path: Path) -> None:
+    """Of the first run, also where that is the baseline."""
+    paths = write_all(tmp_path)
+    for runs, step, ratio in ((paths, "36.0 ms", "-24% to -16%"), (paths[1:], "45.0 ms", "+13%")):
+        first = make_report(runs, compared=tmp_path).values["tiles"][0]
+        assert (first.figure, ratio in first.note) == (step, True)
+
+
 @pytest.mark.parametrize("text", [None, "{", "[]", "{}", '{"plans": {"a": 1}, "doubts": []}'])
 def test_what_compare_did_not_write_is_refused(tmp_path: Path, text: str | None) -> None:
     if text is not None:

@@ -21,7 +21,9 @@ def test_unfinished_run_takes_its_figures_from_the_last_lines(tmp_path: Path) ->
     found = {"auc": 0.71, "step_p50_s": 0.1, "num_steps": 200, "sent_bytes_total": 4.5e6}
     found |= {"cache_hit_frac": 0.875, "cache.num_misses": 625}
     assert {name: run.number(name) for name in found} == pytest.approx(found)
-    assert run.sent_bytes == pytest.approx({"cold_all_to_all": 2.6e6, "hot_gradients": 1.9e6})
+    assert run.by_name("sent_bytes") == pytest.approx(
+        {"cold_all_to_all": 2.6e6, "hot_gradients": 1.9e6}
+    )
     assert run.by_name("cache") == CACHE
     assert run.eval_series("auc", "valid") == ([100, 200], [0.7, 0.71])
     assert run.splits == ["valid", "test"]
@@ -36,5 +38,5 @@ def test_the_other_stage_is_without_the_waiting_that_is_a_part_of_it(tmp_path: P
             write_run(tmp_path / "b", {"measured_stage_s": {"other": 0.005}}, [metrics_line(1)]),
         ]
     )
-    assert run.stage_s == pytest.approx({"data_wait": 0.002, "a": 0.02})
-    assert measured.stage_s == pytest.approx({"data_wait": 0.002, "other": 0.003})
+    assert run.by_name("stage_s") == pytest.approx({"data_wait": 0.002, "a": 0.02})
+    assert measured.by_name("stage_s") == pytest.approx({"data_wait": 0.002, "other": 0.003})

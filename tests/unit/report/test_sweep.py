@@ -75,7 +75,7 @@ def test_the_validation_split_chooses(
     tmp_path: Path, summaries: list[dict[str, Any]], best: tuple[str, ...] | None
 ) -> None:
     jobs = [write_job(tmp_path, n, {"a": n}, summary=of) for n, of in enumerate(summaries)]
-    tiles = [tile for tile in make_report(jobs).page.tiles if "AUC" in tile.text]
+    tiles = [tile for tile in make_report(jobs).values["tiles"] if "AUC" in tile.text]
     assert len(tiles) == (best is not None)
     assert best is None or tiles[0].figure == best[0]
     assert all(text in tiles[0].note for text in (best or ())[1:])
