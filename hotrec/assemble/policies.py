@@ -18,7 +18,6 @@ from hotrec.config.groups import (
     TieredConfig,
 )
 from hotrec.cost_model.costs import Costs
-from hotrec.cost_model.memory import NUM_REPLICA_GRADIENTS
 from hotrec.cost_model.profile import Profile
 from hotrec.cost_model.step import BYTES_PER_FLOAT
 from hotrec.planner.counted import CountedTables
@@ -115,14 +114,11 @@ def choose_hot(
             partition = choose_all_cold(profile.counts)
         case _:
             raise AssertionError(placement)
-    # Users budget for rows and their optimizer state; the gradients must fit too.
-    grads = NUM_REPLICA_GRADIENTS * BYTES_PER_FLOAT * dim
-    hot_bytes = sum(partition.num_hot(table) * (size + grads) for table, size in row_bytes.items())
+    hot_bytes = sum(partition.num_hot(table) * size for table, size in row_bytes.items())
     if hot_bytes > limit:
         raise ValueError(
-            f"partition ({partition.policy}): expected hot rows, with optimizer state and "
-            f"gradients, of at most {limit} bytes, the device's memory, got {hot_bytes}. Choose "
-            "fewer hot rows."
+            f"partition ({partition.policy}): expected hot rows, with optimizer state, of at most "
+            f"{limit} bytes, the device's memory, got {hot_bytes}. Choose fewer hot rows."
         )
     return partition
 

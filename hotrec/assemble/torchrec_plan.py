@@ -32,6 +32,7 @@ from hotrec.assemble.constraints import check_tier
 from hotrec.cost_model.memory import NUM_REPLICA_GRADIENTS
 from hotrec.cost_model.quantities import TableSharding
 from hotrec.cost_model.step import BYTES_PER_FLOAT
+from hotrec.embedding.collection import HotColdCollection
 from hotrec.embedding.fused import kind_of_kernel
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.machine import DEVICE_RESERVED_FRAC, Machine
@@ -210,8 +211,7 @@ class TrainedStorageEstimator(EmbeddingStorageEstimator):
     TorchRec looks for states on the parameters, but they are in the sharder's ``fused_params``.
     With R rows of D floats on a rank:
 
-        replica         4 R D of gradients, and as much again at the first steps: in iteration 3
-                        DDP recreates its bucket while the old one still exists; the state
+        replica         the state; of TorchRec's own also 4 R D of gradients, twice at first
         shard           the state, where its rows are: FBGEMM's device cache holds none of it; one
                         float a row is on the device, for any location of the rows
     """
@@ -230,13 +230,15 @@ class TrainedStorageEstimator(EmbeddingStorageEstimator):
         [sharders] = [*given, *named.values()]
         for option in sharding_options:
             params = getattr(sharders[option.module_type_key], "fused_params", None) or {}
+            is_replica = option.sharding_type == ShardingType.DATA_PARALLEL.value
+            is_hot = isinstance(option.module[1], HotColdCollection)
             rule = OptimizerSpec(kind_of_kernel(params.get("optimizer")), learning_rate=0.0)
             for shard in option.shards:
                 assert shard.storage is not None, option.name
                 num_rows, dim = shard.size
                 state = num_rows * rule.state_bytes_per_row(dim)
                 is_on_host = option.compute_kernel in HOST_KERNELS and not _is_by_row(rule)
-                if option.sharding_type == ShardingType.DATA_PARALLEL.value:
+                if is_replica and not is_hot:
                     state += NUM_REPLICA_GRADIENTS * BYTES_PER_FLOAT * num_rows * dim
                 shard.storage += (
                     Storage(hbm=0, ddr=state)

@@ -41,16 +41,9 @@ CACHE_MAP_BYTES = 4
 # the known batches, of each row and slot, and the row and last reading batch of each slot.
 SLOT_MAP_BYTES = 4 + 4
 SLOT_BYTES = 4 + 4 + 8 + 4
-# Copies of a replica's gradient in the first step, the peak: autograd's, which DDP copies into its
-# bucket.
+# Copies of the gradient of a table that TorchRec replicates, in the first step: autograd's, which
+# DDP copies into its bucket. Hot rows have none: only touched rows have a gradient.
 NUM_REPLICA_GRADIENTS = 2
-# Copies afterwards. Look-ahead has none: it keeps only the gradients of touched rows.
-NUM_LASTING_GRADIENTS = 1
-
-
-def replica_row_bytes(demand: TableDemand, num_gradients: int = NUM_REPLICA_GRADIENTS) -> int:
-    """Device memory of a replicated row with ``num_gradients`` copies of its gradient."""
-    return demand.row_bytes + num_gradients * BYTES_PER_FLOAT * demand.dim
 
 
 def shard_row_bytes(demand: TableDemand, tier: Tier) -> tuple[int, int]:
@@ -88,9 +81,8 @@ def mean_bytes(
 ) -> Floats:
     """Memory of a table whose shards are in the tier DEVICE on the mean rank.
 
-    It is additive over tables and linear in its rows.
-
-    It agrees with ``memory_by_rank``, except that entirely hot tables keep their shards.
+    It agrees with ``memory_by_rank``, except that entirely hot tables keep their shards, so that it
+    is linear in the rows.
 
     Args:
         demand: The table.
@@ -103,14 +95,12 @@ def mean_bytes(
     Returns:
         float64 (P, 3): of the device, of the host, and of hot rows with their optimizer state.
     """
-    router = float(ROUTER_BYTES * demand.num_rows if exchange is Exchange.ROWS else 0)
-    device = demand.num_rows * demand.row_bytes / num_ranks + num_hot * replica_row_bytes(demand)
-    host = np.full_like(device, router)
+    router = ROUTER_BYTES * demand.num_rows * (exchange is Exchange.ROWS)
+    hot = num_hot * float(demand.row_bytes)
+    tables = demand.num_rows * demand.row_bytes / num_ranks + hot
     if is_one_memory:
-        device, host = 0.0 * device, host + device
-    elif is_routed_on_device:
-        device = device + router
-    return np.stack([device, host, num_hot * float(demand.row_bytes)], axis=-1)
+        return np.stack([0 * hot, tables + router, hot], axis=-1)
+    return np.stack([tables + router * is_routed_on_device, 0 * hot + router, hot], axis=-1)
 
 
 def held_by_relay(quantities: Mapping[str, float], world: World, pipeline: PipelineSpec) -> float:
@@ -150,7 +140,6 @@ def memory_by_rank(
     device: str,
     *,
     is_routed_on_device: bool = True,
-    num_gradients: int = NUM_REPLICA_GRADIENTS,
 ) -> list[dict[str, float]]:
     """Memory of every rank.
 
@@ -162,7 +151,6 @@ def memory_by_rank(
         tables: The placement of every table.
         device: "cpu" or "cuda".
         is_routed_on_device: Whether ranks route the ids, not loader workers.
-        num_gradients: Copies of a replicated row's gradient; by default the peak number.
 
     Returns:
         By rank {"device_bytes", "host_bytes"}; on CPU device_bytes is 0.
@@ -182,14 +170,15 @@ def memory_by_rank(
             widest[key] = max(widest.get(key, 0), demand.dim)
     for demand in demands:
         placed, hot = tables[demand.name], num_hot.get(demand.name, 0)
-        owners = [tuple(range(world.num_ranks))]
+        owners, replica_bytes = [tuple(range(world.num_ranks))], demand.row_bytes
         if isinstance(placed, TableSharding):
             hot = demand.num_rows if placed.is_replicated else 0
             owners = placed.blocks(world)
+            replica_bytes += NUM_REPLICA_GRADIENTS * BYTES_PER_FLOAT * demand.dim
         elif placed.exchange is Exchange.ROWS:
             is_on_device = is_routed_on_device and device != "cpu"
             bytes_W2 += ROUTER_BYTES * demand.num_rows * np.array([is_on_device, 1])
-        bytes_W2[:, 0] += hot * replica_row_bytes(demand, num_gradients)
+        bytes_W2[:, 0] += hot * replica_bytes
         if hot == demand.num_rows:
             continue  # an entirely hot table has no shards
         if getattr(placed, "sharding", None) is Sharding.TABLE_WISE:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from hotrec.cost_model.costs import Costs
 from hotrec.cost_model.memory import (
-    NUM_LASTING_GRADIENTS,
     expanded_bytes,
     held_by_relay,
     memory_by_rank,
@@ -106,7 +105,7 @@ def predict_shardings(
     step = predict_torchrec(costs, world, workload, pipeline, per_rank)
     return Prediction(
         step=situation.beside_loader(step, is_routed=False),
-        memory=_memory(situation, {}, shardings, NUM_LASTING_GRADIENTS),
+        memory=tables_memory(situation, {}, shardings),
         shardings=shardings,
         beside=_in_memory(
             situation, expanded_bytes(situation.demands, workload.batch_size, by_torchrec=True)
@@ -138,7 +137,7 @@ def predict_split(
     step = predict_step(situation.costs, world, situation.workload, pipeline, quantities)
     return Prediction(
         step=situation.beside_loader(step, is_routed=True),
-        memory=_memory(situation, num_hot, tables, 0),  # replicas have no dense gradient
+        memory=tables_memory(situation, num_hot, tables),
         quantities=quantities,
         slots=slots,
         beside=bytes_beside(quantities, situation, pipeline),
@@ -159,12 +158,12 @@ def _in_memory(situation: Situation, num_bytes: float) -> tuple[float, float]:
     return (0.0, num_bytes) if situation.machine.device == "cpu" else (num_bytes, 0.0)
 
 
-def _memory(
+def tables_memory(
     situation: Situation,
     num_hot: Mapping[str, int],
     tables: Mapping[str, TablePlacement] | Shardings,
-    num_gradients: int,
 ) -> list[dict[str, float]]:
+    """Bytes of each rank's tables, by MEMORIES."""
     return memory_by_rank(
         list(situation.demands),
         num_hot,
@@ -172,7 +171,6 @@ def _memory(
         situation.world,
         device=situation.machine.device,
         is_routed_on_device=not situation.workload.is_routed_by_loader,
-        num_gradients=num_gradients,
     )
 
 

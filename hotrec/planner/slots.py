@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 
 from hotrec.cost_model.demand import take_rows
 from hotrec.cost_model.quantities import cached_rows
 from hotrec.planner.plan import SplitTables
-from hotrec.planner.predict import predict_split, with_faster_fetch
+from hotrec.planner.predict import predict_split, tables_memory, with_faster_fetch
 from hotrec.planner.request import Replayed, SlotRequest
 from hotrec.planner.situation import Situation
-from hotrec.types import PipelineSpec, Placement, Tier
+from hotrec.types import PipelineSpec, Placement, TablePlacement, Tier
 
 # Standard deviations by which the maximum over a run's batches is assumed to exceed their mean.
 NUM_DEVIATIONS = 4
@@ -49,7 +50,6 @@ def check_slots(situation: Situation, placement: Placement, samples_in_flight: i
     num_ranks = situation.world.num_ranks
     num_batches = samples_in_flight / (situation.machine.batch_size * num_ranks)
     needed, num_slots = 0.0, 0.0
-    num_bytes, free_bytes = 0.0, situation.memory_bytes[0]
     for demand in situation.demands:
         placed, num_hot = placement.tables[demand.name], placement.partition.num_hot(demand.name)
         if placed.tier is not Tier.CACHED or num_hot == demand.num_rows:
@@ -57,8 +57,8 @@ def check_slots(situation: Situation, placement: Placement, samples_in_flight: i
         cold_G = demand.rows_G - take_rows(demand, num_hot)
         needed += float(cold_G @ (1 - (1 - demand.by_any_G) ** num_batches))
         num_slots += cached_rows(demand, placed)
-        num_bytes += cached_rows(demand, placed) * demand.row_bytes / num_ranks
     needed += NUM_DEVIATIONS * math.sqrt(num_ranks * needed)
+    free_bytes, num_bytes = _slot_bytes(situation, placement)
     if num_bytes > free_bytes and situation.machine.device == "cuda":
         raise SlotsError(
             "placement.cache_load_frac: expected slots, with optimizer state, of at most "
@@ -74,6 +74,21 @@ def check_slots(situation: Situation, placement: Placement, samples_in_flight: i
             "pipeline.depth or the larger of trainer.batch_size and trainer.eval_batch_size.",
             are_too_few=True,
         )
+
+
+def _slot_bytes(situation: Situation, placement: Placement) -> tuple[float, float]:
+    """Device memory of the fullest rank that is left for slots, and that of its slots."""
+
+    def device_bytes(tables: Mapping[str, TablePlacement]) -> float:
+        num_hot = {table: placement.partition.num_hot(table) for table in tables}
+        return max(of["device_bytes"] for of in tables_memory(situation, num_hot, tables))
+
+    none = {
+        table: replace(of, cache_load_frac=0.0) if of.tier is Tier.CACHED else of
+        for table, of in placement.tables.items()
+    }
+    others = device_bytes(none)
+    return max(0.0, situation.memory_bytes[0] - others), device_bytes(placement.tables) - others
 
 
 def choose_slots(

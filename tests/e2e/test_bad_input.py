@@ -50,7 +50,7 @@ def test_a_command_refuses(said: str, folder: Path) -> None:
 
 def test_hot_rows_larger_than_memory(folder: Path) -> None:
     said = refusal("plan", SMOKE, "placement=all_hot", "planner.host_gib=0.0001", cwd=folder)
-    assert "expected hot rows, with optimizer state and gradients, of at most" in said
+    assert "expected hot rows, with optimizer state, of at most" in said
 
 
 def test_nothing_is_left_or_taken(tmp_path: Path) -> None:

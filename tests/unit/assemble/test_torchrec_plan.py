@@ -215,8 +215,8 @@ def test_states_and_gradients_are_counted_where_they_are(
     }
     element, row = by_element * 4 * 8, by_row * 4
     if tier is None:
-        # A replica of 50 rows: its state, and gradients in two of DDP's buckets.
-        assert beside["big_hot"] == [(50 * (2 * 4 * 8 + element + row), 0)] * 2
+        # Only touched rows of a replica have gradients.
+        assert beside["big_hot"] == [(50 * (element + row), 0)] * 2
         assert beside["owned"] == [(350 * (element + row), 0)] * 2
     else:  # row-wise state is on the device for every row, no state is cached
         on_device, on_host = (element, 0) if tier is DEVICE else (0, element)

@@ -26,17 +26,12 @@ def memory(demands, num_hot, tables, world_size=2, device="cuda", **options):
 
 def test_hot_and_cold_by_hand():
     demand = make_demand("a", 5)  # 16 bytes of floats, 4 of state
-    # 2 replicas of 20 and 16 of gradients, which DDP has twice at the first steps; shards of 3 and
-    # 2 rows; the router's 4 x 5.
-    expected = [(2 * 52 + 3 * 20 + 20, 20), (2 * 52 + 2 * 20 + 20, 20)]
+    # 2 replicas of 20; shards of 3 and 2 rows; the router's 4 x 5.
+    expected = [(2 * 20 + 3 * 20 + 20, 20), (2 * 20 + 2 * 20 + 20, 20)]
     assert memory([demand], {"a": 2}, {"a": TablePlacement()}) == expected
     by_loader = [(device - 20, host) for device, host in expected]
     found = memory([demand], {"a": 2}, {"a": TablePlacement()}, is_routed_on_device=False)
     assert found == by_loader
-    for num_gradients in (0, 1):  # look-ahead, and DDP after its first steps
-        lasting = [(device - 2 * 16 * (2 - num_gradients), host) for device, host in expected]
-        found = memory([demand], {"a": 2}, {"a": TablePlacement()}, num_gradients=num_gradients)
-        assert found == lasting
     # On CPU everything is host memory, and the router is there once.
     on_cpu = [(0, device - 20 + host) for device, host in expected]
     assert memory([demand], {"a": 2}, {"a": TablePlacement()}, device="cpu") == on_cpu

@@ -6,7 +6,6 @@ import numpy as np
 
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
 from hotrec.cost_model.demand import TableDemand
-from hotrec.cost_model.memory import replica_row_bytes
 from hotrec.cost_model.quantities import hot_cold_quantities
 from hotrec.cost_model.step import QUANTITIES, Workload, predict_step
 from hotrec.planner.search import POOLED_LOADS, Limits, pooled_imbalance
@@ -190,7 +189,7 @@ def memory_of(demands, num_hot, tables, ranks, *, is_cpu, is_routed_on_device=Tr
     device = host = replica = 0.0
     for d in demands:
         hot, placed = num_hot[d.name], tables[d.name]
-        device += hot * replica_row_bytes(d) + d.num_rows * d.row_bytes / ranks
+        device += hot * d.row_bytes + d.num_rows * d.row_bytes / ranks
         replica += hot * d.row_bytes
         if placed.exchange is Exchange.ROWS:  # the router
             host += 4 * d.num_rows

@@ -43,6 +43,17 @@ def test_slots_hold_the_rows_of_all_batches_in_flight(depth: int, eval_factor: i
     check(1.01 * read / sum(num_rows.values()))
 
 
+def test_slots_that_do_not_fit_beside_the_other_rows_are_refused() -> None:
+    """By the fraction that is named they do."""
+    on = situation(machine(device_bytes=16 << 20))
+    with pytest.raises(SlotsError, match="the device's memory") as error:
+        check_slots(on, place(0.9), 512)
+    [factor] = re.findall(r"Multiply it by (0\.\d+) or less", str(error.value))
+    check_slots(on, place(0.9 * (float(factor) - 0.01)), 512)
+    with pytest.raises(SlotsError):
+        check_slots(on, place(0.9 * (float(factor) + 0.01)), 512)
+
+
 class Counted:
     """As many rows move as have no slot."""
 
