@@ -48,10 +48,8 @@ baseline / case, of medians of blocks in the same round, median over the rounds;
 quartiles. Exposed: share of the step in which the main thread waits for other ranks (the stages
 {exposed}), mean over the ranks, and the largest rank's. Processor: time that a rank's threads ran
 in a step, and its main thread alone, mean over whole blocks and the ranks; what the kernel does for
-packets outside of them is not in it. For a core: time in which its threads could run but had no
-core, likewise. Bytes: sent per rank and step, counted by the senders; wire:
-what the kernel says the interface has sent, with headers. Busiest: what the busiest rank serves to
-the others over the mean.
+packets outside of them is not in it. Bytes: sent per rank and step, counted by the senders; wire:
+what the kernel says the interface has sent, with headers.
 
 Losses of all exact cases agree in every step of every run to {difference:.1e}. `*_bf16` sends
 rows and gradients in 16 bits. `*_semi_sync` is TorchRec's `TrainPipelineSemiSync`, where every
@@ -163,19 +161,10 @@ def _case_row(name: str, case: Mapping[str, Any], document: Mapping[str, Any]) -
         "-" if case["exposed_s"] is None else show_seconds(case["exposed_s"]),
         exposed,
         f"{show_seconds(case['cpu_s'])} ({show_seconds(case['main_cpu_s'])})",
-        _core_wait_words(case),
         show_bytes(case["sent_bytes"]),
         "-" if wire is None else show_bytes(wire),
-        "-" if case["served_most_over_mean"] is None else f"{case['served_most_over_mean']:.2f}x",
         f"{case['largest_loss_difference']:.0e}",
     ]
-
-
-def _core_wait_words(case: Mapping[str, Any]) -> str:
-    """Of documents before it was counted, and of kernels that do not: ``-``."""
-    if case.get("core_wait_s") is None:
-        return "-"
-    return f"{show_seconds(case['core_wait_s'])} ({show_seconds(case['main_core_wait_s'])})"
 
 
 CASE_COLUMNS = (
@@ -192,10 +181,8 @@ CASE_COLUMNS = (
     "exposed",
     "of the step (most)",
     "processor (main)",
-    "for a core (main)",
     "sent",
     "wire",
-    "busiest",
     "loss differs",
 )
 

@@ -86,7 +86,6 @@ def compose(num_timed: int) -> BenchRootConfig:
     composed = compose_config("bench", words)
     config: BenchRootConfig = build_config(composed)
     config.bench.table_rows = [min(rows, LARGEST_TABLE) for rows in config.bench.table_rows]
-    config.bench.rounds_of = {}
     return config
 
 

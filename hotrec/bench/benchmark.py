@@ -76,7 +76,7 @@ def measure(
         runners.append(build_runner(subject, case, batches, ranks, samples))
         if ranks.is_first:
             logger.info("built %s in %.1f s", case.name, time.perf_counter() - start_s)
-    operators_s = run_cases(runners, benchmark.turns, ranks)
+    run_cases(runners, benchmark.turns, ranks)
     measured = gather_measured(runners, ranks)
     figures = summarize(
         measured,
@@ -105,7 +105,6 @@ def measure(
         "assigned": [case.name for case in cases if case.is_by_owner],
         "cases": figures,
         "losses_apart": losses_apart(figures, benchmark.loss_tolerance),
-        "operators_s": operators_s,
         "machine": machine,
     }
 

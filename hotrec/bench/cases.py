@@ -154,8 +154,8 @@ class Runner:
     memory_bytes: int = 0  # growth of this process by the model and its first step
     losses: list[torch.Tensor] = field(default_factory=list)  # of every step on this rank, ()
     blocks: dict[int, Block] = field(default_factory=dict)  # timed blocks by round
-    sent_bytes: dict[str, int] = field(default_factory=dict)  # of the counted steps, by collective
-    between_hosts_bytes: dict[str, int] = field(default_factory=dict)  # of these to other hosts
+    sent_bytes: int = 0  # of the counted steps
+    between_hosts_bytes: int = 0  # of these to other hosts
     wire_bytes: int | None = None  # of these on the network interface; None without one
     counted: list[int] = field(default_factory=list)  # indices of the counted steps and batches
 

@@ -8,23 +8,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchrec.distributed.types import ShardingPlan
 
-from hotrec.assemble.torchrec_plan import plan_document, rank_of_shard
-from hotrec.bench.cases import Case, Runner
+from hotrec.bench.cases import Runner
 from hotrec.runtime.hosts import count_host_rows, gather_host_of_rank
 from hotrec.runtime.ranks import Ranks, all_gather_object
 from hotrec.runtime.stages import exposed_s
 from hotrec.runtime.traffic import (
-    BYTES_PER_VALUE,
-    COLLECTIVES,
     lower_bound_between_hosts_bytes,
     lower_bound_bytes,
     number_rows,
 )
 from hotrec.train.dense_sync import count_dense_values
 from hotrec.train.interleave import Block, step_seconds
-from hotrec.types import Placement
 
 BASELINES = ("planner", "hand_tuned")
 
@@ -38,15 +33,14 @@ class Measured:
     blocks: Mapping[int, Block]  # timed blocks by round
     stage_s: Mapping[str, np.ndarray]  # seconds of every timed step by stage, float64 (steps,)
     losses: Sequence[float]  # of every step on this rank
-    sent_bytes: Mapping[str, int]  # sum over the counted steps, by collective
+    sent_bytes: int  # sum over the counted steps
     wire_bytes: int | None  # of these on the network interface; None without one
-    between_hosts_bytes: Mapping[str, int]  # of these to ranks of other hosts
+    between_hosts_bytes: int  # of these to ranks of other hosts
     host: object  # of this rank
     num_distinct: Sequence[int]  # distinct rows in the batch of each counted step
     num_host_rows: Sequence[int]  # this rank's part of the host's in each counted step
     num_lookups: Sequence[int]  # ids in the batch of each counted step
     num_hot_lookups: Sequence[int]  # of these, ids of hot rows
-    served: Sequence[int]  # floats that each rank sends to this one in the first counted step
     memory_bytes: int  # of the model and its first step
     num_dense_values: int  # parameters of the dense layers
 
@@ -62,15 +56,11 @@ def gather_measured(runners: Sequence[Runner], ranks: Ranks) -> dict[str, list[M
 def _measured(runner: Runner, ranks: Ranks, host_of_rank: Sequence[object]) -> Measured:
     case = runner.case
     counted = [ids_by_table(runner, number) for number in runner.counted]
-    distinct = [[np.unique(rows) for rows in by_table.values()] for by_table in counted]
-    rows_of_steps = [number_rows([*map(torch.from_numpy, rows)]) for rows in distinct]
-    is_hot = [
-        {table: _is_hot(case, table, rows) for table, rows in by_table.items()}
+    rows_of_steps = [
+        number_rows([torch.from_numpy(np.unique(rows)) for rows in by_table.values()])
         for by_table in counted
     ]
-    requested = counted[0]  # all ids where owners pool, else the distinct cold rows
-    if case.partition is not None:
-        requested = {t: np.unique(rows[~is_hot[0][t]]) for t, rows in requested.items()}
+    hot = {} if case.partition is None else case.partition.hot_rows
     return Measured(
         is_exact=case.is_exact,
         bytes_per_value=4 if case.is_exact else 2,
@@ -84,10 +74,10 @@ def _measured(runner: Runner, ranks: Ranks, host_of_rank: Sequence[object]) -> M
         num_distinct=[rows.numel() for rows in rows_of_steps],
         num_host_rows=[count_host_rows(rows, host_of_rank, ranks.device) for rows in rows_of_steps],
         num_lookups=[sum(r.size for r in rows.values()) for rows in counted],
-        num_hot_lookups=[int(sum(hot.sum() for hot in by_table.values())) for by_table in is_hot],
-        served=_served_values(
-            runner.trainable.sharding, case.placement, requested, ranks.world_size
-        ),
+        num_hot_lookups=[
+            sum(int(np.isin(rows, hot.get(table, [])).sum()) for table, rows in by_table.items())
+            for by_table in counted
+        ],
         memory_bytes=runner.memory_bytes,
         num_dense_values=count_dense_values(runner.trainable.model),
     )
@@ -99,30 +89,6 @@ def ids_by_table(runner: Runner, number: int) -> dict[str, np.ndarray]:
     for name, table in runner.table_of_feature.items():
         found.setdefault(table, []).append(features[name].values())
     return {table: torch.cat(ids).numpy() for table, ids in found.items()}
-
-
-def _is_hot(case: Case, table: str, rows: np.ndarray) -> np.ndarray:
-    return np.isin(rows, [] if case.partition is None else case.partition.hot(table))
-
-
-def _served_values(
-    plan: ShardingPlan,
-    placement: Placement | None,
-    rows_by_table: Mapping[str, np.ndarray],
-    world_size: int,
-) -> list[int]:
-    """Floats that each rank looks up for the requested rows; replicated tables are not served."""
-    served = [0] * world_size
-    for tables in plan_document(plan).values():
-        for table, facts in tables.items():
-            rows = rows_by_table.get(table, np.empty(0))
-            if placement is not None and table in placement.tables:
-                rows = placement.row_order(table).stored(rows)
-            for shard in facts["shards"]:
-                (first_row, _), (num_rows, num_columns) = shard["offsets"], shard["sizes"]
-                is_here = (rows >= first_row) & (rows < first_row + num_rows)
-                served[rank_of_shard(shard)] += int(is_here.sum()) * num_columns
-    return served
 
 
 def summarize(
@@ -169,23 +135,17 @@ def _summarize_case(
     step_s = np.concatenate([step_seconds(blocks) for blocks in by_round.values()])
     p10, p50, p90 = np.percentile(step_s, [10, 50, 90])
     num_counted = len(first.num_distinct)
-    by_rank = [sum(rank.sent_bytes.values()) / num_counted for rank in of_ranks]
     num_distinct = float(np.mean([rank.num_distinct for rank in of_ranks]))
-    rows = {dim: round(num_distinct)}
-    bound = lower_bound_bytes(rows, world_size)
-    num_dense_values = first.num_dense_values
-    dense_bytes = lower_bound_bytes(rows, world_size, num_dense_values=num_dense_values) - bound
-    sent = float(np.mean(by_rank))
-    between = {
-        name: float(np.mean([rank.between_hosts_bytes[name] for rank in of_ranks])) / num_counted
-        for name in COLLECTIVES
-    }
-    host_bound = _bound_between_hosts(of_ranks, dim, 0)
-    host_bound_with_dense = _bound_between_hosts(of_ranks, dim, num_dense_values)
-    sent_dense = dense_bytes * first.bytes_per_value / BYTES_PER_VALUE
+    bound = lower_bound_bytes(
+        {dim: round(num_distinct)}, world_size, num_dense_values=first.num_dense_values
+    )
+    sent, between = (
+        float(np.mean([getattr(rank, of) for rank in of_ranks])) / num_counted
+        for of in ("sent_bytes", "between_hosts_bytes")
+    )
+    between_bound = _bound_between_hosts(of_ranks, dim, first.num_dense_values)
     wire = [rank.wire_bytes for rank in of_ranks if rank.wire_bytes is not None]
     num_hot = np.sum([rank.num_hot_lookups for rank in of_ranks])
-    served = np.sum([rank.served for rank in of_ranks], axis=0)
     return {
         "is_exact": first.is_exact,
         "num_blocks": len(first.blocks),
@@ -196,28 +156,15 @@ def _summarize_case(
         "whole_step_s": float(np.median([_whole_step(blocks) for blocks in by_round.values()])),
         "cpu_s": _per_step(of_ranks, "cpu_s"),
         "main_cpu_s": _per_step(of_ranks, "main_cpu_s"),
-        "core_wait_s": _per_step(of_ranks, "core_wait_s"),
-        "main_core_wait_s": _per_step(of_ranks, "main_core_wait_s"),
         "samples_per_s": global_batch_size / float(p50),
         "sent_bytes": sent,
-        "sent_bytes_most": float(max(by_rank)),
-        "sent_bytes_by_collective": {
-            name: float(np.mean([rank.sent_bytes[name] for rank in of_ranks])) / num_counted
-            for name in COLLECTIVES
-        },
-        "wire_bytes": float(np.mean(wire)) / num_counted if wire else None,
         "bound_bytes": bound,
-        "bound_with_dense_bytes": bound + dense_bytes,
-        "bytes_over_bound": _ratio(sent, bound + dense_bytes),
-        "embedding_bytes_over_bound": _ratio(sent - sent_dense, bound),
-        "between_hosts_bytes": sum(between.values()),
-        "between_hosts_bytes_by_collective": between,
-        "between_hosts_bound_bytes": host_bound,
-        "between_hosts_bound_with_dense_bytes": host_bound_with_dense,
-        "between_hosts_bytes_over_bound": _ratio(sum(between.values()), host_bound_with_dense),
+        "bytes_over_bound": _ratio(sent, bound),
+        "between_hosts_bytes": between,
+        "between_hosts_bound_bytes": between_bound,
+        "wire_bytes": float(np.mean(wire)) / num_counted if wire else None,
         "num_distinct_rows": num_distinct,
         "hot_lookups_frac": float(num_hot / np.sum([rank.num_lookups for rank in of_ranks])),
-        "served_most_over_mean": _ratio(float(served.max()), float(served.mean())),
         "memory_bytes": max(rank.memory_bytes for rank in of_ranks),
         "num_steps": len(first.losses),
         "final_loss": float(_losses(of_ranks)[-1]),
@@ -240,16 +187,14 @@ def _bound_between_hosts(of_ranks: Sequence[Measured], dim: int, num_dense_value
     return float(np.mean(bounds))
 
 
-def _per_step(of_ranks: Sequence[Measured], name: str) -> float | None:
-    """Time of threads per step, mean over the ranks; None where it is not counted.
+def _per_step(of_ranks: Sequence[Measured], name: str) -> float:
+    """Time of threads per step, mean over the ranks.
 
     Measured over whole blocks, because threads may still work for a step after it has returned.
     """
-    of_blocks = [[getattr(block, name) for block in rank.blocks.values()] for rank in of_ranks]
-    if any(value is None for values in of_blocks for value in values):
-        return None
-    num_steps = [sum(len(block.returned_s) for block in rank.blocks.values()) for rank in of_ranks]
-    return float(np.mean([sum(v) / num for v, num in zip(of_blocks, num_steps, strict=True)]))
+    blocks = [block for rank in of_ranks for block in rank.blocks.values()]
+    num_steps = sum(len(block.returned_s) for block in blocks)
+    return float(sum(getattr(block, name) for block in blocks) / num_steps)
 
 
 def _stage_figures(of_ranks: Sequence[Measured]) -> dict[str, Any]:
@@ -290,11 +235,9 @@ def _whole_step(of_ranks: Sequence[Block]) -> float:
 
 
 def _block_ratios(mine: Sequence[Measured], baseline: Sequence[Measured]) -> dict[str, float]:
-    """Median and quartiles of the ratios of two cases' steps, over the rounds of both."""
+    """Median and quartiles of the ratios of two cases' steps, over the rounds."""
     other = _by_round(baseline)
-    pairs = [(blocks, other[n]) for n, blocks in _by_round(mine).items() if n in other]
-    if not pairs:
-        return {}
+    pairs = [(blocks, other[number]) for number, blocks in _by_round(mine).items()]
     ratios = [np.median(step_seconds(a)) / np.median(step_seconds(b)) for a, b in pairs]
     low, middle, high = np.percentile(ratios, [25, 50, 75])
     return {

@@ -177,9 +177,7 @@ def make_turns(bench: BenchConfig) -> Turns:
         block_skip=bench.block_skip,
         warmup_steps=bench.warmup_rounds,
         counted_steps=bench.counted_steps,
-        rounds_of=bench.rounds_of,
         interface=bench.interface,
-        profile_steps=bench.profile_steps if bench.profile else 0,
     )
 
 

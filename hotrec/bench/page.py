@@ -26,7 +26,6 @@ COLUMNS: tuple[Column, ...] = (
     ("exposed", "exposed_frac", show_frac),
     ("processor", "cpu_s", show_seconds),
     ("main thread", "main_cpu_s", show_seconds),
-    ("for a core", "core_wait_s", show_seconds),
     ("sent per rank", "sent_bytes", show_bytes),
     ("of bound", "bytes_over_bound", _times),
     ("step / planner", "planner_step_ratio", _times),
@@ -36,14 +35,16 @@ COLUMNS: tuple[Column, ...] = (
     ("loss", "final_loss", "{:.6f}".format),
     ("largest difference", "largest_loss_difference", "{:.1e}".format),
 )
-ROW_COLUMNS: tuple[Column, ...] = (
+MORE_COLUMNS: tuple[Column, ...] = (
     ("case", "name", str),
+    ("bound", "bound_bytes", show_bytes),
+    ("between hosts", "between_hosts_bytes", show_bytes),
+    ("bound between hosts", "between_hosts_bound_bytes", show_bytes),
+    ("on the wire", "wire_bytes", show_bytes),
     ("distinct rows", "num_distinct_rows", show_count),
     ("hot lookups", "hot_lookups_frac", show_frac),
-    ("busiest rank / mean", "served_most_over_mean", _times),
     ("memory", "memory_bytes", show_bytes),
     ("steps", "num_steps", show_count),
-    ("blocks", "num_blocks", show_count),
 )
 READING = "Columns and method are explained in benchmarks/README.md."
 ROUTING = {
@@ -93,10 +94,8 @@ def render_page(document: Document, *, command: str, configuration: str) -> str:
     sections: dict[str, list[str]] = {
         "Setting": [*_setting(document), f"Made by `{command}`."],
         "Results": [_table(records, COLUMNS), *verdict, READING],
-        "Bytes sent per rank and step": [_bytes(cases)],
-        "Rows and memory": [_table(records, ROW_COLUMNS)],
+        "Bytes per rank and step, rows and memory": [_table(records, MORE_COLUMNS)],
         "Stages of the step": _times_by_case("stage, mean rank", stages_s),
-        "Operators": _times_by_case("operator, rank 0", document["operators_s"]),
         "Machine": ["\n".join(f"* {fact}" for fact in _machine(document["machine"]))],
         "Configuration": [f"```yaml\n{configuration.rstrip()}\n```"],
     }
@@ -134,37 +133,6 @@ def _setting(document: Document) -> list[str]:
         f"{document['warmup_rounds']} steps before, and {document['counted_steps']} afterwards to "
         f"count bytes. {ROUTING[document['routing']]}",
     ]
-
-
-def _bytes(cases: Mapping[str, Document]) -> str:
-    first = next(iter(cases.values()))
-    used = [
-        kind
-        for kind in first["sent_bytes_by_collective"]
-        if any(case["sent_bytes_by_collective"][kind] for case in cases.values())
-    ]
-    columns: list[Column] = [
-        ("case", "name", str),
-        *((kind, kind, show_bytes) for kind in used),
-        ("all", "sent_bytes", show_bytes),
-        ("largest rank", "sent_bytes_most", show_bytes),
-        ("bound", "bound_bytes", show_bytes),
-        ("bound + dense", "bound_with_dense_bytes", show_bytes),
-        ("embeddings/bound", "embedding_bytes_over_bound", _times),
-    ]
-    if any(case["between_hosts_bytes"] for case in cases.values()):
-        columns += [
-            ("between hosts", "between_hosts_bytes", show_bytes),
-            ("bound between hosts", "between_hosts_bound_bytes", show_bytes),
-            ("with dense", "between_hosts_bound_with_dense_bytes", show_bytes),
-            ("of it", "between_hosts_bytes_over_bound", _times),
-        ]
-    if first["wire_bytes"] is not None:
-        columns.append(("on the wire", "wire_bytes", show_bytes))
-    records = [
-        {**case, **case["sent_bytes_by_collective"], "name": name} for name, case in cases.items()
-    ]
-    return _table(records, columns)
 
 
 def _times_by_case(what: str, times_s: Mapping[str, Mapping[str, float]]) -> list[str]:

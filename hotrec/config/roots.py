@@ -434,9 +434,6 @@ class BenchConfig:
     num_dense: int = key("number of dense columns", 13, ge=0)
     batch_size: int = key(BATCH_SIZE, 2048, ge=1)
     rounds: int = key("number of timed blocks of steps of each case", 5, ge=1)
-    rounds_of: dict[str, int] = key(
-        "number of blocks of individual cases, if fewer than rounds", {}, ge=1
-    )
     block_steps: int = key("number of consecutive steps of a case in a block", 12, ge=1)
     block_skip: int = key("number of first steps of a block that are not timed", 2, ge=0)
     warmup_rounds: int = key("number of steps of each case before the first timed block", 4, ge=1)
@@ -454,8 +451,6 @@ class BenchConfig:
     seed: int = key("seed of weights, popularity and samples", 0, ge=0)
     device: Device = key(DEVICE, Device.auto)
     loss_tolerance: float = key("maximum difference of losses between cases", 1e-4, gt=0)
-    profile: bool = key("also profile the operators of some steps", False)
-    profile_steps: int = key("number of steps of each case to profile", 4, ge=1)
     interface: str | None = key(
         "network interface whose sent bytes are also read; null: none", None
     )
@@ -475,8 +470,6 @@ class BenchConfig:
         yield len(set(cases)) == len(cases), f"cases: expected each at most once, got {cases}."
         for case in cases:
             yield case in known, f"cases: expected some of {known}, got {case!r}."
-        for case in self.rounds_of:
-            yield case in known, f"rounds_of: expected one of {known}, got {case!r}."
         yield (
             self.pipeline in (PipelineKind.sparse_dist, PipelineKind.base),
             "pipeline: expected sparse_dist or base, which every placement has, got "

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from hotrec.runtime.ranks import Ranks, all_gather_object
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-PROCESS = Path("/proc/self")
 # Cores of a rank on a GPU: of its main (or backward) thread, and of its communication.
 OWN_CORES = 2
 # Routing a batch of 8,192 samples with 26 ids takes a core tens of milliseconds, a step on a GPU
@@ -61,24 +59,3 @@ def min_cores(of_ranks: Sequence[tuple[str, set[int]]], ranks_per_host: int) -> 
         hosts[kernel].add(rank // ranks_per_host)
         cores[kernel] |= allowed
     return min(len(cores[kernel]) / len(hosts[kernel]) for kernel in hosts)
-
-
-def core_wait_seconds(process: Path = PROCESS) -> tuple[float, float] | None:
-    """How long threads of this process were ready to run but had no core, so far.
-
-    Returns:
-        Of all threads that still run and of the main thread, in seconds; None where the kernel
-        does not count it (the second number of schedstat, proc_pid_schedstat(5)).
-    """
-    main = process / "schedstat"
-    if not main.exists():
-        return None
-    all_s = 0.0
-    for path in (process / "task").glob("*/schedstat"):
-        with suppress(OSError):  # a thread may end meanwhile
-            all_s += _wait_seconds(path)
-    return all_s, _wait_seconds(main)
-
-
-def _wait_seconds(schedstat: Path) -> float:
-    return int(schedstat.read_text().split()[1]) / 1e9

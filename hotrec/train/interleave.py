@@ -19,7 +19,6 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from hotrec.runtime.cores import core_wait_seconds
 from hotrec.runtime.stages import StageClock
 
 T = TypeVar("T")
@@ -45,9 +44,6 @@ class Block:
         num_skipped: Number of first steps that are not counted.
         cpu_s: CPU time of all threads of this process.
         main_cpu_s: CPU time of the main thread.
-        core_wait_s: Time in which a thread was ready to run but had no core, sum over the threads;
-            None where the kernel does not count it.
-        main_core_wait_s: The same of the main thread.
     """
 
     returned_s: Sequence[float]
@@ -55,8 +51,6 @@ class Block:
     num_skipped: int
     cpu_s: float
     main_cpu_s: float
-    core_wait_s: float | None = None
-    main_core_wait_s: float | None = None
 
     @property
     def mean_step_s(self) -> float:
@@ -101,7 +95,6 @@ def run_block(
         event.record()
         return event
 
-    waited = core_wait_seconds()
     cpu_s, main_cpu_s, start = time.process_time(), time.thread_time(), now()
     times = []
     for number in range(num_steps):
@@ -112,13 +105,10 @@ def run_block(
         contender.drain()
     times.append(now())
     cpu_s, main_cpu_s = time.process_time() - cpu_s, time.thread_time() - main_cpu_s
-    waits_s = [
-        end - begin for begin, end in zip(waited or (), core_wait_seconds() or (), strict=True)
-    ]
     if is_cuda:
         torch.cuda.synchronize()
     *returned_s, ended_s = (start.elapsed_time(t) / 1e3 if is_cuda else t - start for t in times)
-    return Block(returned_s, ended_s, num_skipped, cpu_s, main_cpu_s, *waits_s)
+    return Block(returned_s, ended_s, num_skipped, cpu_s, main_cpu_s)
 
 
 def step_seconds(of_ranks: Sequence[Block]) -> np.ndarray:

@@ -25,7 +25,7 @@ def hotrec_bench(*words: str, run_dir: Path) -> Outcome:
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     run_dir = tmp_path_factory.mktemp("bench")
-    done = hotrec_bench(f"bench.cases=[{','.join(CASES)}]", "bench.profile=true", run_dir=run_dir)
+    done = hotrec_bench(f"bench.cases=[{','.join(CASES)}]", run_dir=run_dir)
     found: dict[str, Any] = done.figures
     assert found == json.loads((run_dir / "bench.json").read_text())
     page = (run_dir / "bench.md").read_text()
@@ -41,41 +41,31 @@ def test_every_exact_case_trains_the_same_model(figures: dict[str, Any]) -> None
     assert figures["losses_apart"] == []
     assert max(cases[name]["largest_loss_difference"] for name in EXACT) < 1e-5
     assert cases["look_ahead_bf16"]["largest_loss_difference"] > 0
-    # warm-up 2, 2 blocks of 3 (all_hot 1), counted 2, profiled 4
-    assert {cases[name]["num_steps"] for name in set(CASES) - {"all_hot"}} == {14}
-    assert cases["all_hot"]["num_steps"] == 11
+    # warm-up 2, 2 blocks of 3, counted 2
+    assert {case["num_steps"] for case in cases.values()} == {10}
     for name, case in cases.items():
         assert 0 < case["exposed_frac"] <= case["exposed_frac_most"] < 1, name
         assert 0 < case["main_cpu_s"] < case["cpu_s"], name
-        assert 0 <= case["main_core_wait_s"] <= case["core_wait_s"], name
     partitions, frac = figures["partitions"], "hot_lookups_frac"
     hot = [partitions[name]["num_hot_rows"] for name in ("hot_cold", "hot_cold_base")]
     assert hot == [60, 10]
     assert cases["all_cold"][frac] == 0 < cases["hot_cold"][frac] < cases["all_hot"][frac] == 1
 
 
-def test_bytes_add_up_and_keep_to_the_bound(figures: dict[str, Any]) -> None:
-    cases, by = figures["cases"], "sent_bytes_by_collective"
-    dense = 2 * 4 * figures["data"]["num_dense_values"] / 2
+def test_bytes_keep_to_the_bound(figures: dict[str, Any]) -> None:
+    cases = figures["cases"]
     for name, case in cases.items():
-        assert sum(case[by].values()) == pytest.approx(case["sent_bytes"])
-        assert case["bound_with_dense_bytes"] == case["bound_bytes"] + dense
         # Replicas that every rank reads can save up to half of an exchange; nothing saves more.
-        assert case["embedding_bytes_over_bound"] > (0.25 if "bf16" in name else 0.5), name
-        # The dense layers' gradients are all-reduced in every case, in 16 bits by shares.
-        assert case[by]["all_reduce"] >= dense or name == "look_ahead_bf16", name
-    assert cases["all_cold"][by]["all_gather"] == 0
-    # The full gradients of the replicated tables (40, 7 and 3 rows of 64 floats) are counted too.
-    replicated = 2 * 4 * 64 * (40 + 7 + 3) / 2
-    reduced = [cases[name][by]["all_reduce"] for name in ("table_wise", "hand_tuned")]
-    assert reduced == [dense, dense + replicated]
+        assert case["bytes_over_bound"] > (0.25 if "bf16" in name else 0.5), name
+    # The full gradients of the replicated tables (40, 7 and 3 rows of 64 floats) are counted.
+    assert cases["hand_tuned"]["sent_bytes"] > 2 * 4 * 64 * (40 + 7 + 3) / 2
     # Ids travel as they are in 16 bits; samples by owner are the same samples, and need fewer.
     exact, half, local = (
         cases[name] for name in ("look_ahead", "look_ahead_bf16", "look_ahead_local")
     )
     assert 0.5 <= half["sent_bytes"] / exact["sent_bytes"] < 0.6
     assert local["hot_lookups_frac"] == exact["hot_lookups_frac"]
-    assert 0 < local[by]["all_to_all"] < 0.9 * exact[by]["all_to_all"]
+    assert 0 < local["sent_bytes"] < exact["sent_bytes"]
 
 
 def test_models_that_differ_fail_the_run_loudly(tmp_path: Path) -> None:

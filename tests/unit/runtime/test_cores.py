@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from hotrec.runtime.cores import choose_workers, core_wait_seconds, min_cores
+from hotrec.runtime.cores import choose_workers, min_cores
 
 
 @pytest.mark.parametrize(
@@ -38,12 +36,3 @@ def test_no_worker_takes_a_core_from_a_rank(
     device: str, cores: float, ranks: int, expected: int
 ) -> None:
     assert choose_workers(device, cores, ranks) == expected
-
-
-def test_waits_of_all_threads_and_of_the_main_one(tmp_path: Path) -> None:
-    for thread, waited_ns in (("7", 2_000_000_000), ("8", 500_000_000)):
-        (tmp_path / "task" / thread).mkdir(parents=True)
-        (tmp_path / "task" / thread / "schedstat").write_text(f"9000 {waited_ns} 12\n")
-    assert core_wait_seconds(tmp_path) is None  # this kernel does not count them
-    (tmp_path / "schedstat").write_text("8000 2000000000 11\n")
-    assert core_wait_seconds(tmp_path) == (2.5, 2.0)
