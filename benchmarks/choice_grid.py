@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/choice_grid.py [--cells PATTERN] [--sample N] [--limit-s S] ...
 
 A cell is a dataset, a batch size, a network and a number of ranks. In each cell the dataset is
-prepared and profiled, and the machine is calibrated once. Then the defaults and every candidate are
+prepared, and the machine is calibrated once. Then the defaults and every candidate are
 trained one after the other as by `hotrec train`, with the run's own loader: --repeats times, and up
 to --most-repeats if the ratios are noisy (MAX_ERROR) or the defaults lose more than the target. The
 runs of a repeat share one start (choice_runs.py), since starting takes longer than the runs;
@@ -221,7 +221,7 @@ class Grid:
 
         Raises:
             OutOfTime: if the time limit is reached; what was done is kept.
-            Failed: if it cannot be prepared, profiled or calibrated.
+            Failed: if it cannot be prepared or calibrated.
             Skipped: if its network cannot be made.
         """
         path = self._options.output / f"{cell.name}.json"
@@ -289,20 +289,17 @@ class Grid:
         ]
 
     def _prepared(self, data: str) -> list[str]:
-        """Prepare and profile a dataset unless it exists; returns its directory."""
+        """Prepare a dataset unless it exists; returns its directory."""
         overrides = data_overrides()[data]
         digest = hashlib.sha256(repr((overrides, self._options.overrides)).encode()).hexdigest()[:8]
         place = self._options.work / "data" / f"{data}-{digest}"
-        paths = [f"paths.dataset={place}/dataset", f"paths.profile={place}/profile"]
+        path = f"paths.dataset={place}/dataset"
         marker = place / "done.json"
         if not marker.exists():
             shutil.rmtree(place, ignore_errors=True)
-            figures = {
-                command: self._hotrec(command, None, place / f"{command}-run", [*overrides, *paths])
-                for command in ("prepare", "profile")
-            }
+            figures = self._hotrec("prepare", None, place / "prepare-run", [*overrides, path])
             marker.write_text(json.dumps(figures, indent=1) + "\n")
-        return [overrides[0], *paths]
+        return [overrides[0], path]
 
     def _train(
         self, cell: Cell, place: Path, words: Mapping[str, Sequence[str]]

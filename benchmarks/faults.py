@@ -211,7 +211,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="hotrec-faults-") as name:
         folder = Path(name)
         hotrec("prepare", DATA, folder=folder)
-        hotrec("profile", DATA, folder=folder)
         hotrec(
             *("plan", DATA, "placement=coverage", f"plan.world_size={args.ranks}"), folder=folder
         )

@@ -5,7 +5,7 @@ With exactly one GPU, one rank.
     python benchmarks/quality.py [--seeds 0 1 2 3 4] [--variants exact bf16 ...] [--data kuairand]
         [--work runs/quality] [--page benchmarks/results/quality.md] [--max-steps N]
 
-Prepares and profiles the data if needed, trains every variant with every seed, seed by seed, and
+Prepares the data if needed, trains every variant with every seed, seed by seed, and
 compares variants of the same seed, which share data, order and initial weights. Finished runs are
 not repeated: run the same command to continue, or use another --work to start from scratch. The
 last line on stdout is one JSON object, which is also written next to the page.
@@ -70,7 +70,7 @@ class Data:
 
     Args:
         what: for the page.
-        source: settings that prepare and profile need, too.
+        source: settings that prepare needs, too.
         training: further settings of train, the same for every variant.
     """
 
@@ -146,14 +146,13 @@ def hotrec(run_dir: Path, arguments: Sequence[str]) -> dict[str, Any]:
 
 def paths(work: Path, name: str) -> list[str]:
     of_data = work / name
-    return [f"paths.{what}={of_data / what}" for what in ("dataset", "profile", "partition")]
+    return [f"paths.{what}={of_data / what}" for what in ("dataset", "partition")]
 
 
 def prepare(work: Path, name: str, data: Data) -> None:
-    """Create dataset and profile unless they exist."""
-    for stage, made in (("prepare", "dataset"), ("profile", "profile")):
-        if not (work / name / made).exists():
-            hotrec(work / name / f"{stage}_run", [stage, *data.source, *paths(work, name)])
+    """Create the dataset unless it exists."""
+    if not (work / name / "dataset").exists():
+        hotrec(work / name / "prepare_run", ["prepare", *data.source, *paths(work, name)])
 
 
 def train(

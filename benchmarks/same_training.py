@@ -72,13 +72,11 @@ ALL_HOT_ORDER = (
 # What is prepared once, before the cases.
 PREPARATION = (
     ("prepare", "experiment=synthetic_smoke"),
-    ("profile", "experiment=synthetic_smoke"),
     (
         *("plan", "experiment=synthetic_smoke", "plan.world_size=2"),
         *("placement=coverage", "placement.coverage_frac=0.5"),
     ),
     ("prepare", "experiment=quickstart"),
-    ("profile", "experiment=quickstart"),
 )
 
 
@@ -202,7 +200,7 @@ class Program:
         return dict(json.loads(done.stdout.splitlines()[-1]))
 
     def prepare(self) -> None:
-        """Make the datasets, profiles and the saved partition that the cases read."""
+        """Make the datasets and the saved partition that the cases read."""
         (self.folder / "samples").symlink_to(self.checkout / "samples")
         for words in PREPARATION:
             if words[0] == "plan":

@@ -3,7 +3,7 @@
     PYTHONPATH=. python benchmarks/sequence_quality.py [--seeds 0 1 2 3 4] [--models dlrm din ...]
         [--work runs/sequence_quality] [--page benchmarks/results/sequence_quality.md]
 
-Prepares and profiles the data if needed and trains every model with every seed, seed by seed, two
+Prepares the data if needed and trains every model with every seed, seed by seed, two
 ranks each, one epoch, all from ``experiment=kuairand_hstu`` except for the model's own settings.
 Finished runs are not repeated. All models see the same samples with the same columns; DIN has the
 last ids of the history as columns of their own, and its other lists pooled.
@@ -89,16 +89,16 @@ def train(work: Path, model: str, seed: int) -> dict[str, Any]:
     """The figures of a run on the test split, of an earlier one if it has ended."""
     name, settings = MODELS[model]
     run_dir, of_data = work / f"{model}-{seed}", [*SHARED, *DATA[name]]
-    places = [f"paths.{what}={work / name / what}" for what in ("dataset", "profile")]
+    dataset = work / name / "dataset"
+    place = f"paths.dataset={dataset}"
     kept = run_dir / "result.json"
     if kept.exists():
         earlier: dict[str, Any] = json.loads(kept.read_text())
         return earlier
-    for stage, made in (("prepare", "dataset"), ("profile", "profile")):
-        if not (work / name / made).exists():
-            hotrec(work / name / f"{stage}_run", [stage, *of_data, *places])
+    if not dataset.exists():
+        hotrec(work / name / "prepare_run", ["prepare", *of_data, place])
     begin = time.monotonic()
-    words = ["train", *of_data, *settings, *places, *RUN, f"trainer.seed={seed}"]
+    words = ["train", *of_data, *settings, place, *RUN, f"trainer.seed={seed}"]
     found = hotrec(run_dir, words)
     result = {key: found[f"{key}_by_label"]["label"] for key in FIGURES}
     print(

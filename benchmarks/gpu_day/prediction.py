@@ -217,7 +217,6 @@ def run(day: Day) -> None:
     planning = (*words, "placement=cost", "plan.world_size=1", "plan.device=cuda")
     commands = {
         "prepare": words,
-        "profile": words,
         "calibrate": (*words, *day.pick((), QUICK)),
         "plan": planning,
     }

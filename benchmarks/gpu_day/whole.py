@@ -23,7 +23,7 @@ from hotrec.assemble.policies import ColdRows
 from hotrec.bench.cases import Case, split_case
 from hotrec.bench.samples import ZipfTables
 from hotrec.config.roots import BenchRootConfig
-from hotrec.cost_model.profile import Profile, Sampling
+from hotrec.cost_model.profile import Profile
 from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.planner.policies import choose_all_cold, choose_fraction, choose_popular_rows
 from hotrec.report.units import show_bytes, show_count, show_frac, show_seconds
@@ -87,7 +87,7 @@ def make_cases(
         def popular(load_frac: float) -> dict[str, PopularRows]:
             num = NUM_COUNTED_SAMPLES
             return choose_popular_rows(
-                partition, Profile(num, 0, num, Sampling(), counts), load_frac=load_frac,
+                partition, Profile(num, 0, counts), load_frac=load_frac,
                 global_batch_size=batch_size, world_size=1,
             )  # fmt: skip
 

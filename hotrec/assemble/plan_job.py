@@ -44,14 +44,14 @@ def costs_on(job: Job, machine: Machine) -> tuple[Costs, str | None]:
 
 
 def make_request(
-    job: Job, machine: Machine, profile: Profile | None, saved: Placement | None = None
+    job: Job, machine: Machine, profile: Profile, saved: Placement | None = None
 ) -> PlanRequest:
     """The request to the planner.
 
     Args:
         job: The job.
         machine: The ranks to plan for.
-        profile: The profile; None is enough for a saved partition and for TorchRec's plans.
+        profile: The profile.
         saved: The saved partition, if the run trains one.
 
     Raises:
@@ -86,7 +86,7 @@ def request_for(job: Job, tables: ByCost | GivenTables | TorchrecTables) -> Plan
 
 
 def _given_tables(
-    job: Job, machine: Machine, profile: Profile | None, saved: Placement | None
+    job: Job, machine: Machine, profile: Profile, saved: Placement | None
 ) -> GivenTables:
     """The split of the policy or the saved one, and how its slots are chosen."""
     placement, world_size, place = job.config.placement, machine.world_size, None
@@ -94,7 +94,6 @@ def _given_tables(
     if saved is not None:
         placed = saved if job.spread is None else saved.spread(job.spread)
     else:
-        assert profile is not None, placement
         assert isinstance(placement, TieredConfig), placement
         rows, dim = job.spec.row_bytes, job.spec.architecture.embedding_dim
         costs = costs_on(job, machine)[0] if isinstance(placement, ScarsPlacement) else None
@@ -116,7 +115,7 @@ def _given_tables(
                 return with_slots.place(partition, machine.device, popular).spread(spread)
 
     given = GivenTables(placed)
-    if not given.has_slots or profile is None:
+    if not given.has_slots:
         return given
     read = partial(
         SlotReplay.read,

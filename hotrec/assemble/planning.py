@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from torchrec.distributed.types import ShardingPlan
 
 from hotrec.artifact import Artifact, ArtifactError, check_made_from, read_record
+from hotrec.assemble.counted import read_counts
 from hotrec.assemble.job import Job, torchrec_tables_of
 from hotrec.assemble.model import build_unsharded
 from hotrec.assemble.plan_job import (
@@ -33,7 +34,7 @@ from hotrec.assemble.torchrec_plan import shardings_by
 from hotrec.config.groups import CostPlacement, SavedPlacement, TorchrecPlacement
 from hotrec.cost_model.costs import CostsError
 from hotrec.cost_model.histogram import CountHistogram
-from hotrec.cost_model.profile import Profile, read_profile
+from hotrec.cost_model.profile import Profile
 from hotrec.planner.document import prediction_document
 from hotrec.planner.machine import Machine
 from hotrec.planner.partition import (
@@ -107,7 +108,7 @@ class Proposal:
         request: The request to the planner.
         machine: The ranks.
         saved: The saved partition that was configured.
-        counted: The profile and its artifact; None without one.
+        counted: The profile and its artifact.
         histograms: The profile's histogram of every table.
         situation: The predicted situation; None without predictions.
         decision: The choice by prediction; None without predictions.
@@ -117,8 +118,8 @@ class Proposal:
     request: PlanRequest
     machine: Machine
     saved: Artifact | None
-    counted: tuple[Profile, Artifact] | None = None
-    histograms: Mapping[str, CountHistogram] = field(default_factory=dict)
+    counted: tuple[Profile, Artifact]
+    histograms: Mapping[str, CountHistogram]
     situation: Situation | None = None
     decision: Decision | None = None
 
@@ -135,7 +136,6 @@ class Proposal:
     def _settled(self, plan: Plan) -> SettledPlan:
         if self.situation is None or self.decision is None:
             return SettledPlan(plan, getattr(self.request.tables, "placement", None))
-        assert self.counted is not None
         prediction, placement = self.decision.predictions[plan], self.decision.placement
         if placement is None and isinstance(plan.tables, SplitTables):
             policy = f"least step, {self.situation.costs.name}"
@@ -194,7 +194,6 @@ class Proposal:
                 decision = replace(decision, chosen=chosen, why=why)
             logger.info("%s", decision.why)
             settled = self._settled(decision.chosen)
-            assert self.counted is not None
             document = prediction_document(
                 self.situation,
                 decision,
@@ -209,7 +208,6 @@ class Proposal:
         return replace(settled, artifact=artifact)
 
     def _write(self, placement: Placement, output: Path) -> Artifact:
-        assert self.counted is not None
         profile, profile_artifact = self.counted
         return write_partition(
             placement,
@@ -231,7 +229,8 @@ def make_proposal(job: Job, machine: Machine, *, is_plan: bool = False) -> Propo
         is_plan: Whether to also predict TorchRec's plans, for ``hotrec plan``.
 
     Raises:
-        ArtifactError: If the profile or the saved partition is missing, or of another dataset.
+        ArtifactError: If the saved partition is missing or of another dataset, or the profile is
+            damaged.
         ValueError: If the policy cannot be satisfied, the rows do not fit the memory, or the costs
             for a cost-based choice are of another kind of machine.
     """
@@ -242,15 +241,7 @@ def make_proposal(job: Job, machine: Machine, *, is_plan: bool = False) -> Propo
         placement, saved = read_placement(Path(asked.partition_dir))
         check_made_from(saved, dataset.artifact)
         _warn_of_another_situation(saved, machine)
-    try:
-        profile, profile_artifact = read_profile(Path(job.config.paths.profile))
-        check_made_from(profile_artifact, dataset.artifact)
-    except ArtifactError as error:
-        if not isinstance(asked, SavedPlacement | TorchrecPlacement):
-            raise
-        # As text: the traceback of an error in a kept log record would keep the dataset open.
-        logger.info("no prediction: %s", str(error))
-        return Proposal(job, make_request(job, machine, None, placement), machine, saved)
+    profile, profile_artifact = read_counts(dataset)
     request, histograms = make_request(job, machine, profile, placement), profile.build_histograms()
     without = Proposal(job, request, machine, saved, (profile, profile_artifact), histograms)
     costs = costs_on(job, machine)

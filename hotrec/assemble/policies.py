@@ -70,7 +70,6 @@ def choose_hot(
     given = placement if isinstance(placement, PolicyConfig) else PolicyConfig(placement.kind)
     tables = CountedTables.of(
         profile.counts,
-        min_count=profile.sampling.min_count,
         overrides=given.overrides,
         small_table_rows=given.small_table_rows,
     )

@@ -24,7 +24,7 @@ from hotrec.config.roots import (
     BenchVariant,
     TrainerConfig,
 )
-from hotrec.cost_model.profile import Profile, Sampling
+from hotrec.cost_model.profile import Profile
 from hotrec.models.zoo import make_checked_layers
 from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.planner.policies import (
@@ -138,7 +138,7 @@ def _make_case(
     def popular(load_frac: float) -> dict[str, PopularRows]:
         return choose_popular_rows(
             partition,
-            Profile(bench.profile_samples, 0, bench.profile_samples, Sampling(), counts),
+            Profile(bench.profile_samples, 0, counts),
             load_frac=load_frac,
             global_batch_size=bench.batch_size * world_size,
             world_size=world_size,

@@ -199,20 +199,12 @@ def _prepare(figures: Figures) -> Lines:
     text += f" ({of_splits}), {show_count(sum(rows.values()))} rows in {len(rows)} tables"
     skipped = figures.get("num_skipped")
     left_out = f"{show_count(skipped)} unreadable lines" if skipped else None
-    return [("dataset", text), ("left out", left_out)]
-
-
-def _profile(figures: Figures) -> Lines:
-    text = f"{shown(Path(figures['profile']))}: {show_count(figures['num_lookups'])} lookups of "
-    text += f"{show_count(figures['num_distinct'])} of {show_count(figures['num_rows'])} rows"
-    hot = next((of for of in figures["landmarks"] if of["rows_frac"] == HOT_FRAC), None)
-    served = None
-    if hot is not None:
-        served = f"the most-read {HOT_FRAC:.0%} of the rows serve "
-        served += f"{show_frac(hot['train'])} of the lookups"
-        if hot["heldout"] is not None:
-            served += f", and {show_frac(hot['heldout'])} of the held-out ones"
-    return [("profile", text), ("hot rows", served), ("picture", shown(Path(figures["picture"])))]
+    hot = next(of for of in figures["landmarks"] if of["rows_frac"] == HOT_FRAC)
+    served = f"the most-read {HOT_FRAC:.0%} of the rows serve {show_frac(hot['train'])}"
+    served += f" of {show_count(figures['num_lookups'])} lookups"
+    if hot["heldout"] is not None:
+        served += f", and {show_frac(hot['heldout'])} of the held-out ones"
+    return [("dataset", text), ("left out", left_out), ("hot rows", served)]
 
 
 def _calibrate(figures: Figures) -> Lines:
@@ -288,7 +280,6 @@ def _compare(figures: Figures) -> Lines:
 _LINES: Mapping[str, Callable[[Figures], Lines]] = {
     "run": _run,
     "prepare": _prepare,
-    "profile": _profile,
     "calibrate": _calibrate,
     "plan": _plan,
     "train": _train,
@@ -298,6 +289,6 @@ _LINES: Mapping[str, Callable[[Figures], Lines]] = {
     "predict": _predict,
     "report": _report,
 }
-_NEXT = {"prepare": "profile", "profile": "calibrate", "calibrate": "plan", "plan": "train"}
+_NEXT = {"prepare": "calibrate", "calibrate": "plan", "plan": "train"}
 # What only the stage that was given it reads.
-_OF_A_STAGE = ("append=", "overwrite=", "prune=", "profile.", "calibrate.")
+_OF_A_STAGE = ("append=", "overwrite=", "prune=", "calibrate.")

@@ -32,11 +32,10 @@ class Command:
 
 COMMANDS = {
     "init": Command("inspect a log and describe it in conf/data", "init", first="path={}"),
-    "run": Command("prepare, profile, calibrate, plan, train and report; skip what is current"),
+    "run": Command("prepare, calibrate, plan, train and report; skip what is current"),
     "prepare": Command(
-        "turn raw click logs into a dataset of memory-mapped chunks", is_parallel=True
+        "turn raw click logs into a dataset, and count the lookups of its rows", is_parallel=True
     ),
-    "profile": Command("count how often every row is looked up"),
     "calibrate": Command(
         "measure how long each part of a step takes on this machine", is_parallel=True
     ),

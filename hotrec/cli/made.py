@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.artifact import ArtifactError, read_artifact, read_record
-from hotrec.cli.launch import environment_rank
 from hotrec.cli.store import USER_CONF
 from hotrec.config.roots import Config
 from hotrec.config.text import as_document
-from hotrec.cost_model.profile import KIND as PROFILE
-from hotrec.data.chunks import DATASET, Dataset
+from hotrec.data.chunks import Dataset
 from hotrec.data.encode import check_encoding
 from hotrec.data.generation import generations_of
 from hotrec.data.readers import find_files
@@ -74,32 +72,16 @@ def describe_files(directory: Path) -> dict[str, int]:
     }
 
 
-# Artifacts that commands make from a configuration only.
-
-
-def artifact_inputs(name: str, config: Any) -> str | None:
-    """The digest of what ``prepare`` or ``profile`` is about to read, on rank 0.
-
-    None for other commands, and if an input is missing, which the command itself reports.
-    """
-    if environment_rank() != 0:
-        return None
-    with suppress(OSError, ValueError):
-        if name == "prepare" and (config.prune is None or config.append):
-            return digest_of(asdict(config.data), _files_of(config))
-        if name == "profile":
-            return digest_of(asdict(config.profile), content_hash(config.paths.dataset, DATASET))
-    return None
-
-
-def _files_of(config: Config) -> list[tuple[str, int, int]]:
+def dataset_inputs(config: Config) -> str | None:
+    """The digest of what ``prepare`` is about to read; None if a file of it is missing."""
     source = config.data.source
-    if source is None:
-        return []
-    files = find_files(source.files, source.format)
-    for side in source.joins.values():
-        files += find_files(side.files, side.format)
-    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    with suppress(OSError, ValueError):
+        files = [] if source is None else find_files(source.files, source.format)
+        for side in () if source is None else source.joins.values():
+            files += find_files(side.files, side.format)
+        stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        return digest_of(asdict(config.data), stats)
+    return None
 
 
 def content_hash(path: str, kind: str) -> str:
@@ -111,65 +93,47 @@ def content_hash(path: str, kind: str) -> str:
     return read_artifact(Path(path), kind=kind).content_hash
 
 
-def record_artifact(name: str, config: Config, digest: str | None, figures: Figures) -> None:
-    """Record the result of ``prepare`` or ``profile`` for inputs with this digest."""
+def record_dataset(config: Config, digest: str | None, figures: Figures) -> None:
+    """Record the dataset that ``prepare`` made of inputs with this digest."""
     if digest is not None:
+        kept = {"content_hash": figures["content_hash"]}
         # A run started from Python may only know the path of its dataset.
-        more = {"data": as_document(config.data)} if name == "prepare" else {}
-        write_made(_artifact_record(name, config), digest, figures, **more)
+        write_made(_dataset_record(config), digest, kept, data=as_document(config.data))
 
 
-def find_artifact(name: str, config: Config) -> Figures | None:
-    """The figures of ``prepare`` or ``profile``, if they would give the same result again.
+def find_dataset(config: Config) -> Dataset | None:
+    """The dataset, if ``prepare`` would make it again; the caller closes it by forgetting it.
 
     A dataset with appended files is current, even if its first files have changed.
 
     Raises:
         ArtifactError: If its encoding differs from the configuration.
     """
-    if name == "prepare" and (grown := _find_grown(config)) is not None:
-        return grown
-    digest = artifact_inputs(name, config)
-    figures = None if digest is None else read_made(_artifact_record(name, config), digest)
-    path, kind = _artifact_of(name, config)
-    with suppress(ArtifactError):
-        if figures is not None and figures["content_hash"] == content_hash(path, kind):
-            return figures
-    return None
-
-
-def _find_grown(config: Config) -> Figures | None:
-    """The figures of a dataset that files were appended to, unless it may be overwritten."""
-    source = config.data.source
-    if source is None or config.overwrite:
-        return None
-    from hotrec.cli.prepare import figures_of  # which imports torch
-
     dataset: Dataset | None = None
     with suppress(ArtifactError):
         dataset = Dataset.open(config.paths.dataset)
-    if dataset is None or not generations_of(dataset):
+    source = config.data.source
+    if dataset is None:
         return None
-    check_encoding(
-        dataset,
-        source,
-        of="this configuration has it",
-        advice="Restore the configuration used for the append, or set overwrite=true to prepare "
-        "from scratch without the appended files.",
-        may_grow=True,
-    )
-    figures = figures_of(dataset)
-    logger.info("%s: generation %d", config.paths.dataset, figures["generation"])
-    return figures
+    if source is not None and generations_of(dataset) and not config.overwrite:
+        check_encoding(
+            dataset,
+            source,
+            of="this configuration has it",
+            advice="Restore the configuration used for the append, or set overwrite=true to "
+            "prepare from scratch without the appended files.",
+            may_grow=True,
+        )
+        logger.info("%s: generation %d", config.paths.dataset, len(generations_of(dataset)))
+        return dataset
+    digest = dataset_inputs(config)
+    made = None if digest is None else read_made(_dataset_record(config), digest)
+    is_same = made is not None and made["content_hash"] == dataset.artifact.content_hash
+    return dataset if is_same else None
 
 
-def _artifact_of(name: str, config: Config) -> tuple[str, str]:
-    paths = config.paths
-    return (paths.dataset, DATASET) if name == "prepare" else (paths.profile, PROFILE)
-
-
-def _artifact_record(name: str, config: Config) -> Path:
-    path = Path(_artifact_of(name, config)[0])
+def _dataset_record(config: Config) -> Path:
+    path = Path(config.paths.dataset)
     return path.with_name(f"{path.name}.{RECORD}")
 
 

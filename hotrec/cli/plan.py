@@ -11,12 +11,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from hotrec.assemble.counted import profile_path
 from hotrec.assemble.job import chosen_device, make_job
 from hotrec.assemble.machine import make_machine
 from hotrec.assemble.model import build_unsharded
 from hotrec.assemble.planning import SettledPlan, make_proposal
 from hotrec.cli.launch import BRIEF
-from hotrec.cli.profile import sampling_of
 from hotrec.cli.stage import is_in_sweep
 from hotrec.config.roots import Config, PlannerConfig
 from hotrec.cost_model.builtin import BUILTIN
@@ -76,21 +76,18 @@ def _use_outline(config: Config) -> Config:
     outline, dataset = config.data.outline, Path(config.paths.dataset)
     if outline is None or dataset.exists():
         return config
-    sampling = sampling_of(config.profile)
-    digest = sha256(repr((asdict(outline), sampling)).encode()).hexdigest()[:12]
+    digest = sha256(repr(asdict(outline)).encode()).hexdigest()[:12]
     directory = dataset.parent / f"outline-{digest}"
-    is_made = Path(directory / "profile").exists()
+    profile = profile_path(directory / "dataset")
+    is_made = profile.exists()
     logger.log(
         logging.INFO if is_made and is_in_sweep() else logging.WARNING,
         "paths.dataset %s does not exist: planning for data.outline, %s; its profile is in %s",
         *(dataset, outline.origin, directory),
     )
-    paths = replace(
-        config.paths, dataset=str(directory / "dataset"), profile=str(directory / "profile")
-    )
-    if not Path(paths.profile).exists():
-        write_outline(outline, Path(paths.dataset), Path(paths.profile), sampling)
-    return replace(config, paths=paths)
+    if not is_made:
+        write_outline(outline, directory / "dataset", profile)
+    return replace(config, paths=replace(config.paths, dataset=str(directory / "dataset")))
 
 
 def _predicted_figures(settled: SettledPlan) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``hotrec prepare``: turns a raw or synthetic log into a dataset, or extends one."""
+"""``hotrec prepare``: turns a log into a dataset, or extends one, and counts its lookups."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hotrec.assemble.counted import read_counts
+from hotrec.cli.launch import environment_rank
+from hotrec.cli.made import dataset_inputs, record_dataset
 from hotrec.cli.watched import watched_ranks
 from hotrec.config.roots import Config
 from hotrec.data.chunks import SPLITS, Dataset
@@ -23,12 +26,14 @@ MOSTLY_UNKNOWN_FRAC = 0.5
 
 
 def run(config: Config, run_dir: Path) -> dict[str, Any]:
-    """Write or extend paths.dataset, or prune its generations; ranks share the files."""
+    """Write or extend paths.dataset, or prune its generations, and count its lookups."""
     output = Path(config.paths.dataset)
     start_s = time.perf_counter()
+    is_written = config.prune is None or bool(config.append)
+    digest = dataset_inputs(config) if is_written and environment_rank() == 0 else None
     # Ranks exchange objects and files, no tensors, so gloo is enough on any machine.
     with watched_ranks(run_dir, device="cpu", timeout_s=config.trainer.timeout_s) as ranks:
-        if config.prune is None or config.append:
+        if is_written:
             _write(config, output, is_first=ranks.is_first)
         figures = same_verdict(lambda: _describe(config, output) if ranks.is_first else None)
         if figures is None:  # rank 0 has them
@@ -36,12 +41,32 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         elapsed_s = time.perf_counter() - start_s
         total = sum(figures["num_samples"].values())
         logger.info("%s: %d samples in %.1f s", output, total, elapsed_s)
-        return {
-            **figures,
-            "samples_per_s": total / elapsed_s,
-            "elapsed_s": elapsed_s,
-            "world_size": ranks.world_size,
-        }
+    record_dataset(config, digest, figures)
+    # The other ranks have ended: they need not wait.
+    return {
+        **figures,
+        **_count(Dataset.open(output)),
+        "samples_per_s": total / elapsed_s,
+        "elapsed_s": elapsed_s,
+        "world_size": ranks.world_size,
+    }
+
+
+def _count(dataset: Dataset) -> dict[str, Any]:
+    """Figures of the dataset's profile."""
+    start_s = time.perf_counter()
+    _, artifact = read_counts(dataset)
+    tables = artifact.content["tables"].values()
+    num_lookups = sum(table["num_lookups"] for table in tables)
+    count_s = time.perf_counter() - start_s
+    logger.info("%s: %d lookups counted in %.1f s", artifact.path, num_lookups, count_s)
+    return {
+        "profile": artifact.path,
+        "num_lookups": num_lookups,
+        "num_distinct": sum(table["num_distinct"] for table in tables),
+        "landmarks": artifact.content["landmarks"],
+        "count_s": count_s,
+    }
 
 
 def _write(config: Config, output: Path, *, is_first: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from hotrec.artifact import MANIFEST, read_artifact
+from hotrec.assemble.counted import profile_path
 from hotrec.config.roots import ReportConfig
 from hotrec.config.text import read_yaml
 from hotrec.report.read import find_jobs
@@ -74,9 +75,10 @@ def _find_runs(path: str) -> list[Path]:
 
 
 def _recorded_profile(run_dir: Path) -> Path | None:
-    """The profile in a run's configuration, if it still exists."""
+    """The profile of the dataset in a run's configuration, if it still exists."""
     recorded = run_dir / CONFIG_FILE
     if not recorded.exists():
         return None
-    profile = OmegaConf.select(OmegaConf.create(read_yaml(recorded)), "paths.profile")
-    return Path(profile) if profile and Path(profile).exists() else None
+    dataset = OmegaConf.select(OmegaConf.create(read_yaml(recorded)), "paths.dataset")
+    profile = profile_path(dataset) if dataset else None
+    return profile if profile is not None and profile.exists() else None

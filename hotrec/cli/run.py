@@ -25,7 +25,7 @@ from hotrec.cli.made import (
     content_hash,
     describe_files,
     digest_of,
-    find_artifact,
+    find_dataset,
     read_made,
     write_made,
 )
@@ -36,7 +36,6 @@ from hotrec.config.data import SourceSpec
 from hotrec.config.fields import VARIANTS
 from hotrec.config.groups import PlacementKind, TorchrecPlacement
 from hotrec.config.roots import Config
-from hotrec.cost_model.profile import KIND as PROFILE
 from hotrec.cost_model.store import KIND as COSTS
 from hotrec.cost_model.store import check_host, read_costs
 from hotrec.data.chunks import DATASET
@@ -57,8 +56,7 @@ from hotrec.runtime.run_dir import (
 logger = logging.getLogger(__name__)
 
 PURPOSE = {
-    "prepare": "convert the log to memory-mapped chunks",
-    "profile": "count the lookups of each row",
+    "prepare": "convert the log to memory-mapped chunks, and count the lookups of each row",
     "calibrate": "time the parts of a step on this machine",
     "plan": "choose hot rows and pipeline by predicted time",
     "train": "train with the fastest plan, possibly after a trial",
@@ -152,9 +150,8 @@ class _Chain:
             check_settings(theirs, device=device)
         # More ranks than files would be idle.
         few = f"launch.num_ranks={min(num_ranks, _num_files(config.data.source))}"
-        self.do("prepare", ["prepare", *words, few], lambda: find_artifact("prepare", config))
+        self.do("prepare", ["prepare", *words, few], self.find_dataset)
         check_with_data(config, Dataset.open(config.paths.dataset), world_size=num_ranks)
-        self.do("profile", ["profile", *words], lambda: find_artifact("profile", config))
         if self.measures:
             self.do("calibrate", ["calibrate", *words], self.find_costs)
         costs, caveat = self.read_costs()
@@ -249,6 +246,13 @@ class _Chain:
             _free_memory()
         return dict(plain(figures))
 
+    def find_dataset(self) -> Figures | None:
+        """Figures of the dataset, if it is current."""
+        from hotrec.cli.prepare import figures_of
+
+        dataset = find_dataset(self.config)
+        return None if dataset is None else figures_of(dataset)
+
     def find_costs(self) -> Figures | None:
         """Reliable costs measured on this machine for the same number of ranks and samples."""
         from hotrec.assemble.job import chosen_device
@@ -278,9 +282,7 @@ class _Chain:
     def inputs(self) -> str:
         """The digest of what is planned and trained."""
         settings = {k: v for k, v in asdict(self.config).items() if k not in _OF_OTHERS}
-        paths = self.config.paths
-        made_from = [content_hash(paths.dataset, DATASET), content_hash(paths.profile, PROFILE)]
-        return digest_of(settings, made_from)
+        return digest_of(settings, content_hash(self.config.paths.dataset, DATASET))
 
     def find_folder(self, costs: str, *, is_kept: bool) -> None:
         """Continue in the directory of an equal command next to this one, if there is one.

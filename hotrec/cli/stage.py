@@ -25,7 +25,6 @@ from hotrec.cli.launch import (
     run_under_torchrun,
     this_host,
 )
-from hotrec.cli.made import artifact_inputs, record_artifact
 from hotrec.cli.output import LOG_FILE, CommandFailed, quiet_torch, start_logging
 from hotrec.cli.store import options_of, user_conf_dir
 from hotrec.config.roots import Config, EvaluateConfig, ExportConfig, PredictConfig
@@ -114,11 +113,9 @@ def run_stage(
         command = importlib.import_module(f"hotrec.cli.{name}")
         quiet_torch()
         more = (words, environment) if name == "run" else ()
-        digest = artifact_inputs(name, config)
         # Standard output is only for the line of figures, even if libraries print to it.
         with redirect_stdout(sys.stderr):
             figures: Figures = command.run(config, run_dir, *more)
-        record_artifact(name, config, digest, plain(figures))
     return figures
 
 

@@ -40,7 +40,7 @@ Device = StrEnum("Device", "auto cpu cuda")
 # Keys of hotrec.runtime.figures that every evaluation has, and those that it has on request.
 BestBy = StrEnum("BestBy", "log_loss auc gauc recall_at ndcg_at")
 # The stages of `hotrec run` that can be repeated.
-Stage = StrEnum("Stage", "prepare profile calibrate plan train evaluate compare report")
+Stage = StrEnum("Stage", "prepare calibrate plan train evaluate compare report")
 BenchCase = StrEnum("BenchCase", "hot_cold all_cold all_hot table_wise planner hand_tuned")
 BenchRouting = StrEnum("BenchRouting", "main loader")
 RowType = StrEnum("RowType", "fp32 fp16 int8")
@@ -256,7 +256,6 @@ class PathsConfig:
     """The paths that the stages read and write."""
 
     dataset: str = key("directory of the dataset", "data/${dataset_name}/dataset")
-    profile: str = key("directory of the profile", "data/${dataset_name}/profile")
     partition: str = key("directory of the planned partition", "data/${dataset_name}/partition")
     costs: str = key("directory of the costs that calibrate measured on this machine", "data/costs")
     trials: str = key("directory in which runs record their trials", "data/trials")
@@ -266,23 +265,8 @@ class PathsConfig:
     )
 
     def rules(self) -> Rules:
-        for name in ("dataset", "profile", "partition", "costs", "trials"):
+        for name in ("dataset", "partition", "costs", "trials"):
             yield from _directory_rules(name, getattr(self, name))
-
-
-@dataclass
-class ProfileConfig:
-    """How lookups are counted."""
-
-    sample_frac: float = key("fraction of the samples to count; 1: all", 1.0, gt=0, le=1)
-    seed: int = key("seed of the choice of samples", 0, ge=0)
-    min_count: int = key("minimum number of lookups of a hot row", 1, ge=1)
-    heldout_frac: float = key(
-        "fraction of the training split to hold out; 0: the validation split", 0.0, ge=0, lt=1
-    )
-    half_life_samples: float | None = key(
-        "half-life, in samples from the last one, of being counted; null: all alike", None, gt=0
-    )
 
 
 @dataclass
@@ -500,7 +484,7 @@ class BenchRootConfig:
 
 @dataclass
 class Config:
-    """The configuration of prepare, profile, plan and train."""
+    """The configuration of run, prepare, calibrate, plan and train."""
 
     dataset_name: str | None = key(
         "directory of the dataset under data/; by default the data= choice"
@@ -516,7 +500,6 @@ class Config:
     prune: int | None = key(
         "for `hotrec prepare`, number of earlier generations to keep; null: all", None, ge=0
     )
-    profile: ProfileConfig = section("how lookups are counted", ProfileConfig)
     model: ModelConfig = section("the model", ModelConfig)
     placement: PlacementConfig = section("the choice of hot rows", PlacementConfig)
     optimizer: OptimizerConfig = section("the update rule of all parameters", OptimizerConfig)

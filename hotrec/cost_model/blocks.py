@@ -1,8 +1,4 @@
-"""Blocks: consecutive samples that profiling reads from a dataset.
-
-Samples are identified by their position in the stream, not by block, so a stream gives the same
-sample and the same held-out part for any division into blocks.
-"""
+"""Blocks: consecutive samples that profiling reads from a dataset."""
 
 from __future__ import annotations
 
@@ -16,8 +12,6 @@ import numpy.typing as npt
 from hotrec.types import Rows, Schema
 
 IntArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -35,20 +29,6 @@ class Block:
     num_samples: int
     rows: Mapping[str, IntArray]
     lengths: Mapping[str, npt.NDArray[np.integer[Any]]] = field(default_factory=dict)
-
-    def take(self, keep: Mask) -> Block:
-        """The block of the samples marked by ``keep``, bool (num_samples,)."""
-        rows: dict[str, IntArray] = {}
-        for name, values in self.rows.items():
-            lengths = self.lengths.get(name)
-            rows[name] = values[keep if lengths is None else np.repeat(keep, lengths)]
-        kept = {name: lengths[keep] for name, lengths in self.lengths.items()}
-        return Block(int(np.count_nonzero(keep)), rows, kept)
-
-    def split(self, num_first: int) -> tuple[Block, Block]:
-        """The first ``num_first`` samples and the others."""
-        is_first = np.arange(self.num_samples) < num_first
-        return self.take(is_first), self.take(~is_first)
 
     def at(self, samples: Rows) -> Block:
         """The block of these samples, int64 (s,), in their order."""
@@ -150,34 +130,3 @@ def _check_lengths(
             f"shape {values.shape} and the lengths {lengths}. Pass integers (floats lose rows "
             "above 2**24), and lengths for a multi-hot feature."
         )
-
-
-def sample_mask(position: int, num_samples: int, *, frac: float | Floats, seed: int) -> Mask:
-    """Which samples of a range of the stream belong to a seeded sample without replacement.
-
-    A sample is drawn if the 64-bit mix of (seed, its position) is below ``frac`` of the range, so
-    that the draw depends neither on block sizes nor on the reader of each part.
-
-    Args:
-        position: Stream position of the first sample.
-        frac: Share of the samples that is drawn, or the chance of each, float64 (num_samples,).
-
-    Returns:
-        bool (num_samples,).
-    """
-    frac = np.asarray(frac)
-    offset = np.uint64((seed * 0x9E3779B97F4A7C15) % 2**64)
-    positions = np.arange(position, position + num_samples, dtype=np.uint64)
-    # The seed is mixed before the position is added, so that seeds that differ by one do not give
-    # shifted copies of the same draw.
-    mixed = _mix_bits(positions + _mix_bits(np.array([offset], np.uint64)))
-    drawn: Mask = mixed < np.where(frac < 1.0, np.ldexp(frac, 64), 0.0).astype(np.uint64)
-    return drawn | (frac >= 1.0)
-
-
-def _mix_bits(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014); wraps modulo 2**64."""
-    mixed = values + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))

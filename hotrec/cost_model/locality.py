@@ -63,22 +63,22 @@ class LocalityMeter:
     None if unknown.
     """
 
-    def __init__(self, schema: Schema, *, seed: int, num_samples: int | None = None) -> None:
+    def __init__(self, schema: Schema, *, num_samples: int | None = None) -> None:
         self._schema = schema
-        self._rng = np.random.default_rng([seed, 1])
+        self._rng = np.random.default_rng([0, 1])
         self._num_samples = num_samples
         self._draw_size, self._drawn_frac, self._samples_due = 0, 0.0, 0.0
         # By batch size, for each batch: lookups and distinct rows of each table.
         self._found: dict[int, list[list[tuple[int, int]]]] = {}
 
-    def observe(self, block: Block, *, num_counted: int) -> None:
-        """Draws batches from a block, of which the profile counts ``num_counted`` samples."""
+    def observe(self, block: Block) -> None:
+        """Draws batches from a block."""
         num_lookups = sum(rows.size for rows in block.rows.values())
-        if num_lookups == 0 or num_counted == 0:
+        if num_lookups == 0:
             return
         if self._draw_size == 0:
-            self._plan(num_counted, num_lookups / block.num_samples)
-        self._samples_due += self._drawn_frac * num_counted
+            self._plan(block.num_samples, num_lookups / block.num_samples)
+        self._samples_due += self._drawn_frac * block.num_samples
         size = min(self._draw_size, power_of_two(block.num_samples))
         while (
             size >= MIN_BATCH_SIZE
@@ -88,8 +88,8 @@ class LocalityMeter:
             self._samples_due -= size
             self._draw(block, size)
 
-    def _plan(self, num_counted: int, lookups_per_sample: float) -> None:
-        expected = self._num_samples or MIN_DRAWS * num_counted
+    def _plan(self, num_in_block: int, lookups_per_sample: float) -> None:
+        expected = self._num_samples or MIN_DRAWS * num_in_block
         num_drawn = min(
             DRAWN_FRAC * expected + FREE_LOOKUPS / lookups_per_sample,
             ENOUGH_BATCHES * MAX_BATCH_SIZE,
@@ -244,7 +244,7 @@ def localities_to_json(localities: Mapping[str, TableLocality]) -> dict[str, Any
 
 
 def localities_from_json(found: Mapping[str, Any] | None) -> dict[str, TableLocality]:
-    """Reads the result of ``localities_to_json``; older profiles have None."""
+    """Reads the result of ``localities_to_json``."""
     if found is None:
         return {}
     batches = {key: found[key] for key in ("batch_sizes", "num_batches")}

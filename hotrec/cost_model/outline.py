@@ -17,7 +17,6 @@ from hotrec.cost_model.profile import (
     KIND,
     TRAIN_DIRECTORY,
     Profile,
-    Sampling,
     allocate_counts,
     summarize_profile,
 )
@@ -29,8 +28,8 @@ from hotrec.types import Feature, Rows, Schema, Table
 _GOLDEN = 0.618034
 
 
-def write_outline(spec: OutlineSpec, dataset: Path, profile: Path, sampling: Sampling) -> None:
-    """Write a dataset without samples, and a profile of the lookups that profiling would count.
+def write_outline(spec: OutlineSpec, dataset: Path, profile: Path) -> None:
+    """Write a dataset without samples, and a profile of the lookups that prepare would count.
 
     The row of rank k is drawn with a probability ~ k^-exponent; counts are Poisson draws, like
     those of independent lookups. It needs 8 bytes per row of all tables, on disk.
@@ -38,12 +37,11 @@ def write_outline(spec: OutlineSpec, dataset: Path, profile: Path, sampling: Sam
     Args:
         dataset: Directory of the dataset.
         profile: Directory of the profile, written last.
-        sampling: The samples that `hotrec profile` would count of ``spec.num_train``.
     """
     schema = outline_schema(spec)
     with scratch_directory(dataset, kind=DATASET) as scratch:
         artifact = commit_dataset(scratch, dataset, schema, {}, {"outline": asdict(spec)})
-    _write_profile(spec, schema, profile, sampling, artifact)
+    _write_profile(spec, schema, profile, artifact)
 
 
 def outline_schema(spec: OutlineSpec) -> Schema:
@@ -55,10 +53,7 @@ def outline_schema(spec: OutlineSpec) -> Schema:
     )
 
 
-def _write_profile(
-    spec: OutlineSpec, schema: Schema, output: Path, sampling: Sampling, dataset: Artifact
-) -> None:
-    num_samples = max(1, round(spec.num_train * sampling.frac))
+def _write_profile(spec: OutlineSpec, schema: Schema, output: Path, dataset: Artifact) -> None:
     num_rows = sum(table.num_rows for table in schema.tables)
     with (
         scratch_directory(output, kind=KIND) as scratch,
@@ -66,11 +61,11 @@ def _write_profile(
     ):
         counts = allocate_counts(schema, scratch, TRAIN_DIRECTORY)
         for number, (name, table) in enumerate(spec.tables.items()):
-            rng = np.random.default_rng([sampling.seed, number])
+            rng = np.random.default_rng([0, number])
             for rows, probs in zipf_rows(table.num_rows, table.zipf_exponent):
-                counts[name][rows] = rng.poisson(num_samples * probs)
+                counts[name][rows] = rng.poisson(spec.num_train * probs)
                 bar.update(rows.size)
-        drawn = Profile(num_samples, 0, spec.num_train, sampling, counts)
+        drawn = Profile(spec.num_train, 0, counts)
         made_from = {"dataset": dataset.content_hash}
         content = summarize_profile(drawn)
         commit_artifact(scratch, output, kind=KIND, content=content, made_from=made_from)

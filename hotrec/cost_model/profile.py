@@ -1,22 +1,20 @@
 """Profile: the lookups of each row of each table, in the data and in its held-out last part.
 
-One streaming pass over blocks, exact or on a seeded sample of the samples. The arrays of counts may
-be in memory or in the files of the artifact, so that tables of any size fit.
+One streaming pass over blocks. The arrays of counts may be in memory or in the files of the
+artifact, so that tables of any size fit.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
 from hotrec.artifact import Artifact, Verify, commit_artifact, read_artifact, scratch_directory
-from hotrec.cost_model.blocks import Block, check_block, sample_mask
+from hotrec.cost_model.blocks import Block, check_block
 from hotrec.cost_model.costs import Floats
 from hotrec.cost_model.histogram import CountHistogram, build_histogram, merge_histograms
 from hotrec.cost_model.locality import (
@@ -35,43 +33,6 @@ LOOKUPS = {TRAIN_DIRECTORY: "num_lookups", HELDOUT_DIRECTORY: "num_heldout_looku
 NUM_CURVE_POINTS = 65
 # Points of the coverage curve in tables and messages.
 LANDMARK_FRACS = (0.0001, 0.001, 0.01, 0.05, 0.1, 0.2, 0.5)
-CONFIDENCE = 0.95  # of the intervals of a sampled profile
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Which samples are counted, and how small counts are treated.
-
-    Args:
-        frac: Share of the samples, drawn without replacement; 1 counts all of them.
-        seed: Seed of the draw.
-        min_count: Minimum sampled accesses of a hot row; below it, a row's rank is noise. The
-            counts are unchanged; policies use this number.
-        half_life: Training samples after which a sample is drawn half as often as the last one;
-            None to draw all alike.
-    """
-
-    frac: float = 1.0
-    seed: int = 0
-    min_count: int = 1
-    half_life: float | None = None
-
-    @property
-    def is_exact(self) -> bool:
-        return self.frac == 1.0 and self.half_life is None
-
-    def fracs(self, ages: Rows) -> Floats:
-        """The probability float64 (n,) of samples at these distances from the end, int64 (n,)."""
-        return self.frac * np.exp2(-ages / (self.half_life or math.inf))
-
-    def num_drawn(self, num_samples: int) -> int:
-        """About how many of the last ``num_samples`` samples are drawn."""
-        if self.half_life is None:
-            return math.ceil(num_samples * self.frac)
-        of_all = (
-            self.half_life / math.log(2) * -math.expm1(-num_samples * math.log(2) / self.half_life)
-        )
-        return math.ceil(self.frac * min(num_samples, of_all))
 
 
 @dataclass(frozen=True)
@@ -81,8 +42,6 @@ class Profile:
     Args:
         num_samples: Train samples that were counted.
         num_heldout_samples: Held-out samples that were counted.
-        num_total_samples: Samples read, counted or not, in both parts.
-        sampling: How they were drawn.
         counts: int64 (R,) per table, train accesses; read-only memory maps when read from disk.
         heldout: int64 (R,) per table, held-out accesses; empty when nothing was held out.
         locality: Locality of train batches by table; empty if not measured.
@@ -95,8 +54,6 @@ class Profile:
 
     num_samples: int
     num_heldout_samples: int
-    num_total_samples: int
-    sampling: Sampling
     counts: Mapping[str, Rows]
     heldout: Mapping[str, Rows] = field(default_factory=dict)
     locality: Mapping[str, TableLocality] = field(default_factory=dict)
@@ -131,25 +88,24 @@ class Profile:
             return commit_artifact(scratch, path, kind=KIND, content=summarize_profile(self))
 
 
+# The samples of a part, their counts and their locality.
+_Part = tuple[int, dict[str, Rows], dict[str, TableLocality]]
+
+
 class CountOptions(TypedDict, total=False):
-    """Which samples ``count_rows`` counts, and which of them separately.
+    """What ``count_rows`` counts besides the blocks.
 
     Args:
-        num_samples: Number of samples in the blocks; needed to hold out their last part.
-        heldout_frac: Share of the samples, at the end, that is counted separately.
-        heldout_blocks: A separate stream to count as held-out data instead, such as a validation
-            split.
-        num_heldout_samples: Number of samples in that stream, if known: the batches drawn for the
-            locality are then spread over all of it.
-        sampling: Which samples are counted; by default all.
+        num_samples: Number of samples in the blocks, if known: the batches drawn for the locality
+            are then spread over all of them.
+        heldout_blocks: A separate stream to count as held-out data, such as a validation split.
+        num_heldout_samples: Number of samples in that stream, if known.
         reuse: Counts the rows that batches share, if the blocks are the chunks of a log.
     """
 
     num_samples: int | None
-    heldout_frac: float
     heldout_blocks: Iterable[Block] | None
     num_heldout_samples: int | None
-    sampling: Sampling
     reuse: LogReuse | None
 
 
@@ -168,77 +124,44 @@ def count_rows(
             in memory.
 
     Raises:
-        ValueError: If a block does not fit the schema, the stream is not ``num_samples`` long, or
-            the arguments contradict one another.
+        ValueError: If a block does not fit the schema, or the stream is not ``num_samples`` long.
     """
-    sampling = options.get("sampling", Sampling())
-    num_samples, heldout_blocks = options.get("num_samples"), options.get("heldout_blocks")
-    num_heldout_samples = options.get("num_heldout_samples")
-    heldout_frac, reuse = options.get("heldout_frac", 0.0), options.get("reuse")
-    if heldout_frac and not 0.0 < heldout_frac < (1.0 if heldout_blocks is None else 0.0):
+    reuse, heldout_blocks = options.get("reuse"), options.get("heldout_blocks")
+    num_samples, num_heldout = options.get("num_samples"), options.get("num_heldout_samples")
+    position = 0
+
+    def count(part: str, stream: Iterable[Block], size: int | None) -> _Part:
+        nonlocal position
+        counts, start = allocate_counts(schema, directory, part), position
+        meter = LocalityMeter(schema, num_samples=size)
+        for block in stream:
+            check_block(block, schema, position=position)
+            for feature in schema.features:
+                # In place: 70 to 800 M ids/s; np.bincount would add an array of the table's size.
+                np.add.at(counts[feature.table], block.rows[feature.name], 1)
+            meter.observe(block)
+            if reuse is not None and part == TRAIN_DIRECTORY:
+                reuse.observe(block)
+            position += block.num_samples
+        return position - start, counts, meter.localities()
+
+    num_counted, counts, locality = count(TRAIN_DIRECTORY, blocks, num_samples)
+    if num_samples is not None and num_counted != num_samples:
         raise ValueError(
-            "heldout_frac: expected at least 0 and below 1, and 0 with a separate held-out "
-            f"stream, got {heldout_frac}."
+            f"blocks: expected {num_samples} samples in the stream, got {num_counted}. "
+            f"Pass the number that the dataset's manifest states."
         )
-    if sampling.half_life is not None and num_samples is None:
-        raise ValueError(
-            "num_samples: expected the length of the data to count its last part more than the "
-            "first, got None. Pass num_samples."
-        )
-    if heldout_frac and num_samples is None:
-        raise ValueError(
-            f"num_samples: expected the length of the data to hold out its last {heldout_frac}, "
-            f"got None. Pass num_samples."
-        )
-    boundary = num_samples
-    if num_samples is not None and heldout_frac:
-        num_heldout_samples = int(num_samples * heldout_frac)
-        boundary = num_samples - num_heldout_samples
-    has_heldout = heldout_frac > 0 or heldout_blocks is not None
-    parts = [
-        (
-            allocate_counts(schema, directory, part)
-            if part == TRAIN_DIRECTORY or has_heldout
-            else {},
-            LocalityMeter(schema, seed=sampling.seed, num_samples=size and of_part.num_drawn(size)),
-        )
-        for part, size, of_part in (
-            (TRAIN_DIRECTORY, boundary, sampling),
-            (HELDOUT_DIRECTORY, num_heldout_samples, replace(sampling, half_life=None)),
-        )
-    ]
-    position, num_counted = 0, [0, 0]  # train, held out
-    for block, is_heldout in _label_parts(blocks, heldout_blocks, boundary, num_samples):
-        check_block(block, schema, position=position)
-        drawn = block
-        if not sampling.is_exact:
-            fracs: float | Floats = sampling.frac
-            if boundary is not None and not is_heldout:
-                fracs = sampling.fracs(boundary - 1 - position - np.arange(block.num_samples))
-            drawn = block.take(
-                sample_mask(position, block.num_samples, frac=fracs, seed=sampling.seed)
-            )
-        counts, meter = parts[is_heldout]
-        for feature in schema.features:
-            # In place: 70 to 800 M ids/s; np.bincount would add an array of the table's size.
-            np.add.at(counts[feature.table], drawn.rows[feature.name], 1)
-        # Batches are drawn from all samples: batches of sampled samples would look less clustered.
-        meter.observe(block, num_counted=drawn.num_samples)
-        if reuse is not None and not is_heldout:
-            reuse.observe(block)
-        position += block.num_samples
-        num_counted[is_heldout] += drawn.num_samples
-    (train, meter), (heldout, heldout_meter) = parts
+    held: _Part = 0, {}, {}
+    if heldout_blocks is not None:
+        held = count(HELDOUT_DIRECTORY, heldout_blocks, num_heldout)
     in_order, shuffled = ({}, {}) if reuse is None else reuse.reuses()
     return Profile(
-        num_samples=num_counted[False],
-        num_heldout_samples=num_counted[True],
-        num_total_samples=position,
-        sampling=sampling,
-        counts=train,
-        heldout=heldout,
-        locality=meter.localities(),
-        heldout_locality=heldout_meter.localities(),
+        num_samples=num_counted,
+        num_heldout_samples=held[0],
+        counts=counts,
+        heldout=held[1],
+        locality=locality,
+        heldout_locality=held[2],
         reuse=in_order,
         shuffled_reuse=shuffled,
     )
@@ -266,32 +189,6 @@ def _counts_name(part: str, table: str) -> str:
     return f"{part}/{table}.npy"
 
 
-def _label_parts(
-    blocks: Iterable[Block],
-    heldout_blocks: Iterable[Block] | None,
-    boundary: int | None,
-    num_samples: int | None,
-) -> Iterator[tuple[Block, bool]]:
-    """The blocks, split at the start of the held-out part, each with whether it is held out."""
-    position = 0
-    for block in blocks:
-        num_train = block.num_samples if boundary is None else boundary - position
-        position += block.num_samples
-        if 0 < num_train < block.num_samples:
-            train, held = block.split(num_train)
-            yield train, False
-            yield held, True
-        else:
-            yield block, num_train <= 0 < block.num_samples
-    if num_samples is not None and position != num_samples:
-        raise ValueError(
-            f"blocks: expected {num_samples} samples in the stream, got {position}. "
-            f"Pass the number that the dataset's manifest states."
-        )
-    for block in heldout_blocks or ():
-        yield block, True
-
-
 def write_profile(
     blocks: Iterable[Block],
     schema: Schema,
@@ -316,11 +213,10 @@ def summarize_profile(profile: Profile) -> dict[str, Any]:
     """The content of the manifest, which ``hotrec.report`` reads.
 
     A coverage is the three lists of ``coverage_curve``. ``landmarks`` are over the rows of all
-    tables together, and carry intervals if the profile is sampled.
+    tables together.
     """
     histograms = profile.build_histograms()
     together = merge_histograms(histograms.values())
-    sampling = profile.sampling
     of_batches: dict[str, Any] = {
         key: reuses_to_json(of_order)
         for key, of_order in (("reuse", profile.reuse), ("shuffled_reuse", profile.shuffled_reuse))
@@ -331,11 +227,9 @@ def summarize_profile(profile: Profile) -> dict[str, Any]:
     return of_batches | {
         "num_samples": profile.num_samples,
         "num_heldout_samples": profile.num_heldout_samples,
-        "num_total_samples": profile.num_total_samples,
-        "sampling": dict(vars(sampling)),
         "tables": {name: _summarize_table(histogram) for name, histogram in histograms.items()},
         "coverage": coverage_curve(together),
-        "landmarks": landmarks(together, sampling),
+        "landmarks": landmarks(together),
         "locality": {
             "train": localities_to_json(profile.locality),
             "heldout": localities_to_json(profile.heldout_locality),
@@ -343,10 +237,17 @@ def summarize_profile(profile: Profile) -> dict[str, Any]:
     }
 
 
-def landmarks(histogram: CountHistogram, sampling: Sampling) -> list[dict[str, Any]]:
+def landmarks(histogram: CountHistogram) -> list[dict[str, Any]]:
     """The shares of lookups that the most accessed rows serve, at round fractions of the rows."""
-    confidence = None if sampling.is_exact else CONFIDENCE
-    return [_landmark(histogram, frac, confidence) for frac in LANDMARK_FRACS]
+    train, heldout = cover_lookups(histogram, np.array(LANDMARK_FRACS))
+    return [
+        {
+            "rows_frac": frac,
+            "train": float(train[at]),
+            "heldout": None if heldout is None else float(heldout[at]),
+        }
+        for at, frac in enumerate(LANDMARK_FRACS)
+    ]
 
 
 def _summarize_table(histogram: CountHistogram) -> dict[str, Any]:
@@ -405,39 +306,6 @@ def coverage_curve(histogram: CountHistogram) -> dict[str, Any]:
     }
 
 
-def _landmark(histogram: CountHistogram, frac: float, confidence: float | None) -> dict[str, Any]:
-    """Coverage at a fraction of the rows, with Wilson intervals for a sampled profile.
-
-    The train share of a sample is biased high, since the same sample ranked the rows.
-    """
-    train, heldout = cover_lookups(histogram, np.array([frac]))
-    shares = {"train": (float(train[0]), histogram.num_lookups)}
-    if heldout is not None:
-        shares["heldout"] = (float(heldout[0]), histogram.num_heldout_lookups)
-    point: dict[str, Any] = {"rows_frac": frac, "train": None, "heldout": None}
-    for part, (share, num_trials) in shares.items():
-        point[part] = share
-        if confidence is not None:
-            point[f"{part}_interval"] = wilson_interval(share, num_trials, confidence=confidence)
-    return point
-
-
-def wilson_interval(share: float, num_trials: int, *, confidence: float) -> list[float]:
-    """Wilson's score interval of a proportion (Wilson, JASA 1927); 0..1 without trials.
-
-    The trials are assumed independent. Lookups of a multi-hot bag are not quite independent, so
-    their interval is somewhat too narrow.
-    """
-    if num_trials == 0:
-        return [0.0, 1.0]
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    spread = z * z / num_trials
-    centre = (share + spread / 2) / (1 + spread)
-    half = math.sqrt(spread * share * (1 - share) + spread * spread / 4) / (1 + spread)
-    # An interval must contain its own estimate, up to rounding.
-    return [min(max(centre - half, 0.0), share), max(min(centre + half, 1.0), share)]
-
-
 def read_profile(path: Path) -> tuple[Profile, Artifact]:
     """Open a profile; its counts are memory-mapped, read-only.
 
@@ -471,21 +339,16 @@ def read_profile(path: Path) -> tuple[Profile, Artifact]:
                     )
             return counts
 
-        for name in ("num_samples", "num_heldout_samples", "num_total_samples"):
+        for name in ("num_samples", "num_heldout_samples"):
             if not isinstance(content[name], int) or content[name] < 0:
                 raise ValueError(f"{name} {content[name]!r}")
-        if content["num_samples"] + content["num_heldout_samples"] > content["num_total_samples"]:
-            raise ValueError(f"num_total_samples {content['num_total_samples']}")
-        locality = content.get("locality", {})  # profiles of older versions lack it
         profile = Profile(
             num_samples=content["num_samples"],
             num_heldout_samples=content["num_heldout_samples"],
-            num_total_samples=content["num_total_samples"],
-            sampling=Sampling(**content["sampling"]),
             counts=load(TRAIN_DIRECTORY),
             heldout=load(HELDOUT_DIRECTORY),
-            locality=localities_from_json(locality.get("train")),
-            heldout_locality=localities_from_json(locality.get("heldout")),
+            locality=localities_from_json(content["locality"]["train"]),
+            heldout_locality=localities_from_json(content["locality"]["heldout"]),
             batch_size=content.get("batch_size"),
             reuse=reuses_from_json(content.get("reuse", {})),
             shuffled_reuse=reuses_from_json(content.get("shuffled_reuse", {})),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,14 +47,6 @@ def num_overridden(
     return found
 
 
-def _at_least(histogram: CountHistogram, min_count: int) -> CountHistogram:
-    keep = histogram.values >= min_count
-    values, num_rows, heldout = (
-        column[keep] for column in (histogram.values, histogram.num_rows, histogram.heldout)
-    )
-    return dataclasses.replace(histogram, values=values, num_rows=num_rows, heldout=heldout)
-
-
 @dataclass(frozen=True)
 class CountedTables:
     """The tables of a profile: hot rows of the fixed tables, counts of the others."""
@@ -70,7 +61,6 @@ class CountedTables:
         *,
         overrides: Mapping[str, Override] | None = None,
         small_table_rows: int = 0,
-        min_count: int = 1,
     ) -> CountedTables:
         """Chooses the hot rows of overridden and small tables.
 
@@ -80,7 +70,6 @@ class CountedTables:
                 (float). Numbers and fractions only select seen rows, so there may be fewer.
             small_table_rows: Tables with at most this many rows are entirely hot, unless
                 overridden.
-            min_count: Rows with fewer accesses count as unseen.
 
         Raises:
             ValueError: If an override names an unknown table, or more rows than it has.
@@ -91,7 +80,7 @@ class CountedTables:
         wanted = num_overridden(overrides, {table: c.size for table, c in counts.items()})
         fixed, histograms = dict[str, Rows](), dict[str, CountHistogram]()
         for table, c in sorted(counts.items()):
-            histogram = _at_least(build_histogram(c), min_count)
+            histogram = build_histogram(c)
             if overrides.get(table, "hot" if c.size <= small_table_rows else None) == "hot":
                 fixed[table] = order_all_rows(c)
             elif table in wanted:

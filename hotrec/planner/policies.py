@@ -1,7 +1,7 @@
 """Policies: choose the hot rows from the int64 (R,) access counts of each table.
 
-A policy chooses how many of each table's most accessed rows are hot. Rows with fewer than
-``min_count`` accesses, or none, are never hot, except in the ``fixed`` tables, whose hot rows
+A policy chooses how many of each table's most accessed rows are hot. Rows without
+an access are never hot, except in the ``fixed`` tables, whose hot rows
 ``CountedTables.of`` chose. Ties between tables are broken by name.
 """
 
@@ -74,7 +74,7 @@ def choose_coverage(
             fixed hot rows count towards the coverage of all tables.
 
     Raises:
-        ValueError: If cold overrides or ``min_count`` leave too few rows to reach it.
+        ValueError: If cold overrides leave too few rows to reach it.
     """
     tables = CountedTables.of(counts)
     policy = f"coverage {coverage:g} {'of each table' if per_table else 'of all lookups'}"
@@ -103,7 +103,7 @@ def _rows_to_cover(
     if reachable < needed:
         raise ValueError(
             f"coverage of {where}: expected at most {(reachable + num_taken) / num_lookups:.6f}, "
-            f"the maximum that overrides and min_count allow, got {coverage}. Lower it."
+            f"the maximum that overrides allow, got {coverage}. Lower it."
         )
     group = int(np.searchsorted(covered, needed))
     before = int(covered[group] - histogram.values[group] * histogram.num_rows[group])

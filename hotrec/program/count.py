@@ -41,7 +41,7 @@ def profile(
 
     Args:
         source: Batches that contain a ``KeyedJaggedTensor``, such as a loader, whose first batches
-            are read; or the directory of a profile written by ``Profile.save`` or `hotrec profile`.
+            are read; or the directory of a profile written by ``Profile.save`` or `hotrec prepare`.
         model: The unsharded model, whose ``EmbeddingBagCollection`` and ``EmbeddingCollection``
             modules define the tables and their features; not needed for a saved profile.
         num_batches: Batches to count on this rank; None for all.
@@ -146,17 +146,15 @@ def _summed(counted: Profile) -> Profile:
         total = torch.from_numpy(counts).to(device)
         dist.all_reduce(total)
         counts[:] = total.cpu().numpy()
-    numbers = torch.tensor([counted.num_samples, counted.num_total_samples], device=device)
-    dist.all_reduce(numbers)
-    num_samples, num_total_samples = numbers.tolist()
+    num_samples = torch.tensor(counted.num_samples, device=device)
+    dist.all_reduce(num_samples)
     of_ranks = all_gather_object(
         (counted.num_samples, counted.locality, counted.batch_size, counted.reuse)
     )
     _, locality, batch_size, reuse = max(of_ranks, key=itemgetter(0))
     return replace(
         counted,
-        num_samples=num_samples,
-        num_total_samples=num_total_samples,
+        num_samples=int(num_samples),
         locality=locality,
         batch_size=batch_size,
         reuse=reuse,

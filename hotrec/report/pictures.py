@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from textwrap import fill
 from typing import Any
 
@@ -14,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator, PercentFormatter
 
-from hotrec.artifact import read_artifact
 from hotrec.report.read import OTHER_STAGE, Run, series_of
 from hotrec.report.style import (
     HELDOUT_COLOR,
@@ -28,7 +26,6 @@ from hotrec.report.style import (
     light_grid,
     report_style,
     run_color,
-    write_png,
 )
 from hotrec.report.units import NOT_RECORDED, show_bytes, show_count, show_frac, show_seconds
 
@@ -185,15 +182,6 @@ def draw_bars(
 def _trim_zeros(text: str) -> str:
     """``2.50 MB`` becomes ``2.5 MB``, for the ticks of an axis."""
     return re.sub(r"\.?0+(?= )", "", text) if "." in text else text
-
-
-def plot_coverage(profile: Path, png_path: Path) -> None:
-    """Draw a profile's coverage curves.
-
-    Raises:
-        ArtifactError: If the profile is missing or altered.
-    """
-    write_png(draw_coverage(read_artifact(profile, kind="profile").content, None), png_path)
 
 
 def draw_coverage(profile: Content, partition: Content | None) -> Figure:

@@ -256,8 +256,7 @@ def _coverage(profile: Content | None, partition: Content | None) -> dict[str, A
     counted = f"{show_count(profile['num_samples'])} samples"
     if profile["num_heldout_samples"]:
         counted += f" and {show_count(profile['num_heldout_samples'])} held out"
-    frac, hot, policy = profile["sampling"]["frac"], None, None
-    how = "exactly over" if frac == 1 else f"on a {show_frac(frac)} sample:"
+    hot, policy = None, None
     if partition is not None and partition["total"]["hot_rows"]:
         tables = [{"name": name, **facts} for name, facts in partition["tables"].items()]
         tables.sort(key=lambda table: (-table["num_rows"], table["name"]))
@@ -267,7 +266,7 @@ def _coverage(profile: Content | None, partition: Content | None) -> dict[str, A
         "coverage": to_svg(
             draw_coverage(profile, partition), "Share of lookups by most accessed rows"
         ),
-        "counted": f"{how} {counted}",
+        "counted": counted,
         "hot": hot,
         "policy": policy,
     }

@@ -10,14 +10,11 @@ import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
-from hotrec.report.render import write_files
 
 INK, SOFT_INK, GRID = "#1f2933", "#5b6672", "#e3e7eb"
 RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6B6B6B")
@@ -126,11 +123,3 @@ def to_svg(figure: Figure | None, label: str) -> str:
     # A small figure is not blown up to the full width.
     style = f"max-width:{103 * figure.get_figwidth():.0f}px"
     return svg.replace("<svg", f'<svg role="img" aria-label="{label}" style="{style}"', 1)
-
-
-def write_png(figure: Figure, path: Path) -> None:
-    """Write a figure as a PNG file of 150 dots per inch."""
-    buffer = io.BytesIO()
-    with report_style():
-        figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
-    write_files(path.parent, {path.name: buffer.getvalue()})

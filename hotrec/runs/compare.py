@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.artifact import ArtifactError, read_record
+from hotrec.assemble.counted import read_counts
 from hotrec.assemble.job import Job, make_job
 from hotrec.assemble.lookups import Destinations, destinations
 from hotrec.assemble.planning import SettledPlan, read_settled_plan
 from hotrec.assemble.trainable import Trainable
 from hotrec.config.groups import AllHotOrder
 from hotrec.config.roots import Config
-from hotrec.cost_model.profile import read_profile
 from hotrec.data.batch import Batch
 from hotrec.planner.machine import Machine
 from hotrec.planner.predict import MEMORIES
@@ -82,7 +82,7 @@ class _RecordedRun:
     ) -> Candidate:
         """The candidate of its plan; stores the destinations of its lookups in ``places``."""
         made = make_candidate(self.job, self.plan, machine, ranks)
-        profile, _ = read_profile(Path(self.job.config.paths.profile))
+        profile, _ = read_counts(self.job.dataset)
 
         def build() -> tuple[Trainable, Iterable[Batch]]:
             trainable, loader = made.build()
@@ -112,7 +112,8 @@ def compare_runs(runs: Mapping[Path, Config], ranks: Ranks, *, seconds: float) -
         The content of ``compare.json``, equal on every rank.
 
     Raises:
-        ArtifactError: If the dataset, the profile or a recorded plan is missing or altered.
+        ArtifactError: If the dataset or a recorded plan is missing, or one of them or the profile
+            is altered.
         ValueError: If the runs differ in more than their plans.
     """
     # Collective, so not inside code that can fail on a single rank.
@@ -126,6 +127,8 @@ def compare_runs(runs: Mapping[Path, Config], ranks: Ranks, *, seconds: float) -
         lambda: [_RecordedRun.read(*of_run, machine) for of_run in zip(runs, configs, strict=True)]
     )
     same_verdict(lambda: _check_alike(read))
+    # Counted on one rank, if at all.
+    same_verdict(lambda: [read_counts(r.job.dataset) for r in read if ranks.is_first])
     places: dict[str, Destinations] = {}
     candidates = same_verdict(
         lambda: {str(run.run_dir): run.candidate(machine, ranks, places) for run in read}

@@ -98,7 +98,7 @@ def test_a_cell_goes_on_where_it_stopped(tmp_path: Path, run_dir: Path) -> None:
     cell = all_cells()[0]
     grid = FakeGrid(parse(words), run_dir)
     grid.run(cell)
-    assert [command for command, _ in grid.commands[:3]] == ["prepare", "profile", "calibrate"]
+    assert [command for command, _ in grid.commands[:2]] == ["prepare", "calibrate"]
     trained = [words for command, words in grid.commands if command == "train"]
     num_candidates = len(CANDIDATES) - 1  # table_wise-base was not predicted
     assert len(trained) == 2 * (1 + num_candidates)

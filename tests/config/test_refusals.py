@@ -56,7 +56,6 @@ REFUSED = [
     ("model.embedding_dim=5 model.dense_layer_sizes=[5]", "model.embedding_dim", "got 5"),
     ("trainer.compile=true trainer.warmup_steps=0", "trainer.warmup_steps", "got 0"),
     ("model.dense_layer_sizes=[64,32]", "model.dense_layer_sizes", "64"),
-    ("paths.profile='s3://bucket/p'", "paths.profile", "s3://"),
     ("dataset_name=a/../../b", "dataset_name", "'a/../../b'"),
     ("trainer.batch_size=0", "trainer.batch_size", "got 0"),
     ("trainer.timeout_s=inf", "trainer.timeout_s", "inf"),

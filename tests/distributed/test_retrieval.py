@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.cli.profile import blocks_of
 from hotrec.cli.store import build_config, compose_config, read_config
 from hotrec.config.data import (
     ColumnKind,
@@ -24,9 +23,7 @@ from hotrec.config.data import (
     TableSpec,
 )
 from hotrec.config.roots import Config, EvaluateConfig
-from hotrec.cost_model.profile import write_profile
 from hotrec.data.batch import Batch, BatchItems
-from hotrec.data.chunks import Dataset
 from hotrec.data.groups import NO_GROUP
 from hotrec.data.prepare import prepare
 from hotrec.models.retrieval import SampledSoftmax
@@ -207,7 +204,7 @@ def train_case(folder: Path) -> tuple[dict[str, Any], list[float], dict[str, Any
     """The summary, all losses and the weights of a run."""
     ranks = this_rank()
     words = [*COMMON, f"trainer.batch_size={60 // ranks.world_size}"]
-    words += [f"paths.dataset={folder}/dataset", f"paths.profile={folder}/ids"]
+    words += [f"paths.dataset={folder}/dataset"]
     run = folder / f"{ranks.world_size}"
     run.mkdir(exist_ok=True)
     config = build_config(compose_config("config", words))
@@ -253,11 +250,6 @@ def write_dataset(folder: Path) -> None:
         tables={name: TableSpec(Encoding.rows, num_rows=num) for name, num in rows.items()},
     )
     prepare(spec, folder / "dataset")
-    dataset = Dataset.open(folder / "dataset")
-    content_hash = dataset.artifact.content_hash
-    write_profile(
-        blocks_of(dataset, "train"), dataset.schema, folder / "ids", dataset_hash=content_hash
-    )
 
 
 def test_ranks_train_as_one_and_find_more_than_chance(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ class Workspace:
 
     folder: Path
     prepared: dict[str, Any]
-    profiled: dict[str, Any]
     planned: dict[str, Any]
 
     def train(self, name: str, *words: str) -> dict[str, Any]:
@@ -45,7 +44,6 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     return Workspace(
         folder,
         hotrec("prepare", SMOKE, cwd=folder).figures,
-        hotrec("profile", SMOKE, cwd=folder).figures,
         hotrec("plan", SMOKE, "placement=coverage", "plan.world_size=2", cwd=folder).figures,
     )
 

@@ -13,8 +13,6 @@ from tests.e2e.conftest import SMOKE, Workspace, hotrec, refusal
 OTHER = "paths.dataset=data/other"
 # What a command says that it expected or got, and its words.
 REFUSED = {
-    "profile/manifest.json: expected the manifest of a profile": "plan paths.profile=no/profile",
-    "expected a profile made from the dataset": f"plan {OTHER}",
     "expected a partition made from the dataset": f"train placement=saved {OTHER}",
     "expected at least 20000 samples.*got 16384": "train trainer.batch_size=20000",
     "trainer.resume: expected latest, none or a checkpoint": "train trainer.resume=absent",

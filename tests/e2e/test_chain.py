@@ -1,4 +1,4 @@
-"""prepare, profile, plan, train, evaluate, report in sequence, on two ranks."""
+"""prepare, plan, train, evaluate, report in sequence, on two ranks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ pytestmark = pytest.mark.timeout(400)
 NUM_TRAIN, NUM_VALID, NUM_TEST = 16384, 2048, 2048
 
 
-def test_prepare_and_profile(workspace: Workspace) -> None:
-    prepared, profiled = workspace.prepared, workspace.profiled
+def test_prepare(workspace: Workspace) -> None:
+    prepared = workspace.prepared
     assert prepared["num_samples"] == {"train": NUM_TRAIN, "valid": NUM_VALID, "test": NUM_TEST}
     assert prepared["num_rows"] == {"t0": 2000, "t1": 500, "t2": 100, "t3": 1000}
-    assert (profiled["num_samples"], profiled["num_heldout_samples"]) == (NUM_TRAIN, NUM_VALID)
     for table in ("t0", "t1", "t2"):
-        counts = np.load(workspace.folder / profiled["profile"] / "counts" / f"{table}.npy")
+        counts = np.load(workspace.folder / prepared["profile"] / "counts" / f"{table}.npy")
         assert counts.sum() == NUM_TRAIN  # one id per sample
         popular = workspace.folder / prepared["dataset"] / "popularity" / f"{table}.npy"
         assert set(np.argsort(-counts)[:5]) <= set(np.load(popular)[0][:8])
-    assert Path(profiled["picture"]).read_bytes().startswith(b"\x89PNG")
 
 
 def test_plan(workspace: Workspace) -> None:

@@ -47,7 +47,6 @@ SPLIT = ("placement=cost", "placement.may_decline=false", "pipeline=look_ahead")
 CHAIN: dict[str, tuple[str, ...]] = {
     "init": ("init", "log.csv", "name=found", "label=clicked"),
     "prepare": ("prepare", *DATA),
-    "profile": ("profile", *DATA),
     "calibrate": ("calibrate", *DATA, *MODEL, *CALIBRATE, "calibrate.max_bytes=65536"),
     "plan": ("plan", *DATA, *MODEL, "placement=cost"),
     "plan_coverage": ("plan", *DATA, *MODEL, "placement=coverage"),

@@ -54,7 +54,7 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, events: pa.Table) -> library.Run:
     made = fit(events, tmp_path_factory.mktemp("fit") / "work")
-    assert made.figures["made"] == ["prepare", "profile", "plan", "train", "evaluate", "report"]
+    assert made.figures["made"] == ["prepare", "plan", "train", "evaluate", "report"]
     return made
 
 

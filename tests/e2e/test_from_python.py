@@ -26,7 +26,7 @@ def program() -> str:
 
 def test_a_run_from_python_is_evaluated_exported_and_scored_with(tmp_path: Path) -> None:
     write_log(tmp_path / "events.csv", 3000)
-    for words in (["init", "events.csv"], ["prepare", "data=events"], ["profile", "data=events"]):
+    for words in (["init", "events.csv"], ["prepare", "data=events"]):
         hotrec(*words, cwd=tmp_path)
     (tmp_path / "mine.py").write_text(program())
     with chdir(tmp_path):

@@ -21,7 +21,6 @@ RUNS = {
 
 def test_chain_without_dense_columns(tmp_path: Path) -> None:
     assert hotrec("prepare", *DATA, cwd=tmp_path).figures["num_dense"] == 0
-    hotrec("profile", *DATA, cwd=tmp_path)
     calibrated = hotrec("calibrate", *DATA, RANKS, *CALIBRATE, cwd=tmp_path).figures
     assert calibrated["origin"] == "measured"
     found = {

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 MEASURED = ("calibrate.budget_s=1", "calibrate.repeats=3", "calibrate.cap_mib=1")
 GIVEN = ("planner.costs=cpu_1gbit",)
 BATCH = "trainer.batch_size=64"
-STAGES = ["prepare", "profile", "plan", "train", "evaluate", "report"]
+STAGES = ["prepare", "plan", "train", "evaluate", "report"]
 
 
 def commands(page: str) -> list[list[str]]:

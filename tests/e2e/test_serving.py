@@ -110,7 +110,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }.items():
         (folder / name).write_text("\n".join([HEADER, *part, ""]))
     hotrec("prepare", *DATA, cwd=folder)
-    hotrec("profile", *DATA, cwd=folder)
     for kind, keys in MODELS.items():
         choice = () if keys[0].startswith("model=") else (f"model={kind}",)
         words = (*DATA, *choice, *MODEL, *keys)
@@ -276,7 +275,6 @@ def test_several_labels_and_weights(
         Path(name).write_text(text)
     words = ("--config-dir", "my_conf", "data=two")
     hotrec("prepare", *words, cwd=tmp_path)
-    hotrec("profile", *words, cwd=tmp_path)
     model = (*MODEL, *SIZES, "model=mmoe", "+trainer.label_weights.cheap=2")
     model += ("trainer.eval_every_steps=4", "trainer.keep_best=true")
     model += ("trainer.early_stop_patience=50", "trainer.callbacks=[my_callback.Notify]")

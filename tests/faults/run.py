@@ -42,7 +42,7 @@ from tests.faults.process import (
 )
 
 COMMANDS = (
-    *("app", "prepare", "profile", "calibrate", "plan", "train", "evaluate", "report"),
+    *("app", "prepare", "calibrate", "plan", "train", "evaluate", "report"),
     *("export", "predict"),
 )
 
@@ -112,7 +112,7 @@ def make_workspace(directory: Path, kept: Path | None, *, is_whole: bool) -> Pat
         os.waitpid(fork_into(partial(_make, step, reference, directory), answer), 0)
         take_answer(answer)
     workspace.make_costs(reference)
-    for command in ("prepare", "profile", "plan", "export"):
+    for command in ("prepare", "plan", "export"):
         shutil.rmtree(reference / "runs" / command)
     if kept is not None:
         workspace.copy(reference, kept)

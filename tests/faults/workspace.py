@@ -21,10 +21,14 @@ TINY = (
     "trainer.log_every_steps=1 trainer.save_every_steps=4 trainer.watchdog_s=10 "
     "trainer.timeout_s=60 trainer.num_epochs=3"
 )
-PREPARE, PROFILE = f"prepare {TINY}", f"profile {TINY}"
+PREPARE = f"prepare {TINY}"
 PLAN = f"plan {TINY} placement=coverage"
 TRAIN = f"train {TINY} placement=saved trainer.max_steps=16"
-DATASET, PROFILED, PARTITION = "data/tiny/dataset", "data/tiny/profile", "data/tiny/partition"
+DATASET, PROFILED, PARTITION = (
+    "data/tiny/dataset",
+    "data/tiny/dataset-profile",
+    "data/tiny/partition",
+)
 COSTS, ONE, TWO = "data/costs", "runs/one", "runs/two"
 LAST, FIRST = "checkpoints/step-00000016", "checkpoints/step-00000012"
 EVALUATE = f"evaluate run_dir={ONE}"
@@ -50,7 +54,6 @@ def in_run(run_dir: str) -> dict[str, str | None]:
 # run of one rank, its export before the end, a run on a log, and one of two ranks.
 STEPS = (
     works("make/dataset", PREPARE),
-    works("make/profile", PROFILE),
     works("make/partition", PLAN),
     works("make/other", f"{PREPARE} data.synthetic.seed=5 paths.dataset=data/other/dataset"),
     works("make/one", TRAIN, variables=in_run(ONE)),

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from hotrec.artifact import commit_artifact, scratch_directory
-from hotrec.cli import plan, prepare, profile
+from hotrec.cli import plan, prepare
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.data import OutlineSpec, OutlineTableSpec
 from tests.frozen.record import FROZEN, is_updated
@@ -130,7 +130,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for exponent in EXPONENTS:
             config = configuration(f"zipf{exponent}-bags", ())
             prepare.run(config, folder)
-            profile.run(config, folder)
         yield folder
 
 

@@ -25,7 +25,6 @@ from tests.faults.workspace import (
     PARTITION,
     PLAN,
     PREDICT,
-    PROFILE,
     PROFILED,
     TRAIN,
     TWO,
@@ -57,7 +56,6 @@ class Reader:
 
 
 READERS = {
-    "profile": Reader(PROFILE, (PROFILED,), same_artifact(PROFILED, but="manifest.json")),
     "plan": Reader(PLAN, (PARTITION,), same_artifact(PARTITION, but="manifest.json")),
     "train": Reader(TRAIN, (), same_tensors("runs/new", ONE)),
     "evaluate": Reader(EVALUATE),
@@ -69,7 +67,6 @@ READERS = {
 }
 # Who reads which files of what; of files that are alike, two are damaged.
 READ = [
-    ("profile", DATASET, "chunks/train-*"),
     ("train", DATASET, "chunks/train-*"),
     ("train", DATASET, "chunks/valid-*"),
     ("evaluate", DATASET, "chunks/test-*"),
@@ -85,7 +82,7 @@ READ = [
     ("predict", DAYS_DATASET, "vocab/*"),
 ]
 # Who reads whose manifest first.
-MANIFESTS = {DATASET: "profile", PROFILED: "plan", PARTITION: "train", COSTS: "priced", CHECKPOINT: "resume", DAYS_DATASET: "predict"}
+MANIFESTS = {DATASET: "plan", PROFILED: "plan", PARTITION: "train", COSTS: "priced", CHECKPOINT: "resume", DAYS_DATASET: "predict"}
 
 
 def _short(artifact: str) -> str:
@@ -140,16 +137,16 @@ TABLE, TRAIN_0 = "schema/tables/0", "splits/train/0"
 # Manifests that agree with their hash and say what is not so: what is changed, and who must see it.
 UNTRUE: list[tuple[str, str, str, Any, str]] = [
     *(("train", DATASET, f"{TABLE}/num_rows", rows, "t0|made from the dataset") for rows in (5, 999)),
-    *(("profile", DATASET, f"{TABLE}/num_rows", rows, "t0|column c0") for rows in (-1, 0, 2**40, 2**70)),
-    *(("profile", DATASET, f"{TABLE}/name", name, "t0|t1|../../x") for name in ("t1", "t9", "../../x")),
-    *(("profile", DATASET, "schema/features/0/name", name, name) for name in ("c1", "c9")),
-    ("profile", DATASET, "schema/features/0/is_multi_hot", True, "c0"),
-    ("profile", DATASET, "schema/dense", ["d0"], "dense"),
+    *(("plan", DATASET, f"{TABLE}/num_rows", rows, "t0|column c0") for rows in (-1, 0, 2**40, 2**70)),
+    *(("plan", DATASET, f"{TABLE}/name", name, "t0|t1|../../x") for name in ("t1", "t9", "../../x")),
+    *(("plan", DATASET, "schema/features/0/name", name, name) for name in ("c1", "c9")),
+    ("plan", DATASET, "schema/features/0/is_multi_hot", True, "c0"),
+    ("plan", DATASET, "schema/dense", ["d0"], "dense"),
     ("train", DATASET, "schema/dense", [], "dense|made from the dataset"),
-    *(("profile", DATASET, f"{TRAIN_0}/num_samples", num, "train-00000") for num in (600, 1, -5)),
-    *(("profile", DATASET, f"{TRAIN_0}/file", file, Path(file).name) for file in ("../../../log.csv", "/dev/zero", "chunks/train-00001.arrow")),
+    *(("plan", DATASET, f"{TRAIN_0}/num_samples", num, "train-00000") for num in (600, 1, -5)),
+    *(("plan", DATASET, f"{TRAIN_0}/file", file, Path(file).name) for file in ("../../../log.csv", "/dev/zero", "chunks/train-00001.arrow")),
     ("train", DATASET, "splits", {"dev": []}, "splits|train|samples"),
-    ("profile", DATASET, TRAIN_0, forge.GONE, "train-00000"),
+    ("plan", DATASET, TRAIN_0, forge.GONE, "train-00000"),
     ("plan", PROFILED, "num_samples", -1, "profile"),
     ("train", PARTITION, "num_rows", {"t0": 1}, "t0|partition"),
     ("train", PARTITION, "planned_for", 7, "partition"),

@@ -146,7 +146,7 @@ NAMES = {
 }
 BAD_NAMES = {"slash": "a/b", "dots": "..", "path": "../../x", "absolute": "/etc", "newline": "a\nb", "nul": "a\0b", "escape": "a\x1b[31mb", "blank": " ", "backslash": "a\\b", "surrogate": "\ud800"}
 SMALL = f"{TINY.split('data.synthetic')[0].split(' ', 1)[1]}dataset_name=log model.embedding_dim=4 model.dense_layer_sizes=[8,4] model.over_layer_sizes=[8,1] trainer.batch_size=8 trainer.num_workers=0"
-CHAIN = "\n".join(f"{command} --config-dir conf data=log {SMALL}{more}" for command, more in (("prepare", ""), ("profile", ""), ("train", " placement=coverage trainer.max_steps=2 trainer.eval_splits=[]")))
+CHAIN = "\n".join(f"{command} --config-dir conf data=log {SMALL}{more}" for command, more in (("prepare", ""), ("train", " placement=coverage trainer.max_steps=2 trainer.eval_splits=[]")))
 
 
 def _named(column: str = "user", table: str = "") -> Change:

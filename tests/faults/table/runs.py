@@ -38,7 +38,6 @@ from tests.faults.workspace import (
     PLAN,
     PREDICT,
     PREPARE,
-    PROFILE,
     PROFILED,
     SERVED,
     TINY,
@@ -147,8 +146,8 @@ def _resume_cases() -> Iterator[Case]:
     half = forge.copied(f"{ONE}/{FIRST}", f"{ONE}/checkpoints/.step-00000024.0a1b2c3d.tmp")
     yield works("resume/half-checkpoint", GO_ON, half, check=_tidy(f"{ONE}/checkpoints"), **OWN)
     retired = forge.several(forge.copied(DATASET, "data/tiny/.dataset.0a1b2c3d.old"), forge.damaged(DATASET, "deleted"))
-    yield works("resume/dataset-retired", PROFILE, retired, check=same_artifact(DATASET), outputs=("data/tiny",))
-    for own, words in ((DATASET, PREPARE), (PROFILED, PROFILE), (PARTITION, PLAN)):
+    yield works("resume/dataset-retired", PLAN, retired, check=same_artifact(DATASET), outputs=("data/tiny",))
+    for own, words in ((DATASET, PREPARE), (PROFILED, PREPARE), (PARTITION, PLAN)):
         stale = forge.damaged(f"data/tiny/.{Path(own).name}.0a1b2c3d.tmp", "directory")
         yield works(f"resume/{Path(own).name}-after-a-kill", words, stale, check=_tidy("data/tiny"), outputs=("data/tiny",))
 
@@ -174,7 +173,7 @@ def _tidy(below: str) -> Callable[[Made], Complaint]:
 
 KILLED: dict[str, tuple[str, str, str, Any]] = {
     "prepare": (PREPARE, "data/tiny", "data/tiny/.dataset*.tmp", same_artifact(DATASET)),
-    "profile": (PROFILE, "data/tiny", "data/tiny/.profile*.tmp", same_artifact(PROFILED)),
+    "profile": (PREPARE, "data/tiny", "data/tiny/.dataset-profile*.tmp", same_artifact(PROFILED)),
     "plan": (PLAN, "data/tiny", "data/tiny/.partition*.tmp", same_artifact(PARTITION)),
     "export": (EXPORT_AGAIN, "data/served", "data/served/.model*.tmp", same_artifact(SERVED)),
     "predict": (PREDICT, "data/new", "data/new/.scores*.tmp", whole_artifact("data/new/scores")),
@@ -252,9 +251,9 @@ def _together_cases() -> Iterator[Case]:
     for name, words, ready, check in (
         ("run-0", TRAIN, STEP, same_run("runs/new", ONE)),
         ("run-2", f"{TRAIN} trainer.num_workers=2", STEP, same_run("runs/new", ONE)),
-        ("profile", PROFILE, log_file, whole_artifact(PROFILED)),
+        ("plan", PLAN, log_file, whole_artifact(PARTITION)),
     ):
-        yield either(f"together/prepare-during-{name}", words, "dataset", act=beside(other, ready, stopped=True, lines=2 if ready == STEP else 0), check=check, **both)
+        yield either(f"together/prepare-during-{name}", words, "dataset|profile", act=beside(other, ready, stopped=True, lines=2 if ready == STEP else 0), check=check, **both)
     yield works("together/evaluate-during-run", GO_ON, act=beside(EVALUATE, f"{ONE}/metrics.jsonl", codes=(0,), lines=17), check=latest_whole(24), **OWN)
 
 
@@ -303,8 +302,6 @@ SMALL_RUN = {"variables": in_run("small/runs")}
 DISK: list[tuple[str, str, tuple[int, ...], dict[str, Any]]] = [
     ("prepare", f"{PREPARE} paths.dataset=small/dataset", (8, 16, 32, 64), {}),
     ("prepare-log", f"{LOG} paths.dataset=small/dataset", (4, 8), {}),
-    ("profile", f"{PROFILE} paths.profile=small/profile", (4, 8, 16, 24), {}),
-    ("profile-run", PROFILE, (8, 16), {**SMALL_RUN, "outputs": (PROFILED,)}),
     ("plan", f"{PLAN} paths.partition=small/partition", (4,), {}),
     ("plan-run", PLAN, (8, 32), {**SMALL_RUN, "outputs": (PARTITION,)}),
     ("costs", f"calibrate {TINY} calibrate.cap_mib=1 calibrate.max_bytes=4096 calibrate.repeats=3 paths.costs=small/costs", (4,), {}),

@@ -9,7 +9,7 @@ import pytest
 
 from hotrec.assemble.job import Job
 from hotrec.assemble.plan_job import make_request, samples_in_flight
-from hotrec.cost_model.profile import Profile, Sampling
+from hotrec.cost_model.profile import Profile
 from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
@@ -19,7 +19,7 @@ from tests.unit.data.logs import ONE_HOT_SCHEMA, write_dataset
 
 NUM_ROWS = {table.name: table.num_rows for table in ONE_HOT_SCHEMA.tables}
 COUNTS = {name: np.arange(num_rows)[::-1] + 1 for name, num_rows in NUM_ROWS.items()}
-PROFILE = Profile(90, 0, 90, Sampling(), COUNTS)
+PROFILE = Profile(90, 0, COUNTS)
 ON = Machine(2, 2, "cpu", 0, 8 << 30, 32)
 
 

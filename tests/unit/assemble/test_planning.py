@@ -12,10 +12,8 @@ import pytest
 from hotrec.artifact import ArtifactError
 from hotrec.assemble.job import Job
 from hotrec.assemble.planning import Proposal, SettledPlan, make_proposal, read_settled_plan
-from hotrec.cli.profile import blocks_of
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.roots import Config
-from hotrec.cost_model.profile import write_profile
 from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, TorchrecTables
@@ -33,15 +31,11 @@ ON = Machine(2, 2, "cpu", 0, 8 << 30, 32)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plan")
     write_dataset(path / "dataset", {"train": 90})
-    dataset = Dataset.open(path / "dataset")
-    dataset_hash = dataset.artifact.content_hash
-    blocks = blocks_of(dataset, "train")
-    write_profile(blocks, dataset.schema, path / "profile", dataset_hash=dataset_hash)
     return path
 
 
 def config_of(folder: Path, *words: str) -> Config:
-    names = ("dataset", "profile", "partition")
+    names = ("dataset", "partition")
     paths = [f"paths.{name}={folder / name}" for name in names]
     given = ["trainer.batch_size=32", "planner.costs=cpu_1gbit", *paths, *words]
     config: Config = build_config(compose_config("config", given))

@@ -30,8 +30,10 @@ SAID: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "prepare": (
         {"dataset": Path("data/a"), "num_samples": {"train": 2000, "test": 300},
-         "num_rows": {"user": 1200, "item": 34}, "num_skipped": 5},
-        ["2,300 samples (train 2,000, test 300), 1,234 rows", "5 ", "hotrec profile\n"],
+         "num_rows": {"user": 1200, "item": 34}, "num_skipped": 5, "num_lookups": 4600,
+         "landmarks": [{"rows_frac": 0.01, "train": 0.8, "heldout": 0.7}]},
+        ["2,300 samples (train 2,000, test 300), 1,234 rows", "5 ", "80.0% of 4,600",
+         "hotrec calibrate\n"],
     ),
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hotrec.artifact import ArtifactError
-from hotrec.cli.made import artifact_inputs, find_artifact, record_artifact
+from hotrec.cli.made import dataset_inputs, find_dataset, record_dataset
 from hotrec.cli.output import LOG_FILE
 from hotrec.cli.prepare import figures_of
 from hotrec.cli.stage import run_stage
@@ -34,19 +34,19 @@ def test_a_dataset_that_has_grown_is_current(tmp_path: Path) -> None:
     config = config_of(tmp_path, spec)
     prepare(spec, tmp_path / "dataset")
     figures = figures_of(Dataset.open(tmp_path / "dataset"))
-    assert find_artifact("prepare", config) is None, "nobody recorded it"
-    record_artifact("prepare", config, "other", figures)
-    assert find_artifact("prepare", config) is None
+    assert find_dataset(config) is None, "nobody recorded it"
+    record_dataset(config, "other", figures)
+    assert find_dataset(config) is None
     prepare(spec_by_day(files[0], valid_day=2), tmp_path / "dataset", append=files[1:])
-    found = find_artifact("prepare", config)
+    found = find_dataset(config)
     assert found is not None
-    assert (found["generation"], found["num_samples"]["train"]) == (1, 6)
+    assert found.num_samples("train") == 6
     Path(files[0]).unlink()
-    assert find_artifact("prepare", config) == found
-    assert find_artifact("prepare", config_of(tmp_path, spec, overwrite=True)) is None
+    assert find_dataset(config) is not None
+    assert find_dataset(config_of(tmp_path, spec, overwrite=True)) is None
     columns = {**spec.columns, "more": ColumnSpec(ColumnKind.dense, source="price")}
     with pytest.raises(ArtifactError, match=r"columns\.more .* set overwrite=true"):
-        find_artifact("prepare", config_of(tmp_path, replace(spec, columns=columns)))
+        find_dataset(config_of(tmp_path, replace(spec, columns=columns)))
 
 
 def test_a_log_that_has_changed_is_prepared_again(tmp_path: Path) -> None:
@@ -55,10 +55,10 @@ def test_a_log_that_has_changed_is_prepared_again(tmp_path: Path) -> None:
     config = config_of(tmp_path, spec)
     prepare(spec, tmp_path / "dataset")
     figures = figures_of(Dataset.open(tmp_path / "dataset"))
-    record_artifact("prepare", config, artifact_inputs("prepare", config), figures)
-    assert find_artifact("prepare", config) is not None
+    record_dataset(config, dataset_inputs(config), figures)
+    assert find_dataset(config) is not None
     file.write_text(file.read_text() + file.read_text().splitlines(keepends=True)[-1])
-    assert find_artifact("prepare", config) is None
+    assert find_dataset(config) is None
 
 
 def test_no_other_command_writes_into_a_training_run(tmp_path: Path) -> None:

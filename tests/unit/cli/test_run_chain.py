@@ -19,7 +19,7 @@ from hotrec.cli.store import build_config, compose_config, quoted
 from hotrec.cost_model.builtin import BUILTIN
 
 DOUBT = "were measured with other load (1.3 of 2 cores busy)"
-STAGES = ["prepare", "profile", "calibrate", "plan", "train", "evaluate", "report"]
+STAGES = ["prepare", "calibrate", "plan", "train", "evaluate", "report"]
 TRAINED = {
     **{"command": "train", "finished": True, "num_steps": 10, "hot_rows": 3, "total_rows": 1000},
     **{"placement": "hot_cold", "pipeline": "look_ahead", "auc": 0.7, "log_loss": 0.5},
@@ -58,8 +58,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.chdir(tmp_path)
     machine, made = Machine(), set[str]()
 
-    def find_artifact(name: str, config: object) -> dict[str, Any] | None:
-        return {"num_samples": {"valid": 9, "test": 9}} if name in made else None
+    def find_dataset(_: _Chain) -> dict[str, Any] | None:
+        return {"num_samples": {"valid": 9, "test": 9}} if "prepare" in made else None
 
     def read_costs(path: Path) -> Any:
         facts = {"num_ranks": 1, "batch_size": 2048}
@@ -89,13 +89,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         return machine.costs if kind == "costs" else kind
 
     for name, stand_in in (
-        ("find_artifact", find_artifact),
         ("read_costs", read_costs),
         ("check_host", lambda *_: None),
         ("content_hash", content_hash),
     ):
         monkeypatch.setattr(run_module, name, stand_in)
     monkeypatch.setattr(_Chain, "start", start)
+    monkeypatch.setattr(_Chain, "find_dataset", find_dataset)
     monkeypatch.setattr("hotrec.data.chunks.Dataset.open", lambda _: None)
     monkeypatch.setattr("hotrec.runs.check.check_with_data", lambda *_, **__: 10)
     return machine

@@ -81,15 +81,6 @@ def make_samples(num_samples: int, *, seed: int = 0, dtype: type = np.int32) -> 
     return Block(num_samples, rows, {"tags": lengths.astype(np.int32)})
 
 
-def cut(block: Block, size: int) -> list[Block]:
-    """The same samples in blocks of ``size``."""
-    blocks = []
-    while block.num_samples > size:
-        first, block = block.split(size)
-        blocks.append(first)
-    return [*blocks, block]
-
-
 def as_lists(block: Block) -> list[dict[str, list[int]]]:
     """One dict of id lists per sample, by a plain loop."""
     samples: list[dict[str, list[int]]] = [{} for _ in range(block.num_samples)]

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotrec.cost_model.profile import Profile, Sampling
+from hotrec.cost_model.profile import Profile
 from hotrec.planner.partition import most_accessed, read_placement, write_partition
 from hotrec.planner.plan import SplitTables
 from hotrec.types import (
@@ -19,7 +19,7 @@ from hotrec.types import (
 
 # A table may be called "file", which np.savez cannot take as a name.
 COUNTS = {"file": np.array([5, 0, 3, 2]), "t/x": np.array([0, 0]), "big": np.arange(10)}
-PROFILE = Profile(10, 4, 14, Sampling(), COUNTS)
+PROFILE = Profile(10, 4, COUNTS)
 PARTITION = Partition(
     {"file": 4, "t/x": 2, "big": 10},
     {"file": np.array([0, 2]), "big": np.array([9, 8, 7])},

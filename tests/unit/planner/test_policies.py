@@ -21,7 +21,7 @@ from hotrec.config.groups import (
 )
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.demand import prob_drawn
-from hotrec.cost_model.profile import Profile, Sampling
+from hotrec.cost_model.profile import Profile
 from hotrec.planner.counted import CountedTables
 from hotrec.planner.machine import Machine
 from hotrec.planner.paper_policies import choose_fae, choose_freq_cache, choose_scars
@@ -47,11 +47,11 @@ COUNTS = st.fixed_dictionaries(
 )
 
 
-def ranked(counts, *, row_bytes=None, but=(), min_count=1):
+def ranked(counts, *, row_bytes=None, but=()):
     """All seen rows as (table, row), densest first: the oracle of every joint policy."""
     rows = [(t, r) for t in sorted(set(counts) - set(but)) for r in range(counts[t].size)]
     size = row_bytes or dict.fromkeys(counts, 1)
-    seen = [(t, r) for t, r in rows if counts[t][r] >= min_count]
+    seen = [(t, r) for t, r in rows if counts[t][r] > 0]
     return sorted(seen, key=lambda x: -counts[x[0]][x[1]] / size[x[0]])
 
 
@@ -59,13 +59,13 @@ def chosen(partition):
     return {(t, int(r)) for t in partition.num_rows for r in partition.hot(t)}
 
 
-def check_invariants(partition, counts, *, min_count=1, fixed=()):
+def check_invariants(partition, counts, *, fixed=()):
     """What holds for every policy."""
     assert partition.num_rows == {t: c.size for t, c in counts.items()}
     for table in set(counts) - set(fixed):
         hot = partition.hot(table)
         assert hot.dtype == np.int64
-        assert (counts[table][hot] >= min_count).all()
+        assert (counts[table][hot] > 0).all()
         # The top H of the table, in falling order, ties by row number.
         assert hot.tolist() == falling(counts[table])[: hot.size]
 
@@ -74,13 +74,13 @@ def falling(counts):
     return np.lexsort((np.arange(counts.size), -counts)).tolist()
 
 
-@given(counts=COUNTS, frac=st.floats(0, 1), min_count=st.integers(1, 3))
-def test_fraction(counts, frac, min_count):
-    partition = choose_fraction(CountedTables.of(counts, min_count=min_count), hot_frac=frac)
+@given(counts=COUNTS, frac=st.floats(0, 1))
+def test_fraction(counts, frac):
+    partition = choose_fraction(CountedTables.of(counts), hot_frac=frac)
     wanted = math.floor(frac * partition.total_rows + 1e-6)
-    assert chosen(partition) == set(ranked(counts, min_count=min_count)[:wanted])
-    check_invariants(partition, counts, min_count=min_count)
-    shuffled = CountedTables.of(dict(reversed(list(counts.items()))), min_count=min_count)
+    assert chosen(partition) == set(ranked(counts)[:wanted])
+    check_invariants(partition, counts)
+    shuffled = CountedTables.of(dict(reversed(list(counts.items()))))
     again = choose_fraction(shuffled, hot_frac=frac)
     assert chosen(again) == chosen(partition)
     per_table = choose_fraction(counts, hot_frac=frac, per_table=True)
@@ -247,7 +247,7 @@ def test_overrides_and_small_tables(counts, data):
 def test_configured_policies(placement):
     """What they choose has to fit the memory."""
     counts = {t: np.arange(9, dtype=np.int64) for t in TABLES}
-    profile, costs = Profile(100, 0, 100, Sampling(), counts), BUILTIN["cpu_1gbit"]
+    profile, costs = Profile(100, 0, counts), BUILTIN["cpu_1gbit"]
     row_bytes = dict.fromkeys(TABLES, 32)
 
     def choose(bytes_of_rank):
@@ -278,7 +278,7 @@ def test_each_rank_begins_with_its_most_looked_up_cold_rows(
     counts = {"a": np.array([9, 8, 7, 6, 5, 0]), "b": np.array([4, 10, 1])}
     found = choose_popular_rows(
         Partition({"a": 6, "b": 3}, {"a": np.array([1])}),
-        Profile(10, 0, 10, Sampling(), counts),
+        Profile(10, 0, counts),
         load_frac=load_frac,
         global_batch_size=batch_size,
         world_size=2,

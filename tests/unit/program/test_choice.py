@@ -15,7 +15,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
-from hotrec.cost_model.profile import Profile, Sampling
+from hotrec.cost_model.profile import Profile
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.planner.machine import Machine
 from hotrec.planner.request import ByCost
@@ -25,7 +25,7 @@ from hotrec.types import OptimizerKind, PipelineKind
 CONFIG: dict[str, Any] = {"name": "item", "num_embeddings": 5000, "embedding_dim": 256}
 SEQUENCES = EmbeddingConfig(**CONFIG, feature_names=["history"])
 ON_CPU = Machine(2, 1, "cpu", 0, 8 << 30, 32)
-COUNTED = Profile(400, 0, 400, Sampling(), {"item": np.full(5000, 4)})
+COUNTED = Profile(400, 0, {"item": np.full(5000, 4)})
 
 
 def choose(sharding: Any, kind: OptimizerKind) -> Choice:

@@ -80,7 +80,7 @@ def write_whole_run(path: Path, summary: Record = SUMMARY) -> Path:
 
 
 PROFILE: Record = {
-    "num_samples": 1000, "num_heldout_samples": 100, "sampling": {"frac": 1.0},
+    "num_samples": 1000, "num_heldout_samples": 100,
     "tables": {"user": {"num_rows": 80}, "<item>": {"num_rows": 20}},
     "coverage": {"rows_frac": [0.0, 1.0], "train": [0.0, 1.0], "heldout": [0.0, 1.0]},
 }  # fmt: skip
