@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,33 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.cli.store import build_config, compose_config, read_config
-from hotrec.config.data import (
-    ColumnKind,
-    ColumnSpec,
-    Encoding,
-    SplitKind,
-    SplitSpec,
-    TableSpec,
-)
-from hotrec.config.roots import Config, EvaluateConfig
 from hotrec.data.batch import Batch, BatchItems
 from hotrec.data.groups import NO_GROUP
-from hotrec.data.prepare import prepare
 from hotrec.models.retrieval import SampledSoftmax
 from hotrec.models.task import RetrievalTask
-from hotrec.runs.evaluate import evaluate_run
-from hotrec.runs.train import run_training
 from hotrec.runtime.ranks import all_gather_object
-from hotrec.runtime.run_dir import CHECKPOINTS
-from hotrec.train.checkpoint import find_latest, open_tensors
 from hotrec.train.evaluate import evaluate
 from hotrec.train.pipelines import make_pipeline
 from hotrec.train.ranking import Ranking, find_places, measure_ranking
 from hotrec.types import PipelineKind, PipelineSpec
-from tests.distributed.setups import this_rank
 from tests.helpers.ranks import run_ranks
-from tests.unit.data.logs import delimited_spec
 
 DIM, NUM_ITEMS, TEMPERATURE = 5, 6, 0.7
 # The samples of each rank, by the number of ranks; one has none.
@@ -184,91 +165,3 @@ def test_any_number_of_ranks_ranks_alike_bit_for_bit() -> None:
     all_items, fewer = (of[0]["ndcg_at"]["20"] for of in (whole, without))
     assert 0 < all_items < fewer < 1
     assert 0.5 < whole[0]["ranked_samples_frac"] < 1
-
-
-COMMON = [
-    *("data=synthetic", "model.embedding_dim=8", "model.item_id=c1", "model.temperature=0.5"),
-    *("model.loss=sampled_softmax", "trainer.num_workers=0", "trainer.eval_splits=[valid]"),
-    *("trainer.eval_ranking=[5,20]", "trainer.log_every_steps=1", "trainer.num_epochs=2"),
-    *("trainer.eval_every_steps=20", "trainer.best_by=ndcg_at", "trainer.keep_best=true"),
-    # With a small eps Adagrad amplifies rounding: a vector added to all items changes no loss.
-    *("optimizer=adagrad", "optimizer.learning_rate=0.1", "optimizer.eps=0.1"),
-    *("model=hstu", "+model.history={seen: c1, seen_c2: c2}", "model.side=[]"),
-    *("model.context=[c0]", "model.num_layers=1", "model.attention_dim=4"),
-    *("model.linear_dim=4", "model.max_length=3"),
-    *("placement=all_cold", "pipeline=look_ahead"),
-]
-
-
-def train_case(folder: Path) -> tuple[dict[str, Any], list[float], dict[str, Any]]:
-    """The summary, all losses and the weights of a run."""
-    ranks = this_rank()
-    words = [*COMMON, f"trainer.batch_size={60 // ranks.world_size}"]
-    words += [f"paths.dataset={folder}/dataset"]
-    run = folder / f"{ranks.world_size}"
-    run.mkdir(exist_ok=True)
-    config = build_config(compose_config("config", words))
-    summary = run_training(config, run, ranks).summary
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    newest = find_latest(run / CHECKPOINTS)
-    assert newest is not None
-    with open_tensors(newest) as files:
-        weights = {name: files.whole(name).numpy() for name in files.shapes if "/" not in name}
-    return dict(summary), [json.loads(line)["loss"] for line in lines], weights
-
-
-def evaluate_trained(folder: Path, name: str) -> dict[str, Any]:
-    trained = read_config(folder / name / "config.yaml", Config)
-    config = EvaluateConfig(split="valid", num_workers=0)
-    return evaluate_run(config, trained, folder / name, this_rank()).quality.further
-
-
-def write_dataset(folder: Path) -> None:
-    """A log in which most clicks are on the item after the newest one of the history."""
-    rng = np.random.default_rng(6)
-    header, lines = "label,price,c0,c1,c2,seen,seen_c2", []
-    for _ in range(1510 + 331):
-        seen = rng.integers(0, 40, rng.integers(0, 6)).tolist()
-        item, label = int(rng.integers(40)), 0
-        if seen and rng.random() < 0.7:
-            item, label = (seen[-1] + 1) % 40, 1
-        lists = [" ".join(map(str, ids)) for ids in (seen, [other % 10 for other in seen])]
-        values = label, f"{rng.normal():.3f}", rng.integers(50), item, item % 10, *lists
-        lines.append(",".join(map(str, values)))
-    (folder / "log.csv").write_text("\n".join([header, *lines, ""]))
-    rows = {"c0": 50, "c1": 40, "c2": 10}
-    lists_of = {"seen": "c1", "seen_c2": "c2"}
-    spec = delimited_spec(
-        [folder / "log.csv"],
-        split=SplitSpec(kind=SplitKind.last, valid_frac=331 / 1841, test_frac=0.0),
-        columns={
-            "label": ColumnSpec(ColumnKind.label),
-            "price": ColumnSpec(ColumnKind.dense),
-            **dict.fromkeys(rows, ColumnSpec(ColumnKind.categorical)),
-            **{n: ColumnSpec(ColumnKind.categorical_list, table=t) for n, t in lists_of.items()},
-        },
-        tables={name: TableSpec(Encoding.rows, num_rows=num) for name, num in rows.items()},
-    )
-    prepare(spec, folder / "dataset")
-
-
-def test_ranks_train_as_one_and_find_more_than_chance(tmp_path: Path) -> None:
-    """The last step of an epoch has ten samples."""
-    write_dataset(tmp_path)
-    (one, losses, weights), (other, of_other, of_weights) = (
-        run_ranks(train_case, number, timeout_s=120, folder=tmp_path)[0] for number in (1, 3)
-    )
-    assert len(losses) == len(of_other) == 52
-    # Adagrad amplifies rounding where gradients are small; with SGD all are within 3e-5.
-    np.testing.assert_allclose(losses, of_other, rtol=2e-4)
-    for name, weight in weights.items():
-        np.testing.assert_allclose(weight, of_weights[name], atol=5e-4, err_msg=name)
-    again = run_ranks(evaluate_trained, 3, folder=tmp_path, name="1")[0]
-    for figure in ("recall_at", "ndcg_at"):  # rounding of the vectors may move a place
-        assert one[figure] == pytest.approx(other[figure], abs=0.02)
-        assert one[figure] == pytest.approx(again[figure], abs=0.02)
-    assert one["ranked_samples_frac"] == other["ranked_samples_frac"] > 0.9
-    assert one["recall_at"]["5"] > 5 * 5 / 40
-    evals = map(json.loads, (tmp_path / "1/eval.jsonl").read_text().splitlines())
-    by_step = {line["step"]: line["ndcg_at"]["5"] for line in evals}
-    assert one["best_ndcg_at"] == max(by_step.values()) == by_step[one["best_step"]]

@@ -33,10 +33,3 @@ def test_chain_without_dense_columns(tmp_path: Path) -> None:
     assert found["dlrm"]["loss"] == pytest.approx(found["torchrec"]["loss"], abs=1e-5)
     evaluated = hotrec("evaluate", "run_dir=runs/dlrm", RANKS, cwd=tmp_path).figures
     assert evaluated["auc"] == pytest.approx(found["dlrm"]["auc"], abs=1e-6)
-
-
-def test_bench_without_dense_columns(tmp_path: Path) -> None:
-    words = ("bench=smoke", "bench.num_dense=0", "bench.cases=[hot_cold,planner]", RANKS)
-    figures = hotrec("bench", *words, cwd=tmp_path).figures
-    assert set(figures["cases"]) == {"hot_cold", "planner"}
-    assert figures["losses_apart"] == []

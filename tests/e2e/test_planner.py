@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from hotrec.artifact import commit_artifact, scratch_directory
 from hotrec.cost_model.store import read_costs
 from hotrec.planner.partition import read_placement
 from tests.e2e.conftest import SMOKE, Workspace, hotrec, refusal
@@ -105,19 +104,6 @@ def test_costs_are_fitted_to_a_run(calibrated: Path, trained: dict[str, dict[str
     assert fitted["step_s"] == pytest.approx(run["measured_step_s"], rel=0.2)
 
 
-def test_what_if_sweep(calibrated: Path) -> None:
-    words = ["--multirun", SMOKE, "placement=cost", "plan.world_size=2,4", "plan.device=cuda"]
-    words += ["planner.hbm_gib=0.0001,80", "planner.host_gib=0.0001"]
-    outcome = hotrec("plan", *words, cwd=calibrated, HOTREC_RUN_DIR="runs/what_if")
-    assert outcome.exit_code == 0, outcome.stderr
-    folder = calibrated / "runs" / "what_if"
-    document = json.loads((folder / "what_if.json").read_text())
-    assert sorted(point["fits"] for point in document["points"]) == [False, False, True, True]
-    # The table says what the jobs have found.
-    assert " I hotrec.assemble" not in outcome.stderr
-    assert " I hotrec.assemble" in (folder / "1" / "log.txt").read_text()
-
-
 def test_a_trial_chooses_and_changes_no_loss(calibrated: Path) -> None:
     """Its plan trains as it does without a trial, is resumed without another, and kept."""
     # Costs whose interval leaves several plans in doubt.
@@ -157,17 +143,6 @@ def test_a_trial_that_cannot_be_recorded_ends_all_ranks(calibrated: Path) -> Non
     words = [SMOKE, "launch.num_ranks=2", "trainer.max_steps=12", "planner.costs=cpu_1gbit"]
     words += ["plan.trial_s=0.001", "paths.trials=taken"]
     assert "taken" in refusal("train", *words, cwd=calibrated)
-
-
-def test_impossible_costs_are_refused(calibrated: Path) -> None:
-    document = json.loads((calibrated / "data" / "costs" / "costs.json").read_text())
-    document["intra"].update(bytes_per_s=-1.0)
-    with scratch_directory(calibrated / "damaged", kind="costs") as scratch:
-        (scratch / "costs.json").write_text(json.dumps(document))
-        content = {name: document[name] for name in ("name", "device")}
-        commit_artifact(scratch, calibrated / "damaged", kind="costs", content=content)
-    words = ("plan", SMOKE, "placement=cost", "paths.costs=damaged", "planner.costs=measured")
-    assert "bytes_per_s: expected above 0, got -1" in refusal(*words, cwd=calibrated)
 
 
 def test_costs_of_one_host_plan_two_with_an_assumed_link(calibrated: Path) -> None:

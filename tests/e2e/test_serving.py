@@ -276,8 +276,7 @@ def test_several_labels_and_weights(
     words = ("--config-dir", "my_conf", "data=two")
     hotrec("prepare", *words, cwd=tmp_path)
     model = (*MODEL, *SIZES, "model=mmoe", "+trainer.label_weights.cheap=2")
-    model += ("trainer.eval_every_steps=4", "trainer.keep_best=true")
-    model += ("trainer.early_stop_patience=50", "trainer.callbacks=[my_callback.Notify]")
+    model += ("trainer.callbacks=[my_callback.Notify]",)
     summary = hotrec("train", *words, *model, cwd=tmp_path, HOTREC_RUN_DIR="runs/mmoe").figures
     run = ("run_dir=runs/mmoe",)
     found = {
@@ -294,15 +293,9 @@ def test_several_labels_and_weights(
                 assert of[figure] == pytest.approx(expected, abs=1e-5)
     assert summary["auc"] == pytest.approx(found["evaluate"]["auc"])
     assert (tmp_path / "runs/mmoe/note.txt").read_text().endswith("\n")
-    words = ("evaluate", *run, "num_workers=0", "checkpoint=best", "split=valid")
-    best = hotrec(*words, cwd=tmp_path).figures
-    assert best["step"] == summary["best_step"]
-    assert best["log_loss"] == pytest.approx(summary["best_log_loss"], abs=1e-6)
     table = pq.read_table(tmp_path / "s/scores")
     of_label = [f"{of}_{name}" for name in ("cheap", "click") for of in ("logit", "score", "label")]
     assert table.column_names == ["line", *of_label, "weight"]
-    hotrec("report", "runs=[runs/mmoe]", "output=page", cwd=tmp_path)
-    assert "AUC of cheap" in (tmp_path / "page/report.html").read_text()
 
 
 def test_ranks_divide_the_files(predict: Any) -> None:

@@ -45,13 +45,13 @@ def test_ranks_start_for_each_job(workspace: Workspace) -> None:
 
 def test_joblib_runs_jobs_with_loader_workers(workspace: Workspace) -> None:
     words = ["--multirun", SMOKE, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    words += ["placement=coverage", "trainer.num_workers=1", "trainer.max_steps=3,4,-1"]
+    words += ["placement=coverage", "trainer.num_workers=1", "trainer.max_steps=3,-1"]
     outcome = program("train", *words, cwd=workspace.folder)
     assert outcome.exit_code == 1, outcome.stderr  # of the job with an impossible setting
     figures = [json.loads(line) for line in outcome.stdout.splitlines()]
-    assert sorted(run["num_steps"] for run in figures) == [3, 4]
+    assert sorted(run["num_steps"] for run in figures) == [3]
     rows = rows_of(Path(figures[0]["run_dir"]).parent)
-    assert [list(row.values())[-1] for row in rows] == ["True", "True", "False"]
+    assert [list(row.values())[-1] for row in rows] == ["True", "False"]
 
 
 def test_a_sweep_of_run_ends_with_a_table(workspace: Workspace, tmp_path: Path) -> None:

@@ -282,24 +282,3 @@ def test_any_checkpoint_goes_on_as_the_unsplit_model(
                 assert not of_rank.failures, "\n".join(of_rank.failures)
             seconds += sum(of_rank.seconds for of_rank in found)
     record_property("routes", {"num": len(routes), "seconds": seconds})
-
-
-def test_every_side_is_on_a_route() -> None:
-    """Each with what it is for, of the ways that the sides of drawn routes are."""
-    routes = draw_routes(12)
-    saved, loaded = [route.saved for route in routes], [route.loaded for route in routes]
-    sides = [*saved, *loaded]
-    placements = {"row_wise", "table_wise", "pooled", "mixed", *TORCHREC_PLANS}
-    assert {side.placement for side in sides} >= placements
-    assert {side.row_type for side in sides} == {"fp32", "bf16"}
-    assert {side.optimizer for side in saved} == {"sgd", "adagrad", "rowwise_adagrad", "adam"}
-    assert {route.kind for route in routes} == {*KINDS}
-    as_it_was = [route.saved for route in routes if route.kind == "as_it_was"]
-    assert any(side.adapt for side in as_it_was)
-    assert any(side.row_type != "fp32" for side in as_it_was)
-    both_adapt = [route for route in routes if route.saved.adapt and route.loaded.adapt]
-    assert any(route.saved.hosts != route.loaded.hosts for route in both_adapt)
-    for is_spread in (True, False):
-        assert any(side.tier == "cached" and side.is_spread is is_spread for side in saved)
-    assert any(side.levels == "two" for side in saved)
-    assert any(side.more_rows for side in loaded)

@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 
 from hotrec.artifact import ArtifactError
 from hotrec.data import all_hot
-from hotrec.data.all_hot import count_steps_of_kinds, read_all_hot, write_all_hot
+from hotrec.data.all_hot import read_all_hot, write_all_hot
 from hotrec.data.chunks import Dataset
 from hotrec.types import Partition
 from tests.unit.data.logs import (
     ONE_HOT_SCHEMA,
     SCHEMA,
     bag,
-    loader,
-    samples_of,
     write_dataset,
 )
 
@@ -117,37 +115,3 @@ def test_stale_ones_are_refused(folder, change, message):
 
 
 # Batches of one kind.
-
-
-def of_kind(folder: Path, kind: bool, **settings):
-    return loader(folder / "d", subset=read(folder).subset(is_all_hot=kind), **settings)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_an_epoch_of_both_kinds_holds_every_sample_once(folder, world_size):
-    kinds = kinds_found(read(folder))
-    steps = count_steps_of_kinds(read(folder), batch_size=4, world_size=world_size)
-    seen = []
-    for is_all_hot, num_steps in zip((True, False), steps, strict=True):
-        ranks = [
-            list(of_kind(folder, is_all_hot, rank=rank, world_size=world_size))
-            for rank in range(world_size)
-        ]
-        assert [len(batches) for batches in ranks] == [num_steps] * world_size
-        for step in range(num_steps):
-            batches = [batches[step] for batches in ranks]
-            of_step = sum(map(samples_of, batches), [])
-            assert [batch.num_global_samples for batch in batches] == [len(of_step)] * world_size
-            assert [batch.is_all_hot for batch in batches] == [is_all_hot] * world_size
-            assert [kinds[number] for number in of_step] == [is_all_hot] * len(of_step)
-            assert len(of_step) == 4 * world_size or step == num_steps - 1
-            seen += of_step
-    assert sorted(seen) == list(range(90))
-
-
-def test_a_rank_without_samples_gets_a_padding_sample_of_the_kind(folder):
-    world_size = sum(read(folder).num_all_hot) - 1  # so that the last step holds one sample
-    *_, last = of_kind(folder, True, batch_size=1, rank=1, world_size=world_size)
-    assert last.is_all_hot
-    assert (last.num_global_samples, last.weights.tolist()) == (1, [0.0])
-    assert last.sparse.values().numel() == 0

@@ -336,24 +336,9 @@ def history(**changes: Any) -> dict[str, UserHistorySpec]:
     [
         ({"max_length": 0}, {}, r"past\.max_length: .*0"),
         ({"columns": {}, "age": "", "before": {}}, {}, r"past\.columns: .*\[\]"),
-        ({"age": "past_item"}, {}, r"past\.columns: .*\['past_item'\]"),
         ({"before": {"past_page": "watched"}}, {}, r"past\.before\.past_page"),
-        ({"fill": {"past_item": "0"}}, {}, r"past\.fill\.past_item"),
         ({"fill": {"past_age": "old"}}, {}, r"past\.fill\.past_age: .*'old'"),
-        ({"separator": ""}, {}, r"past\.separator: .*''"),
-        ({"age": "other_age", "fill": {}}, {}, r"histories\.past: .*'other_age'"),
-        (
-            {"columns": {"on_page": "item"}, "before": {}, "fill": {}},
-            {},
-            r"histories\.page: .*'on_page'",
-        ),
-        ({}, {"past_age": ColumnSpec(LIST)}, r"histories\.past: .*log_bucket"),
         ({}, {"past_item": ColumnSpec(CATEGORICAL)}, r"got \['past_item'\]"),
-        (
-            {},
-            {"seen": ColumnSpec(LIST, source="on_page", derive=Derive.hour_of_day)},
-            r"columns\.seen\.derive: .*'hour_of_day'",
-        ),
     ],
 )
 def test_settings_that_cannot_be_carried_out(changes, columns, message):

@@ -515,23 +515,6 @@ def test_several_labels_and_weights(tmp_path):
     assert batch.weights.tolist() == [0.5, 2, 0]
 
 
-def test_several_labels_and_weights_grow(tmp_path):
-    spec = replace(weighted(tmp_path, LINES), tables={"user": TableSpec(num_rows=3)})
-    prepare(spec, tmp_path / "d")
-    more = tmp_path / "more.csv"
-    more.write_text("like,buy,importance,user\n1,1,1,u9\n0,1,3,u1\n")
-    split = SplitSpec(SplitKind.last, 0, 0)
-    prepare(replace(spec, split=split), tmp_path / "d", append=[str(more)])
-    dataset = Dataset.open(tmp_path / "d", verify="full")
-    clicks = dataset.artifact.content["source"]["num_clicks"]
-    assert {name: of["train"] for name, of in clicks.items()} == {"like": 3, "bought": 3}
-    blocks = [dataset.block("train", index) for index in range(len(dataset.chunks("train")))]
-    assert np.concatenate([block.weight for block in blocks]).tolist() == [0.5, 2, 0, 1, 3]
-    # The first chunk was written again, since u9 took the row of u2.
-    assert [block.features["user"].tolist() for block in blocks] == [[2, 0, 2], [1, 2]]
-    assert blocks[0].label.tolist() == [[1, 0], [1, 1], [0, 0]]
-
-
 @pytest.mark.parametrize(
     ("line", "column", "got"),
     [

@@ -1,4 +1,4 @@
-"""Batches of sequences, and the pieces of models over them written with loops."""
+"""Batches of sequences, and the formulas of models over them, sample by sample."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hotrec.models.hstu import Hstu
@@ -109,147 +110,99 @@ def gradients(layers: nn.Module, batch: Batch) -> list[torch.Tensor]:
     return list(torch.autograd.grad(loss, inputs))
 
 
-# The same by loops over samples and tokens: vectors are (D,).
+# The same sample by sample, without padding: tokens are (T, D).
 
 
-def linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    sums = [(row * x).sum() for row in layer.weight]
-    return torch.stack(sums) + (0 if layer.bias is None else layer.bias)
-
-
-def norm(layer: Any, x: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
-    centred = x - x.sum() / len(x)
-    return centred / ((centred**2).sum() / len(x) + eps) ** 0.5 * layer.weight + layer.bias
-
-
-def silu(x: torch.Tensor) -> torch.Tensor:
-    return x / (1 + (-x).exp())
-
-
-def encode(layers: Any, x: torch.Tensor) -> torch.Tensor:
-    first, swish, second, last = layers
-    hidden = linear(first, x)
-    hidden = hidden / (1 + (-norm(swish, hidden)).exp())
-    return norm(last, linear(second, hidden))
-
-
-def samples_of(batch: Batch) -> Iterator[tuple[torch.Tensor, Mapping[str, Sequence[torch.Tensor]]]]:
+def samples_of(batch: Batch) -> Iterator[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]:
     """Each sample's dense columns, and its rows by feature."""
     dense, columns = batch
+    parts = {name: rows.split(lengths.tolist()) for name, (rows, lengths) in columns.items()}
     for sample in range(len(dense)):
-        rows = {}
-        for name, (rows_KD, lengths_B) in columns.items():
-            end = int(lengths_B[: sample + 1].sum())
-            rows[name] = list(rows_KD[end - int(lengths_B[sample]) : end])
-        yield dense[sample], rows
+        yield dense[sample], {name: of[sample] for name, of in parts.items()}
 
 
-def total(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    return sum(rows, torch.zeros(DIM, dtype=torch.float64))
-
-
-def tokens_of(
-    tokens: Any, item: Any, rows: Mapping[str, Sequence[torch.Tensor]]
-) -> list[torch.Tensor]:
+def tokens_of(tokens: Any, item: Any, rows: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The tokens of context and history, the oldest first; item maps concatenated columns."""
     columns = tokens.columns
-    made = [
-        linear(layer, total(rows[name]))
-        for name, layer in zip(columns.context, tokens.context, strict=True)
-    ]
+    pairs = zip(columns.context, tokens.context, strict=True)
+    context = [layer(rows[name].sum(0, keepdim=True)) for name, layer in pairs]
     length = len(rows[next(iter(columns.history))])
-    for place in range(max(0, length - MAX_LENGTH), length):
-        token = item(torch.cat([rows[name][place] for name in columns.history]))
-        if columns.side:
-            side = torch.cat([rows[name][place] for name in columns.side])
-            token = token + encode(tokens.side, side)
-        made.append(token + tokens.positions[MAX_LENGTH - length + place])
     if not length:
-        made.append(tokens.positions[MAX_LENGTH - 1])
-    return made
+        return torch.cat([*context, tokens.positions[-1:]])
+    made = item(torch.cat([rows[name] for name in columns.history], dim=1))
+    if columns.side:
+        made = made + tokens.side(torch.cat([rows[name] for name in columns.side], dim=1))
+    return torch.cat([*context, made[-MAX_LENGTH:] + tokens.positions[-min(length, MAX_LENGTH) :]])
 
 
 def score(layers: Any, user: torch.Tensor, item: torch.Tensor, sample: Any) -> torch.Tensor:
     dense, rows = sample
-    x = torch.cat([user * item, *(total(rows[name]) for name in layers.others), dense])
+    x = torch.cat([user * item, *(rows[name].sum(0) for name in layers.others), dense])
     for layer in layers.hidden:
-        x = linear(layer, x).clamp(min=0)
-    return linear(layers.last, x)
+        x = layer(x).relu()
+    return layers.last(x)
 
 
-def candidate(columns: SequenceColumns, rows: Mapping[str, Sequence[torch.Tensor]]) -> torch.Tensor:
-    return torch.cat([total(rows[name]) for name in columns.history.values()])
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, num_context: int, weigh: Any
+) -> torch.Tensor:
+    """Every token sees itself, those before it and the context."""
+    num = len(q)
+    is_seen = torch.ones(num, num, dtype=torch.bool).tril()
+    is_seen[:, :num_context] = True
+    sums = []
+    for of_q, of_k, of_v in zip(*(x.chunk(heads, dim=1) for x in (q, k, v)), strict=True):
+        weights = weigh(of_q @ of_k.t() / of_q.shape[1] ** 0.5, is_seen)
+        sums.append(weights @ of_v)
+    return torch.cat(sums, dim=1)
 
 
-def stu(layer: Any, tokens: list[torch.Tensor], num_context: int) -> list[torch.Tensor]:
-    """HSTU's layer by its formula, by loops over tokens and heads."""
-    heads, (num_linear, num_attention) = layer.num_heads, layer.dims
-    made = []
-    for token in tokens:
-        normed = norm(layer.norm, token, 1e-6)
-        uq, vk = silu(linear(layer.uq, normed)), silu(linear(layer.vk, normed))
-        made.append((uq[:num_linear], uq[num_linear:], vk[:num_linear], vk[num_linear:]))
-    outputs = []
-    for number, (u, q, _, _) in enumerate(made):
-        attended = []
-        for head in range(heads):
-            of_q = slice(head * num_attention // heads, (head + 1) * num_attention // heads)
-            of_v = slice(head * num_linear // heads, (head + 1) * num_linear // heads)
-            sums = torch.zeros(num_linear // heads, dtype=torch.float64)
-            for other, (_, _, v, k) in enumerate(made):
-                if other <= number or other < num_context:
-                    product = (q[of_q] * k[of_q]).sum() / (num_attention / heads) ** 0.5
-                    sums = sums + silu(product) / (num_context + MAX_LENGTH + 1) * v[of_v]
-            attended.append(sums)
-        a = torch.cat(attended)
-        joined = torch.cat((u, a, norm(layer.attention_norm, a, 1e-6) * u))
-        outputs.append(tokens[number] + linear(layer.output, joined))
-    return outputs
+def stu(layer: Any, tokens: torch.Tensor, num_context: int) -> torch.Tensor:
+    """HSTU's layer by its formula."""
+    normed = layer.norm(tokens)
+    (u, q), (v, k) = (F.silu(of(normed)).split(layer.dims, dim=1) for of in (layer.uq, layer.vk))
+
+    def weigh(products: torch.Tensor, is_seen: torch.Tensor) -> torch.Tensor:
+        return F.silu(products) * is_seen / (num_context + MAX_LENGTH + 1)
+
+    a = attend(q, k, v, layer.num_heads, num_context, weigh)
+    return tokens + layer.output(torch.cat((u, a, layer.attention_norm(a) * u), dim=1))
 
 
-def block(layer: Any, tokens: list[torch.Tensor], num_context: int) -> list[torch.Tensor]:
+def block(layer: Any, tokens: torch.Tensor, num_context: int) -> torch.Tensor:
     """SASRec's block by its formula."""
-    normed = [norm(layer.attention_norm, token) for token in tokens]
-    q, k, v = ([linear(of, x) for x in normed] for of in (layer.query, layer.key, layer.value))
-    width = DIM // layer.num_heads
-    outputs = []
-    for number, token in enumerate(tokens):
-        attended = []
-        seen = [i for i in range(len(tokens)) if i <= number or i < num_context]
-        for head in range(layer.num_heads):
-            part = slice(head * width, (head + 1) * width)
-            weights = [((q[number][part] * k[i][part]).sum() / width**0.5).exp() for i in seen]
-            sums = [weight * v[i][part] for weight, i in zip(weights, seen, strict=True)]
-            attended.append(torch.stack(sums).sum(0) / torch.stack(weights).sum())
-        x = token + torch.cat(attended)
-        first, _, second = layer.token_layers
-        hidden = linear(first, norm(layer.token_norm, x)).clamp(min=0)
-        outputs.append(x + linear(second, hidden))
-    return outputs
+    normed = layer.attention_norm(tokens)
+    q, k, v = (of(normed) for of in (layer.query, layer.key, layer.value))
+
+    def weigh(products: torch.Tensor, is_seen: torch.Tensor) -> torch.Tensor:
+        return products.masked_fill(~is_seen, -torch.inf).softmax(1)
+
+    x = tokens + attend(q, k, v, layer.num_heads, num_context, weigh)
+    first, _, second = layer.token_layers
+    return x + second(first(layer.token_norm(x)).relu())
 
 
-def by_loops(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def by_samples(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Logits, and for retrieval the vectors of users, without their candidates, and items."""
     columns, is_hstu = model.tokens.columns, hasattr(model, "candidate")
     apply = stu if is_hstu else block
+    item_of = model.tokens.item if is_hstu or len(columns.history) > 1 else lambda x: x
 
-    def item_of(x: torch.Tensor) -> torch.Tensor:
-        return encode(model.tokens.item, x) if is_hstu or len(columns.history) > 1 else x
-
-    def user_of(tokens: list[torch.Tensor]) -> torch.Tensor:
+    def user_of(tokens: torch.Tensor) -> torch.Tensor:
         for layer in model.layers:
             tokens = apply(layer, tokens, len(columns.context))
-        return norm(model.user_norm, tokens[-1])
+        return model.user_norm(tokens[-1])
 
     logits, users, items = [], [], []
     for sample in samples_of(batch):
         rows = sample[1]
-        tokens, of_item = tokens_of(model.tokens, item_of, rows), candidate(columns, rows)
+        tokens = tokens_of(model.tokens, item_of, rows)
+        of_item = torch.cat([rows[name].sum(0) for name in columns.history.values()])
         users.append(user_of(tokens))
-        items.append(encode(model.item_tower, of_item) if is_hstu else item_of(of_item))
+        items.append(model.item_tower(of_item) if is_hstu else item_of(of_item))
         if is_hstu:  # the candidate is the last token
-            history = tokens if rows[next(iter(columns.history))] else tokens[:-1]
-            user = user_of([*history, item_of(of_item) + model.candidate])
+            history = tokens if len(rows[next(iter(columns.history))]) else tokens[:-1]
+            user = user_of(torch.cat((history, (item_of(of_item) + model.candidate).view(1, -1))))
             logits.append(score(model.score, user, items[-1], sample))
         else:
             product = (users[-1] * items[-1]).sum()

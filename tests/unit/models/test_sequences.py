@@ -14,7 +14,7 @@ from tests.unit.models.sequences import (
     COLUMNS,
     LENGTHS,
     NUM_LABELS,
-    by_loops,
+    by_samples,
     choose,
     gradients,
     make_batch,
@@ -39,7 +39,7 @@ def test_values_are_those_of_the_formula(
     batch = make_batch(lengths, columns)
     of_items = {name: batch[1][name] for name in columns.history.values()}
     found = model(*batch), model.user_vectors(*batch), model.item_vectors(of_items)
-    for values, expected in zip(found, by_loops(model, batch), strict=True):
+    for values, expected in zip(found, by_samples(model, batch), strict=True):
         torch.testing.assert_close(values, expected, rtol=0, atol=1e-12)
 
 
@@ -48,7 +48,7 @@ def test_gradients_are_those_of_the_formula_and_add_up(make: Any) -> None:
     model, batch = make(seed=1).double(), make_batch()
     inputs = [*model.parameters(), *(batch[1][name][0] for name in sorted(batch[1]))]
     found = gradients(model, batch)
-    expected = torch.autograd.grad(by_loops(model, batch)[0].square().sum(), inputs)
+    expected = torch.autograd.grad(by_samples(model, batch)[0].square().sum(), inputs)
     assert all(grads.abs().max() > 0 for grads in found)
     torch.testing.assert_close(found, list(expected), rtol=1e-11, atol=1e-11)
     parts = [gradients(model, choose(batch, part)) for part in ([1], [0, 4], [3, 2])]

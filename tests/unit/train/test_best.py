@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -74,11 +71,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
-def losses(folder: Path) -> dict[int, float]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["loss"] for line in lines}
-
-
 @pytest.mark.slow
 def test_the_run_ends_when_the_loss_gets_no_lower(
     one_rank: Ranks, tmp_path: Path, evaluated: list[int]
@@ -124,34 +116,6 @@ def test_another_split_begins_anew() -> None:
         best = BestQuality(1, is_kept=True, split=split)
         best.load_state_dict(saved.state_dict())
         assert (best.must_stop, best.knows(4), best.value == 0.5) == (is_same,) * 3
-
-
-class LoaderWithSigterm(TinyLoader):
-    def __iter__(self) -> Any:
-        for number, batch in enumerate(super().__iter__()):
-            if number == 5:
-                os.kill(os.getpid(), signal.SIGTERM)
-            yield batch
-
-
-@pytest.mark.slow
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(
-    one_rank: Ranks, tmp_path: Path, evaluated: list[int]
-) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    expected = run(one_rank, whole, BestQuality(3, is_kept=True))
-    loader = LoaderWithSigterm(num_batches=12)
-    stopped = run(one_rank, cut, BestQuality(3, is_kept=True), loader=loader)
-    assert not stopped.is_finished
-    name = f"step-{stopped.step:08d}"
-    # At a step that is due for an evaluation, which is owed.
-    assert stopped.step == 6
-    found = run(one_rank, cut, BestQuality(3, is_kept=True), resume=name)
-    assert found.step == expected.step
-    assert losses(cut) == losses(whole)
-    for figure in ("best_step", "best_log_loss"):
-        assert found.summary[figure] == expected.summary[figure]
-    assert names(cut) == names(whole)
 
 
 @pytest.mark.slow

@@ -168,28 +168,6 @@ def test_sigterm_saves_where_weights_and_loader_agree_and_resume_is_bitwise(
 
 
 @pytest.mark.slow
-def test_saving_by_time_changes_no_loss_and_skips_no_evaluation(
-    one_rank: Ranks, tmp_path: Path
-) -> None:
-    evals = {"valid": TinySplit(num_batches=2, seed=4)}
-    arguments = {"num_steps": 12, "eval_batches": evals}
-    cadence = Cadence(log_every=1, check_every=3, eval_every=5)
-    run(one_rank, TinyLoader(num_batches=12), cadence, run_dir=tmp_path / "whole", **arguments)
-    checkpoints = Checkpoints(tmp_path / "checkpoints", facts={}, keep_last=100)
-    often = replace(cadence, save_every_s=1e-6)
-    arguments |= {"run_dir": tmp_path / "often", "checkpoints": checkpoints}
-    assert run(one_rank, TinyLoader(num_batches=12), often, **arguments).is_finished
-    for name, value in (("metrics.jsonl", "loss"), ("eval.jsonl", "auc")):
-        lines, expected = (read_lines(tmp_path / run / name) for run in ("often", "whole"))
-        keys = ("step", value)
-        assert [[line[k] for k in keys] for line in lines] == [
-            [line[k] for k in keys] for line in expected
-        ]
-    saved = sorted(int(path.name[5:]) for path in checkpoints.directory.glob("step-*"))
-    assert len(saved) >= 4, "every check-up ends with a checkpoint"
-
-
-@pytest.mark.slow
 def test_a_resumed_run_draws_the_numbers_of_an_uninterrupted_one(
     one_rank: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,14 +190,6 @@ def test_a_resumed_run_draws_the_numbers_of_an_uninterrupted_one(
     run(one_rank, TinyLoader(num_batches=6), checkpoints=checkpoints, **arguments)
     assert len(expected) == 2
     assert drawn == expected
-
-
-@pytest.mark.slow
-def test_no_checkpoint_by_time_where_it_is_off(one_rank: Ranks, tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, facts={}, keep_last=100)
-    cadence = Cadence(check_every=1, save_every_s=0.0)
-    run(one_rank, TinyLoader(num_batches=9), cadence, num_steps=9, checkpoints=checkpoints)
-    assert [path.name for path in checkpoints.directory.glob("step-*")] == ["step-00000009"]
 
 
 @pytest.mark.slow
