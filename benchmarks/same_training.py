@@ -14,7 +14,7 @@ record and check on the same machine; a warning is printed if they differ. An in
 check with --found, continues when it is started again.
 
 Not covered: optimizer=adam with cold rows, pipeline=prefetch and FBGEMM's host tiers, which need
-CUDA; trainer.compile, whose kernels depend on the compiler; trainer.profiler, which changes no
+CUDA; trainer.compile, whose kernels depend on the compiler; trainer.trace_step, which changes no
 value.
 """
 

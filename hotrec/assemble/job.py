@@ -49,6 +49,7 @@ _SHARED = {"dense_layer_sizes", "over_layer_sizes", "cross_num_layers", "cross_l
 
 # The factor applied to lookup counts at each decision on hot rows.
 DECAY = 0.5
+ADAPT_MAX_ROWS = 65_536  # that a decision makes hot
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Job:
         asked = self.config.placement
         if not isinstance(asked, HotColdConfig) or asked.adapt_every_steps == 0:
             return None
-        return Adaptation(asked.adapt_every_steps, DECAY, asked.adapt_max_rows)
+        return Adaptation(asked.adapt_every_steps, DECAY, ADAPT_MAX_ROWS)
 
     @property
     def group_by(self) -> GroupBy | None:
@@ -265,8 +266,6 @@ def schedule_of(schedule: ScheduleConfig, num_steps: int) -> Schedule:
         schedule.warmup_steps,
         first,
         schedule.num_decay_steps or num_steps - first,
-        schedule.end_factor,
-        schedule.power,
     )
 
 

@@ -238,7 +238,7 @@ def make_proposal(job: Job, machine: Machine, *, is_plan: bool = False) -> Propo
     is_by_cost = isinstance(asked, CostPlacement)
     placement, saved = None, None
     if isinstance(asked, SavedPlacement):
-        placement, saved = read_placement(Path(asked.partition_dir))
+        placement, saved = read_placement(Path(job.config.paths.partition))
         check_made_from(saved, dataset.artifact)
         _warn_of_another_situation(saved, machine)
     profile, profile_artifact = read_counts(dataset)
@@ -304,7 +304,7 @@ def recorded_partition(job: Job, run_dir: Path) -> tuple[Placement, Artifact] | 
     if isinstance(asked, TorchrecPlacement) or (isinstance(asked, CostPlacement) and is_declined):
         return None, None
     if isinstance(asked, SavedPlacement):
-        return read_placement(Path(asked.partition_dir))
+        return read_placement(Path(job.config.paths.partition))
     return read_placement(run_dir / PARTITION)
 
 

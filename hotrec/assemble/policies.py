@@ -42,6 +42,8 @@ from hotrec.types import (
     WireType,
 )
 
+CACHED_FRAC = 0.015  # of the embedding parameters, as in arXiv 2208.05321
+
 
 def choose_hot(
     placement: TieredConfig,
@@ -71,13 +73,12 @@ def choose_hot(
     tables = CountedTables.of(
         profile.counts,
         overrides=given.overrides,
-        small_table_rows=given.small_table_rows,
     )
     match placement:
-        case FractionPlacement(hot_frac=hot_frac, per_table=per_table):
-            partition = choose_fraction(tables, hot_frac=hot_frac, per_table=per_table)
-        case CoveragePlacement(coverage_frac=coverage, per_table=per_table):
-            partition = choose_coverage(tables, coverage=coverage, per_table=per_table)
+        case FractionPlacement(hot_frac=hot_frac):
+            partition = choose_fraction(tables, hot_frac=hot_frac)
+        case CoveragePlacement(coverage_frac=coverage):
+            partition = choose_coverage(tables, coverage=coverage)
         case BudgetPlacement():
             if budget_bytes > limit:
                 raise ValueError(
@@ -85,16 +86,16 @@ def choose_hot(
                     f"{budget_bytes}. Lower the hot budget."
                 )
             partition = choose_budget(tables, budget_bytes=budget_bytes, row_bytes=row_bytes)
-        case FaePlacement(small_table_mib=small):
+        case FaePlacement():
             partition = choose_fae(
                 tables,
                 budget_bytes=budget_bytes,
                 row_bytes=row_bytes,
-                small_table_bytes=int(small * MIB),
+                small_table_bytes=MIB,
             )
-        case FreqCachePlacement(cached_frac=frac):
+        case FreqCachePlacement():
             dims = dict.fromkeys(profile.counts, dim)
-            partition = choose_freq_cache(tables, dims=dims, cached_frac=frac)
+            partition = choose_freq_cache(tables, dims=dims, cached_frac=CACHED_FRAC)
         case ScarsPlacement():
             assert costs is not None, placement
             cold_row_s, hot_row_s = _row_seconds(costs, machine, dim)

@@ -208,7 +208,7 @@ def make_benchmark(
             by_popularity=bench.rows_by_popularity,
         )
     else:
-        samples = StoredSamples(Path(bench.dataset), seed=bench.seed, shuffle=bench.shuffle)
+        samples = StoredSamples(Path(bench.dataset), seed=bench.seed)
         counted = min(bench.profile_samples, samples.num_samples)
         bench = replace(bench, profile_samples=counted)
     counts = samples.count(bench.profile_samples)

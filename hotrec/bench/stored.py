@@ -32,7 +32,7 @@ class StoredSamples:
 
     exponent = None  # the popularity of the rows is the data's
 
-    def __init__(self, path: Path, *, seed: int, shuffle: bool) -> None:
+    def __init__(self, path: Path, *, seed: int, shuffle: bool = True) -> None:
         dataset = Dataset.open(path)
         self.schema = dataset.schema
         self.num_samples = dataset.num_samples("train")

@@ -66,7 +66,6 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         costs = measure_costs(
             ranks,
             CalibrationTarget(subject, settings.cap_mib << 20, exponents, bag_lengths),
-            name=settings.name,
             max_bytes=settings.max_bytes,
             repeats=settings.repeats,
             budget_s=settings.budget_s,

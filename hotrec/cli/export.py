@@ -9,7 +9,7 @@ from typing import Any
 from hotrec.cli.store import read_config
 from hotrec.config.roots import Config, ExportConfig
 from hotrec.runs.evaluate import is_best
-from hotrec.runs.export import export_run
+from hotrec.runs.export import EVALUATED_ON, export_run
 from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, find_trained
 
 
@@ -26,10 +26,10 @@ def run(config: ExportConfig, run_dir: Path) -> dict[str, Any]:
         "checkpoint": exported.checkpoint,
         "step": exported.step,
         "is_best": is_best(trained_dir / CHECKPOINTS / exported.checkpoint),
-        "rows": config.export.rows.name,
+        "rows": config.rows.name,
         "num_rows": exported.num_rows,
         "num_bytes": sum(file["num_bytes"] for file in exported.artifact.files.values()),
-        "split": config.export.eval_split,
+        "split": None if exported.quality is None else EVALUATED_ON,
         **({} if exported.quality is None else exported.quality.to_json()),
         "elapsed_s": time.perf_counter() - start_s,
     }

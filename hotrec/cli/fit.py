@@ -31,7 +31,7 @@ from hotrec.cli.output import describe
 from hotrec.cli.predict import say_unknown
 from hotrec.cli.store import USER_CONF, read_config
 from hotrec.config.data import TEXT_FORMATS, ColumnKind, SourceFormat, columns_of
-from hotrec.config.roots import Config, PredictConfig, PredictFormConfig
+from hotrec.config.roots import Config, PredictConfig
 from hotrec.config.validate import validate
 from hotrec.data.encode import sources_of
 from hotrec.data.infer import infer, to_yaml
@@ -212,8 +212,12 @@ def predict(
         with TemporaryDirectory(prefix="hotrec-predict-") as scratch, _saying_table(scratch):
             file, output = Path(scratch, _FILE), Path(scratch, "scores")
             write_table(arrow, file)
-            form = PredictFormConfig(max_unknown_frac=max_unknown_frac)
-            config = PredictConfig([str(file)], str(output), checkpoint=checkpoint, predict=form)
+            config = PredictConfig(
+                [str(file)],
+                str(output),
+                checkpoint=checkpoint,
+                max_unknown_frac=max_unknown_frac,
+            )
             validate(config)
             scored = predict_run(config, trained, trained_dir)
             say_unknown(scored)

@@ -45,7 +45,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
 
 def _plan(config: Config, run_dir: Path) -> dict[str, Any]:
     config = _use_outline(config)
-    dataset = Dataset.open(config.paths.dataset, config.paths.verify)
+    dataset = Dataset.open(config.paths.dataset)
     machine = _machine(config)
     # Each job of a sweep keeps its own partition.
     output = run_dir / PARTITION if is_in_sweep() else Path(config.paths.partition)

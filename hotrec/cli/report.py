@@ -38,21 +38,22 @@ def run(config: ReportConfig, run_dir: Path) -> dict[str, Any]:
     return {"command": "report", "page": page, **report.document}
 
 
-def make_report_of(config: ReportConfig) -> Report:
-    """The report as configured, of the profile and partition of the first run by default."""
+def make_report_of(config: ReportConfig, title: str = "hotrec report") -> Report:
+    """The report as configured, with the counts and the partition of the first run."""
     runs = [run for path in config.runs for run in _find_runs(path)]
     if not runs:
         raise ValueError("runs: expected at least one run directory, got none.")
-    partition = Path(config.partition) if config.partition else _recorded_partition(runs)
-    profile = Path(config.profile) if config.profile else _recorded_profile(runs[0])
-    is_recorded = partition.exists() and profile is not None
+    partition, profile = _recorded_partition(runs), _recorded_profile(runs[0])
+    if profile is not None and partition.exists():
+        counted = read_artifact(profile, kind="profile").content_hash
+        if read_artifact(partition, kind=PARTITION_KIND).made_from["profile"] != counted:
+            profile = None  # the dataset has changed since
     return make_report(
         runs,
         profile=profile,
-        partition=partition if config.partition or is_recorded else None,
-        baseline=config.baseline,
+        partition=partition if partition.exists() and profile is not None else None,
         compared=Path(config.compared) if config.compared else None,
-        title=config.title,
+        title=title,
     )
 
 

@@ -384,14 +384,9 @@ class _Chain:
         if not self.config.run.compare:
             again = command_text("run", [*self.words, "run.compare=true"])
             next_step = f"`{again}` also trains with TorchRec's planner and compares the plans"
-        more = {
-            "trained": trained,
-            "quality": quality,
-            "verdict": figures["report"]["verdict"],
-            "is_compared": self.config.run.compare,
-            "next": next_step,
-        }
-        print_closing("run", {**document, **more})
+        verdict = figures["report"]["verdict"] if self.config.run.compare else ()
+        more = {"trained": folder / TRAINED, "verdict": verdict, "next": next_step}
+        print_closing("run", {**trained, **quality, **document, **more})
         return document
 
 

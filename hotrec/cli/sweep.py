@@ -117,7 +117,7 @@ def write_report_of_sweep(sweep_dir: Path) -> None:
 
     if not find_jobs(sweep_dir, SUMMARY, METRICS):
         return
-    report = make_report_of(ReportConfig(runs=[str(sweep_dir)], title=f"Sweep {sweep_dir}"))
+    report = make_report_of(ReportConfig(runs=[str(sweep_dir)]), f"Sweep {sweep_dir}")
     report.write(sweep_dir)
     page = sweep_dir / HTML_NAME
     print(report.text(is_whole=False), f"sweep: {page}", sep="\n", file=sys.stderr)

@@ -463,13 +463,9 @@ class SyntheticSpec:
     )
     num_valid: int = key("number of samples of the validation split", 0, ge=0)
     num_test: int = key("number of samples of the test split", 0, ge=0)
-    click_rate: float = key("approximate mean of the labels", 0.25, gt=0, lt=1)
     signal: float = key("standard deviation of the logit; 0: labels are random", 1.5, ge=0)
     seed: int = key("seed of all random numbers", 0, ge=0)
     rows_per_chunk: int = key("number of samples per chunk", 262_144, ge=1)
-    num_hot_recorded: int = key(
-        "number of most popular rows recorded per table and period", 10_000, ge=1
-    )
 
     def rules(self) -> Rules:
         num_lengths, num_tables = len(self.mean_lengths), len(self.num_rows)

@@ -26,7 +26,6 @@ PlacementKind = StrEnum(
 Routing = StrEnum("Routing", "loader device")
 OrderKind = StrEnum("OrderKind", "shuffled all_hot time")
 OrderAssign = StrEnum("OrderAssign", "as_read by_owner by_tokens")
-ProfilerKind = StrEnum("ProfilerKind", "none trace")
 Pooling = StrEnum("Pooling", "sum mean")
 Decay = StrEnum("Decay", "constant linear cosine polynomial")
 RetrievalLoss = StrEnum("RetrievalLoss", "cross_entropy sampled_softmax")
@@ -63,7 +62,6 @@ class HotColdConfig(PlacementConfig):
     adapt_every_steps: int = key(
         "steps between changes of the hot rows by the lookups so far; 0: they stay", 0, ge=0
     )
-    adapt_max_rows: int = key("maximum number of rows that a decision makes hot", 65_536, ge=1)
     spread_rows: bool | None = key(
         "spread rows over owners by a fixed permutation; null: with encoding=rows", None
     )
@@ -132,15 +130,12 @@ class TieredConfig(HotColdConfig):
 class PolicyConfig(OverridableConfig, TieredConfig):
     """What all policies that read a profile share."""
 
-    small_table_rows: int = key("tables with at most this number of rows are all hot", 0, ge=0)
-
 
 @option("placement", PlacementKind.fraction)
 class FractionPlacement(PolicyConfig):
     """A fixed fraction of the rows."""
 
     hot_frac: float = key("fraction of the rows that is hot", 0.01, ge=0, le=1)
-    per_table: bool = key("apply hot_frac to each table instead of to all rows together", False)
 
 
 @option("placement", PlacementKind.coverage)
@@ -148,9 +143,6 @@ class CoveragePlacement(PolicyConfig):
     """The fewest rows that serve a fraction of the lookups."""
 
     coverage_frac: float = key("fraction of the lookups that the hot rows serve", 0.8, ge=0, le=1)
-    per_table: bool = key(
-        "apply coverage_frac to each table instead of to all lookups together", False
-    )
 
 
 @option("placement", PlacementKind.budget)
@@ -165,14 +157,11 @@ class FaePlacement(PolicyConfig):
     """FAE: one access threshold that fills a memory budget; small tables are all hot."""
 
     hot_budget_mib: float = key(MEMORY, 256.0, ge=0)
-    small_table_mib: float = key("tables below this size are all hot", 1.0, ge=0)
 
 
 @option("placement", PlacementKind.freq_cache)
 class FreqCachePlacement(PolicyConfig):
     """Frequency-aware software cache: a fraction of the embedding parameters."""
-
-    cached_frac: float = key("cached fraction of the embedding parameters", 0.015, ge=0, le=1)
 
 
 @option("placement", PlacementKind.scars)
@@ -194,9 +183,7 @@ class AllColdPlacement(TieredConfig):
 
 @option("placement", PlacementKind.saved)
 class SavedPlacement(HotColdConfig):
-    """A partition made before."""
-
-    partition_dir: str = key("directory of the partition to train with", "${paths.partition}")
+    """The partition at paths.partition, made before."""
 
 
 @option("placement", PlacementKind.torchrec)
@@ -252,27 +239,6 @@ class AllHotOrder(OrderConfig):
     patience: int = key(
         "consecutive evaluations with a lower loss before blocks are doubled", 4, ge=1
     )
-
-
-@dataclass
-class ProfilerConfig:
-    """What all profilers share."""
-
-    kind: ProfilerKind = key("choose it with profiler=")
-
-
-@option("profiler", ProfilerKind.none)
-class NoProfiler(ProfilerConfig):
-    """Nothing is recorded."""
-
-
-@option("profiler", ProfilerKind.trace)
-class TraceProfiler(ProfilerConfig):
-    """A trace of a few steps, a file per rank."""
-
-    first_step: int = key("first step to record, counted from the start of this process", 20, ge=2)
-    num_steps: int = key("number of steps to record; rates exclude them", 5, ge=1, le=100)
-    warn_of_syncs: bool = key("warn about lines that make the host wait for the GPU", False)
 
 
 @dataclass
@@ -528,16 +494,16 @@ class OwnModelConfig(ModelConfig):
 class ScheduleConfig:
     """Learning rate over the steps."""
 
-    decay: Decay = key("shape of the decay: constant, linear, cosine or polynomial", Decay.constant)
+    decay: Decay = key(
+        "shape of the decay: constant, linear, cosine or polynomial (a square)", Decay.constant
+    )
     warmup_steps: int = key("number of steps of linear warm-up", 0, ge=0)
     decay_start_step: int = key(
         "last step at the full learning rate; 0: the last of the warm-up", 0, ge=0
     )
     num_decay_steps: int = key(
-        "number of steps of the decay, to end_factor; 0: the rest of the run", 0, ge=0
+        "number of steps of the decay, to 0; 0: the rest of the run", 0, ge=0
     )
-    end_factor: float = key("final learning rate, as a fraction of the full one", 0.0, ge=0, le=1)
-    power: float = key("exponent of the polynomial decay", 2.0, gt=0)
 
     def rules(self) -> Rules:
         yield (

@@ -7,7 +7,6 @@ from enum import StrEnum
 from pathlib import PurePath
 from typing import Any
 
-from hotrec.artifact import Verify
 from hotrec.config.data import DataSpec
 from hotrec.config.fields import VARIANTS, Rules, key, section
 from hotrec.config.groups import (
@@ -20,7 +19,6 @@ from hotrec.config.groups import (
     OrderAssign,
     OrderConfig,
     PlacementConfig,
-    ProfilerConfig,
     RetrievalConfig,
     RetrievalLoss,
     SequenceConfig,
@@ -141,6 +139,9 @@ class TrainerConfig:
     metrics_port: int = key(
         "port on which rank 0's host serves /metrics for Prometheus; 0: none", 0, ge=0, le=65535
     )
+    trace_step: int | None = key(
+        "first of five steps to record with torch.profiler, from this start; null: none", None, ge=2
+    )
     memory_stacks: bool = key(
         "record which lines allocate GPU memory, for when it runs out; slows every step", False
     )
@@ -259,10 +260,6 @@ class PathsConfig:
     partition: str = key("directory of the planned partition", "data/${dataset_name}/partition")
     costs: str = key("directory of the costs that calibrate measured on this machine", "data/costs")
     trials: str = key("directory in which runs record their trials", "data/trials")
-    verify: Verify = key(
-        "checksums of the dataset to verify: size (at first read) or full (when opened)",
-        Verify.size,
-    )
 
     def rules(self) -> Rules:
         for name in ("dataset", "partition", "costs", "trials"):
@@ -307,7 +304,6 @@ class PlanConfig:
 class CalibrateConfig:
     """What ``hotrec calibrate`` measures."""
 
-    name: str | None = key("name of the costs; null: that of device and host", None)
     max_bytes: float = key("maximum size of a message that a rank sends", 16777216.0, ge=4096)
     budget_s: float = key(
         "time budget of all measurements in seconds; each is made at least once", 60.0, gt=0
@@ -409,7 +405,6 @@ class BenchConfig:
     dataset: str | None = key(
         "directory of a dataset to train on; null: samples drawn for table_rows", None
     )
-    shuffle: bool = key("shuffle the samples of dataset; else take them in the files' order", True)
     table_rows: list[int] = key(
         "rows of each table, read by one feature; by default of the bench= choice", [], ge=1
     )
@@ -506,7 +501,6 @@ class Config:
     order: OrderConfig = section("the order of training samples", OrderConfig)
     pipeline: PipelineConfig = section("how steps and communication overlap", PipelineConfig)
     trainer: TrainerConfig = section("the training run", TrainerConfig)
-    profiler: ProfilerConfig = section("the profiling of single steps", ProfilerConfig)
     planner: PlannerConfig = section("the machine that the plan is for", PlannerConfig)
     plan: PlanConfig = section("the machine for `hotrec plan`, and trials of plans", PlanConfig)
     calibrate: CalibrateConfig = section("what `hotrec calibrate` measures", CalibrateConfig)
@@ -619,40 +613,19 @@ class CompareConfig:
 
 
 @dataclass
-class ExportFormConfig:
-    """The form of the exported model."""
-
-    rows: RowType = key(
-        "type of the embedding rows: fp32 (exact), fp16, or int8 with a scale for each row",
-        RowType.fp32,
-    )
-    eval_split: Split | None = key(
-        "split of the run's dataset to evaluate the exported model on; null: none", Split.test
-    )
-    batch_size: int = key(SCORED_AT_ONCE, 4096, ge=1)
-
-
-@dataclass
 class ExportConfig:
     """The configuration of export."""
 
     output: str = key("directory of the exported model")
     run_dir: str = key(FINISHED_RUN, "latest")
     checkpoint: str = key(CHECKPOINT, "auto")
-    export: ExportFormConfig = section("the form of the exported model", ExportFormConfig)
+    rows: RowType = key(
+        "type of the embedding rows: fp32 (exact), fp16, or int8 with a scale for each row",
+        RowType.fp32,
+    )
 
     def rules(self) -> Rules:
         yield from _directory_rules("output", self.output)
-
-
-@dataclass
-class PredictFormConfig:
-    """The files to score, and the columns next to the scores."""
-
-    keep: list[str] = key("columns of the input files to copy to the scores, such as ids", [])
-    max_unknown_frac: float = key(
-        "maximum share of unknown ids in a column, of those usually known; 1: any", 0.5, ge=0, le=1
-    )
 
 
 @dataclass
@@ -668,8 +641,9 @@ class PredictConfig:
     joins: dict[str, list[str]] = key(
         "files of side tables by name, instead of those in the run's data.source.joins", {}
     )
-    predict: PredictFormConfig = section(
-        "further columns of the scores, and checks of the input", PredictFormConfig
+    keep: list[str] = key("columns of the input files to copy to the scores, such as ids", [])
+    max_unknown_frac: float = key(
+        "maximum share of unknown ids in a column, of those usually known; 1: any", 0.5, ge=0, le=1
     )
     batch_size: int = key(SCORED_AT_ONCE, 4096, ge=1)
     launch: LaunchConfig = section("the processes on this host", LaunchConfig)
@@ -688,13 +662,9 @@ class ReportConfig:
     )
     text: bool = key("also print the page on standard error, without charts", False)
     output: str | None = key("directory of the page; null: the run directory of this command", None)
-    profile: str | None = key("profile to plot; null: that of the first run", None)
-    partition: str | None = key("partition to plot; null: that of the first run", None)
-    baseline: str | None = key("name of the run with which the others are compared", None)
     compared: str | None = key(
         "directory of a `hotrec compare` of these runs; null: no verdict on speed", None
     )
-    title: str = key("title of the page", "hotrec report")
 
     def rules(self) -> Rules:
         if self.output:

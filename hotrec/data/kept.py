@@ -20,7 +20,6 @@ from pathlib import Path
 from hotrec.artifact import (
     MANIFEST,
     ArtifactError,
-    Verify,
     check_removable,
     link_file,
     move_artifact,
@@ -50,9 +49,7 @@ def kept_generations(directory: str | Path) -> list[Path]:
     )
 
 
-def open_generation(
-    directory: str | Path, content_hash: str, checkpoint: Path, verify: Verify = Verify.size
-) -> Dataset:
+def open_generation(directory: str | Path, content_hash: str, checkpoint: Path) -> Dataset:
     """Open the generation of a dataset that a checkpoint was trained on: the newest, or a kept one.
 
     Its files are in ``artifact.path`` of the returned dataset, which need not be ``directory``.
@@ -61,12 +58,11 @@ def open_generation(
         directory: The directory of the dataset.
         content_hash: The generation's hash, as recorded in the checkpoint.
         checkpoint: For messages.
-        verify: See ``Dataset.open``.
 
     Raises:
         ArtifactError: If there is no such generation, or it is damaged.
     """
-    newest = Dataset.open(directory, verify)
+    newest = Dataset.open(directory)
     if newest.artifact.content_hash == content_hash:
         return newest
     hashes = [generation["content_hash"] for generation in generations_of(newest)]
@@ -74,7 +70,7 @@ def open_generation(
     del newest  # until here it could not be replaced
     for path in kept_generations(directory):
         if path.name.endswith(f"-{content_hash[:12]}"):
-            dataset = Dataset.open(path, verify)
+            dataset = Dataset.open(path)
             if dataset.artifact.content_hash == content_hash:
                 _LOGGER.info("%s was trained on an earlier generation: %s", checkpoint, path)
                 return dataset

@@ -148,7 +148,7 @@ def open_log(
             spec = replace(spec, columns=kept)
     wanted = _wanted(spec, known)
     for name in keep:
-        _require(name, known[_LOG], "predict.keep")
+        _require(name, known[_LOG], "keep")
     wanted[_LOG] = replace(wanted[_LOG], kept=keep)
     _say_what_is_not_read(files[_LOG], names[_LOG], wanted[_LOG], files_key)
     side_tables = tuple(

@@ -38,6 +38,9 @@ _EFFECTS, _PERMUTATIONS, _SAMPLES, _DENSE_WEIGHTS = range(4)
 
 Float64s = npt.NDArray[np.float64]
 
+CLICK_RATE = 0.25  # about the mean of the labels
+NUM_HOT_RECORDED = 10_000  # most popular rows of each table and period
+
 
 class _ZipfTable:
     """Draws rows of one table: Zipf over ranks, a permutation from rank to row."""
@@ -117,7 +120,7 @@ class SyntheticLog:
         self._record_hot_rows()
 
     def _record_hot_rows(self) -> None:
-        top = self.spec.num_hot_recorded
+        top = NUM_HOT_RECORDED
         self.hot_rows.append([table.row_of_rank[:top].copy() for table in self._tables])
 
     def blocks(self) -> Iterator[tuple[str, Block]]:
@@ -162,7 +165,7 @@ class SyntheticLog:
         dense_share = _DENSE_SHARE if spec.num_dense else 0.0
         logit = effect * math.sqrt((1 - dense_share) / len(self._tables))
         logit += (dense @ self._dense_weights) * math.sqrt(dense_share)
-        bias = _bias_for(spec.click_rate, spec.signal)
+        bias = _bias_for(CLICK_RATE, spec.signal)
         clicked = rng.random(num_samples) < 1 / (1 + np.exp(-(bias + spec.signal * logit)))
         return Block(clicked.astype(np.float32), dense, features)
 

@@ -60,16 +60,13 @@ class CountedTables:
         counts: Counts | CountedTables,
         *,
         overrides: Mapping[str, Override] | None = None,
-        small_table_rows: int = 0,
     ) -> CountedTables:
-        """Chooses the hot rows of overridden and small tables.
+        """Chooses the hot rows of overridden tables.
 
         Args:
             overrides: For a table "hot" (all rows, including unseen ones), "cold" (none), or how
                 many of its most accessed rows, as a number (int) or as a fraction of all its rows
                 (float). Numbers and fractions only select seen rows, so there may be fewer.
-            small_table_rows: Tables with at most this many rows are entirely hot, unless
-                overridden.
 
         Raises:
             ValueError: If an override names an unknown table, or more rows than it has.
@@ -81,7 +78,7 @@ class CountedTables:
         fixed, histograms = dict[str, Rows](), dict[str, CountHistogram]()
         for table, c in sorted(counts.items()):
             histogram = build_histogram(c)
-            if overrides.get(table, "hot" if c.size <= small_table_rows else None) == "hot":
+            if overrides.get(table) == "hot":
                 fixed[table] = order_all_rows(c)
             elif table in wanted:
                 fixed[table] = top_rows(c, min(wanted[table], histogram.num_distinct), histogram)

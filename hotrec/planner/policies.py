@@ -35,65 +35,33 @@ def choose_all_cold(counts: Counts) -> Partition:
     return CountedTables(counts, hot_rows, {}).partition({}, "all cold")
 
 
-def choose_fraction(
-    counts: Counts | CountedTables,
-    *,
-    hot_frac: float,
-    per_table: bool = False,
-) -> Partition:
-    """The most accessed ``hot_frac`` of the rows, rounded down.
-
-    Args:
-        per_table: Apply the fraction to each table, not to all tables together. The rows of fixed
-            tables count towards the fraction of all tables.
-    """
+def choose_fraction(counts: Counts | CountedTables, *, hot_frac: float) -> Partition:
+    """The most accessed ``hot_frac`` of the rows of all tables, rounded down."""
     tables = CountedTables.of(counts)
-    policy = f"fraction {hot_frac:g} {'of each table' if per_table else 'of all rows'}"
-    if per_table:
-        num_hot = {
-            table: min(math.floor(hot_frac * tables.counts[table].size + ROUNDING), h.num_distinct)
-            for table, h in tables.histograms.items()
-        }
-    else:
-        total = math.floor(hot_frac * sum(c.size for c in tables.counts.values()) + ROUNDING)
-        taken = sum(rows.size for rows in tables.fixed.values())
-        num_hot = _take_densest(tables.histograms, tables.ones, max(total - taken, 0))
-    return tables.partition(num_hot, policy)
+    total = math.floor(hot_frac * sum(c.size for c in tables.counts.values()) + ROUNDING)
+    taken = sum(rows.size for rows in tables.fixed.values())
+    num_hot = _take_densest(tables.histograms, tables.ones, max(total - taken, 0))
+    return tables.partition(num_hot, f"fraction {hot_frac:g} of all rows")
 
 
-def choose_coverage(
-    counts: Counts | CountedTables,
-    *,
-    coverage: float,
-    per_table: bool = False,
-) -> Partition:
-    """The fewest rows that serve at least ``coverage`` of the lookups.
-
-    Args:
-        per_table: Cover the lookups of each table, not of all tables together. The lookups of
-            fixed hot rows count towards the coverage of all tables.
+def choose_coverage(counts: Counts | CountedTables, *, coverage: float) -> Partition:
+    """The fewest rows that serve at least ``coverage`` of the lookups of all tables.
 
     Raises:
         ValueError: If cold overrides leave too few rows to reach it.
     """
     tables = CountedTables.of(counts)
-    policy = f"coverage {coverage:g} {'of each table' if per_table else 'of all lookups'}"
-    if per_table:
-        num_hot = {
-            table: _rows_to_cover(h, coverage, int(tables.counts[table].sum()), 0, f"table {table}")
-            for table, h in tables.histograms.items()
-        }
-    else:
-        total = sum(int(c.sum()) for c in tables.counts.values())
-        taken = sum(int(tables.counts[table][rows].sum()) for table, rows in tables.fixed.items())
-        together = merge_histograms(tables.histograms.values())
-        num_together = _rows_to_cover(together, coverage, total, taken, "all tables")
-        num_hot = _take_densest(tables.histograms, tables.ones, num_together)
-    return tables.partition(num_hot, policy)
+    total = sum(int(c.sum()) for c in tables.counts.values())
+    taken = sum(int(tables.counts[table][rows].sum()) for table, rows in tables.fixed.items())
+    together = merge_histograms(tables.histograms.values())
+    num_hot = _take_densest(
+        tables.histograms, tables.ones, _rows_to_cover(together, coverage, total, taken)
+    )
+    return tables.partition(num_hot, f"coverage {coverage:g} of all lookups")
 
 
 def _rows_to_cover(
-    histogram: CountHistogram, coverage: float, num_lookups: int, num_taken: int, where: str
+    histogram: CountHistogram, coverage: float, num_lookups: int, num_taken: int
 ) -> int:
     needed = math.ceil(coverage * num_lookups - ROUNDING) - num_taken
     if needed <= 0:
@@ -102,7 +70,7 @@ def _rows_to_cover(
     reachable = int(covered[-1]) if covered.size else 0
     if reachable < needed:
         raise ValueError(
-            f"coverage of {where}: expected at most {(reachable + num_taken) / num_lookups:.6f}, "
+            f"coverage: expected at most {(reachable + num_taken) / num_lookups:.6f}, "
             f"the maximum that overrides allow, got {coverage}. Lower it."
         )
     group = int(np.searchsorted(covered, needed))

@@ -193,7 +193,7 @@ def choose_by_cost(
     if note is not None:
         logger.info("prediction: %s", note)
     histograms = counted.build_histograms()
-    # The batches of this program need not be in the order of a log that `hotrec profile` counted.
+    # The batches of this program need not be in the order of a log that `hotrec prepare` counted.
     reuse = counted.reuse if counted.batch_size is not None else {}
     situation = build_situation(
         tables.shapes,

@@ -111,7 +111,6 @@ def make_report(
     *,
     profile: Path | None = None,
     partition: Path | None = None,
-    baseline: str | None = None,
     compared: Path | None = None,
     title: str = "hotrec report",
     made_at: datetime | None = None,
@@ -122,8 +121,6 @@ def make_report(
         runs: The run directories, in the order of columns and colors.
         profile: A profile directory, for the coverage curves.
         partition: A partition directory, to mark on the curves; needs its profile.
-        baseline: The name of the run with which the others are compared; by default the first
-            whose placement starts with "torchrec".
         compared: The output of ``hotrec compare`` for these runs.
         title: The title of the page.
         made_at: The time to print; now by default.
@@ -149,7 +146,7 @@ def make_report(
     if counted is not None and split is not None:
         check_made_from(split, counted)
     contents = [None if artifact is None else artifact.content for artifact in (counted, split)]
-    against = _Against(choose_baseline(read, baseline), comparison)
+    against = _Against(choose_baseline(read), comparison)
     unlike = unlike_sentences(read, against.baseline)
     said = [*verdicts(read, against.baseline, comparison), *unlike]
     made_at, is_sweep = made_at or datetime.now(UTC), bool(varied_overrides(jobs))

@@ -22,26 +22,15 @@ NO_CLAIM = "Not interleaved, so speed is not comparable; use hotrec compare."
 WHERE = "See docs/why_and_when.md for where hot rows pay."
 
 
-def choose_baseline(runs: Sequence[Run], name: str | None = None) -> Run | None:
-    """The run with which the others are compared, by name or by default one of TorchRec's plans.
+def choose_baseline(runs: Sequence[Run]) -> Run | None:
+    """The run with which the others are compared, one of TorchRec's plans."""
 
-    Raises:
-        ValueError: If there is none of that name.
-    """
-    if name is None:
-        # hotrec's own run may use a plan of TorchRec's, too; the baseline of a comparison comes
-        # first.
-        def order(run: Run) -> tuple[bool, bool]:
-            is_planner = str(run.summary.get("placement")) in (TORCHREC, f"{TORCHREC} {PLANNER}")
-            return not is_comparison(run.path), not is_planner
+    # hotrec's own run may use a plan of TorchRec's, too; the baseline of a comparison comes first.
+    def order(run: Run) -> tuple[bool, bool]:
+        is_planner = str(run.summary.get("placement")) in (TORCHREC, f"{TORCHREC} {PLANNER}")
+        return not is_comparison(run.path), not is_planner
 
-        return min(filter(is_torchrec, runs), key=order, default=None)
-    for run in runs:
-        if name in (run.name, run.summary.get("name") or run.path.name):
-            return run
-    raise ValueError(
-        f"report baseline: expected one of the runs {[run.name for run in runs]}, got {name!r}."
-    )
+    return min(filter(is_torchrec, runs), key=order, default=None)
 
 
 def verdicts(

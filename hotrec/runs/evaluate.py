@@ -72,9 +72,7 @@ def evaluate_run(
     )
     trained_on = same_verdict(lambda: read_facts(checkpoint, None)["facts"])["dataset"]
     paths = trained.paths
-    dataset = same_verdict(
-        lambda: open_generation(paths.dataset, trained_on, checkpoint, paths.verify)
-    )
+    dataset = same_verdict(lambda: open_generation(paths.dataset, trained_on, checkpoint))
     machine = make_run_machine(trained, ranks)
     job = same_verdict(lambda: make_job(trained, dataset))
     settled = same_verdict(lambda: read_settled_plan(job, trained_dir, machine))

@@ -50,7 +50,7 @@ from hotrec.config.data import (
     TimeUnit,
     columns_of,
 )
-from hotrec.config.roots import Config, ExportConfig, ExportFormConfig, RowType
+from hotrec.config.roots import Config, ExportConfig, RowType
 from hotrec.data.chunks import Dataset
 from hotrec.data.encode import sources_of
 from hotrec.data.hashing import Hashes, hash_text
@@ -94,6 +94,8 @@ _INT8_MOST = 127
 _TABLE = re.compile(
     r"(?:.*\.)?embedding(?:_bag_collection\.embedding_bags|_collection\.embeddings)\.(.+)\.weight"
 )
+# The split of the run's dataset that the exported model is evaluated on, and samples at once.
+EVALUATED_ON, BATCH_SIZE = "test", 4096
 _TYPES = {RowType.fp32: np.float32, RowType.fp16: np.float16, RowType.int8: np.int8}
 # Names of the types in safetensors files.
 _NAMES: Mapping[Any, str] = {np.float32: "F32", np.float16: "F16", np.int8: "I8"}
@@ -157,7 +159,7 @@ def open_trained(config: Config, trained_dir: Path, checkpoint: str) -> Trained:
             f"Resume it, or export this checkpoint with checkpoint={path.name}."
         )
     trained_on = read_facts(path, None)["facts"]["dataset"]
-    dataset = open_generation(config.paths.dataset, trained_on, path, config.paths.verify)
+    dataset = open_generation(config.paths.dataset, trained_on, path)
     job = make_job(config, dataset)
     _, partition = recorded_partition(job, trained_dir)
     content = read_facts(path, job.facts(partition), verify_files=True)
@@ -207,17 +209,17 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
             changed.
         ValueError: As ``open_trained``.
     """
-    target, form = Path(config.output), config.export
+    target, rows = Path(config.output), config.rows
     check_place(target)
     with scratch_directory(target, kind=KIND) as scratch:
         trained = open_trained(trained_config, trained_dir, config.checkpoint)
         dataset = trained.dataset.artifact
         shape = trained.spec.architecture
-        description = _description(trained, shape, form)
+        description = _description(trained, shape, rows)
         with open_tensors(trained.checkpoint) as files:
             (scratch / TABLES_DIR).mkdir()
             for table, tensor in table_names(files, trained.dataset.schema).items():
-                write_table(scratch / _table_file(table), files, tensor, form.rows)
+                write_table(scratch / _table_file(table), files, tensor, rows)
             dense = dense_weights(files)
         save_file(dense, scratch / DENSE_FILE)
         description["dense_sha256"] = sha256((scratch / DENSE_FILE).read_bytes()).hexdigest()
@@ -226,7 +228,7 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
             code = source.read_text().replace("from hotrec.models.", "from ")
             (scratch / name).write_text(code)
         (scratch / DESCRIPTION).write_text(json.dumps(description, indent=2) + "\n")
-        quality = _evaluate(scratch, trained, form)
+        quality = _evaluate(scratch, trained)
         artifact = commit_artifact(
             scratch,
             target,
@@ -313,8 +315,8 @@ def _check_range(rows: npt.NDArray[np.float32], name: str, row_type: RowType) ->
     largest = float(np.abs(rows).max(initial=0))
     if not largest <= most:
         raise ArtifactError(
-            f"{name}: expected values of at most {most:g} for export.rows={row_type.name}, got "
-            f"{largest:g}. Set export.rows=fp32, or train with a lower learning rate."
+            f"{name}: expected values of at most {most:g} for rows={row_type.name}, got "
+            f"{largest:g}. Set rows=fp32, or train with a lower learning rate."
         )
 
 
@@ -401,7 +403,7 @@ def _exprs(recorded: Mapping[str, str], used: set[str]) -> dict[str, Any]:
     return {n: {"sql": sql, "columns": columns_read_by(n, sql)} for n, sql in exprs.items()}
 
 
-def _description(trained: Trained, shape: Architecture, form: ExportFormConfig) -> dict[str, Any]:
+def _description(trained: Trained, shape: Architecture, rows: RowType) -> dict[str, Any]:
     """The content of ``model.json``."""
     schema = trained.dataset.schema
     with_vocabulary = _with_vocabulary(trained)
@@ -417,7 +419,7 @@ def _description(trained: Trained, shape: Architecture, form: ExportFormConfig) 
     return {
         "format_version": FORMAT_VERSION,
         "architecture": {**asdict(shape), "labels": _labels(trained, shape)},
-        "rows": form.rows.name,
+        "rows": rows.name,
         "tables": tables,
         "encoding": _encoding(trained),
         "checkpoint": {
@@ -428,18 +430,16 @@ def _description(trained: Trained, shape: Architecture, form: ExportFormConfig) 
     }
 
 
-def _evaluate(directory: Path, trained: Trained, form: ExportFormConfig) -> Quality | None:
+def _evaluate(directory: Path, trained: Trained) -> Quality | None:
     """The quality of the exported model, read from its files."""
-    split = form.eval_split
-    if split is None:
-        return None
+    split = EVALUATED_ON
     if split in trained.dataset.splits and trained.dataset.num_samples(split) == 0:
         logger.info("no evaluation: the split %s of the dataset is empty", split)
         return None
     loader = make_loader(
         trained.dataset.artifact.path,
         split,
-        batch_size=form.batch_size,
+        batch_size=BATCH_SIZE,
         rank=0,
         world_size=1,
         epochs=1,

@@ -110,7 +110,7 @@ def predict_run(config: PredictConfig, trained_config: Config, trained_dir: Path
         ArtifactError: If the output directory contains something else, or the dataset or checkpoint
             is missing, altered, or does not match. Nothing is changed.
         ValueError: If the run has not finished, or a file lacks a column, cannot be read, or has
-            more unknown ids than ``predict.max_unknown_frac`` allows.
+            more unknown ids than ``max_unknown_frac`` allows.
     """
     target = Path(config.output)
     same_verdict(lambda: check_place(target))
@@ -229,7 +229,7 @@ class _Scorer:
                     f"{where} column {self.log.columns[column].source or column}: expected at most "
                     f"{most:.1%} of the ids to be unknown ({usual:.1%} in the held-out samples), "
                     f"got {frac:.1%} of {num_ids}{such}. Format ids as in the training log, or set "
-                    "predict.max_unknown_frac=1."
+                    "max_unknown_frac=1."
                 )
 
     def unknown_document(self, unknown: UnknownIds) -> dict[str, dict[str, Any]]:
@@ -285,15 +285,15 @@ def _make_scorer(config: PredictConfig, trained: Trained) -> _Scorer:
         value_types_of(trained.dataset),
         trained.spec.label_weights,
         held_out,
-        config.predict.max_unknown_frac,
+        config.max_unknown_frac,
         labels,
         weights[0] if weights else None,
         config.batch_size,
     )
-    taken = sorted(set(config.predict.keep) & set(scorer.own_columns))
+    taken = sorted(set(config.keep) & set(scorer.own_columns))
     if taken:
         raise ValueError(
-            f"predict.keep: expected names other than the score columns {scorer.own_columns}, got "
+            f"keep: expected names other than the score columns {scorer.own_columns}, got "
             f"{taken}. Remove or rename them."
         )
     return scorer
@@ -317,7 +317,7 @@ def _open_input(config: PredictConfig, source: SourceSpec) -> Log:
         split = SplitSpec()
         # The earlier rows of a user need not be in these files.
         spec = replace(source, files=files, joins=joins, split=split, times=times, histories={})
-        keep = tuple(dict.fromkeys(config.predict.keep))
+        keep = tuple(dict.fromkeys(config.keep))
         return open_log(spec, needs_label=False, keep=keep)
     except ValueError as error:
         if str(error).startswith("data.source.columns."):  # has a column, but no file

@@ -37,7 +37,7 @@ from hotrec.assemble.planning import (
 )
 from hotrec.assemble.trainable import Trainable, assemble
 from hotrec.config.fields import MISSING
-from hotrec.config.groups import OrderAssign, PlacementConfig, TimeOrder, TraceProfiler
+from hotrec.config.groups import OrderAssign, PlacementConfig, TimeOrder
 from hotrec.config.roots import Config, PathsConfig
 from hotrec.config.text import read_yaml
 from hotrec.config.validate import validate
@@ -169,9 +169,9 @@ def _with_suspicion(
 def open_dataset(paths: PathsConfig, resume_from: Path | None) -> Dataset:
     """The dataset; a resumed run keeps its generation."""
     if resume_from is None:
-        return Dataset.open(paths.dataset, paths.verify)
+        return Dataset.open(paths.dataset)
     resumed_on = read_facts(resume_from, None)["facts"].get("dataset")
-    return open_generation(paths.dataset, resumed_on, resume_from, paths.verify)
+    return open_generation(paths.dataset, resumed_on, resume_from)
 
 
 def _with_name(config: Config) -> Config:
@@ -213,7 +213,7 @@ class _Start:
 
 def _train(job: Job, start: _Start, ranks: Ranks) -> TrainResult:
     run_dir, staged, machine = start.run_dir, start.staged, start.machine
-    trainer, profiler = job.config.trainer, job.config.profiler
+    trainer = job.config.trainer
     resume_from, warm, order = start.resume_from, start.warm, job.order
     is_own = resume_from is not None and real_path(resume_from).is_relative_to(real_path(run_dir))
     keeps_plan = is_own and broadcast_object(
@@ -265,10 +265,8 @@ def _train(job: Job, start: _Start, ranks: Ranks) -> TrainResult:
     if saved is not None and resume_from is None:
         loader.load_state_dict({**loader.state_dict(), **saved["loader"]})
     trace = None
-    if isinstance(profiler, TraceProfiler):
-        trace = TraceWindow(
-            profiler.first_step, profiler.num_steps, run_dir / TRACES, profiler.warn_of_syncs
-        )
+    if trainer.trace_step is not None:
+        trace = TraceWindow(trainer.trace_step, run_dir / TRACES)
     record = Record(
         run_dir,
         description=_description(job, settled, all_hot),

@@ -74,26 +74,21 @@ def count_steps(steps_per_epoch: int, *, epochs: int, max_steps: int | None = No
 class Schedule:
     """Linear warm-up, a plateau, then a decay, as a factor on each part's own learning rate.
 
-    Before ``warmup_steps`` the factor of step s is s / warmup_steps. With f the ``end_factor`` and
+    Before ``warmup_steps`` the factor of step s is s / warmup_steps. With
     p = (step - decay_start_step) / num_decay_steps, clipped to 0..1, the decays are
-    constant: 1; linear: f + (1-f)(1-p); cosine: f + (1-f)(1 + cos(pi p))/2; polynomial:
-    f + (1-f)(1-p)^power. MLPerf's DLRM is polynomial with power 2 and f = 0.
+    constant: 1; linear: 1-p; cosine: (1 + cos(pi p))/2; polynomial: (1-p)^2, as of MLPerf's DLRM.
 
     Args:
         decay: Shape of the decay.
         warmup_steps: Steps of the warm-up.
         decay_start_step: Last step at the full rate, not before the warm-up ends.
         num_decay_steps: Steps of the decay, at least 1 unless it is constant.
-        end_factor: Final factor.
-        power: Exponent of the polynomial decay.
     """
 
     decay: Decay = Decay.constant
     warmup_steps: int = 0
     decay_start_step: int = 0
     num_decay_steps: int = 0
-    end_factor: float = 0.0
-    power: float = 2.0
 
     def __call__(self, step: int) -> float:
         """The factor of update ``step``, counted from 1."""
@@ -103,12 +98,10 @@ class Schedule:
             return 1.0
         progress = min((step - self.decay_start_step) / self.num_decay_steps, 1.0)
         if self.decay is Decay.linear:
-            shape = 1.0 - progress
-        elif self.decay is Decay.cosine:
-            shape = 0.5 * (1.0 + math.cos(math.pi * progress))
-        else:
-            shape = (1.0 - progress) ** self.power
-        return self.end_factor + (1.0 - self.end_factor) * shape
+            return 1.0 - progress
+        if self.decay is Decay.cosine:
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+        return (1.0 - progress) ** 2
 
 
 def set_learning_rates(

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -29,24 +28,20 @@ class TraceWindow:
     Args:
         first_step: The first recorded step, counted from 1 at this start; at least 2, since the
             profiler warms up in the step before it.
-        num_steps: The number of consecutive steps to record.
         directory: Receives ``rank0.json.gz`` and so on; each host makes its own.
-        warn_of_syncs: Whether CUDA warns, in these steps, of lines that synchronize the host with
-            it.
+        num_steps: The number of consecutive steps to record.
     """
 
     first_step: int
-    num_steps: int
     directory: Path
-    warn_of_syncs: bool = False
+    num_steps: int = 5
 
 
 class Tracer:
     """Records the steps of a window, if there is one; the files are written after the last.
 
     Raises:
-        ValueError: if a new run is too short for the window (a resumed run only warns), or if
-            warnings of syncs are requested on a CPU.
+        ValueError: if a new run is too short for the window (a resumed run only warns).
     """
 
     def __init__(
@@ -58,20 +53,15 @@ class Tracer:
         if window is None:
             return
         is_cuda = ranks.device.type == "cuda"
-        if window.warn_of_syncs and not is_cuda:
-            raise ValueError(
-                f"profiler.warn_of_syncs: expected a CUDA device, got {ranks.device.type}, for "
-                "which the host never waits. Set profiler.warn_of_syncs=false."
-            )
         first = start_step + window.first_step
         last = first + window.num_steps - 1
         if last > num_steps:
             text = (
-                f"profiler.first_step: expected steps {first} to {last} to be among those of this "
+                f"trainer.trace_step: expected steps {first} to {last} to be among those of this "
                 f"start, got {start_step + 1} to {num_steps}."
             )
             if start_step == 0:
-                raise ValueError(f"{text} Lower profiler.first_step, or train more steps.")
+                raise ValueError(f"{text} Lower trainer.trace_step, or train more steps.")
             logger.warning("%s No trace is written.", text)
             return
         self._first, self._last = first, last
@@ -106,10 +96,7 @@ class Tracer:
     def step(self, step: int) -> Iterator[None]:
         """Mark the block as ``step`` in the trace, if it is recorded."""
         with ExitStack() as stack:
-            if self._window is not None and self._first <= step <= self._last:
-                if self._window.warn_of_syncs:
-                    stack.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
-                    torch.cuda.set_sync_debug_mode("warn")
+            if self._first <= step <= self._last:
                 stack.enter_context(named_range(f"step {step}"))
                 # Stages are marked only where a clock runs; the clock's own times are not used.
                 stack.enter_context(StageClock(self._ranks.device).step())

@@ -96,7 +96,7 @@ def test_costs_are_fitted_to_a_run(calibrated: Path, trained: dict[str, dict[str
     words = [SMOKE, "calibrate.from_run=runs/sparse_dist", "paths.costs=fitted"]
     assert hotrec("calibrate", *words, cwd=calibrated).figures["origin"] == "fitted"
     # The same rows hot as in the run: with other costs another choice may be best.
-    words = [SMOKE, "placement=saved", "placement.partition_dir=runs/sparse_dist/partition"]
+    words = [SMOKE, "placement=saved", "paths.partition=runs/sparse_dist/partition"]
     words += ["plan.world_size=2", "pipeline=sparse_dist", "paths.costs=fitted"]
     planned = hotrec("plan", *words, cwd=calibrated).figures
     fitted = prediction(Path(planned["plan_json"]).parent)["plans"]["hot_cold sparse_dist"]
@@ -121,7 +121,7 @@ def test_a_trial_chooses_and_changes_no_loss(calibrated: Path) -> None:
 
     placement = ["placement=torchrec", f"placement.plan={chosen.split()[1]}"]
     if not chosen.startswith("torchrec"):
-        placement = ["placement=saved", f"placement.partition_dir={runs / 'trial/partition'}"]
+        placement = ["placement=saved", f"paths.partition={runs / 'trial/partition'}"]
     given = [*words, *placement, f"pipeline={figures['pipeline']}", "plan.trial=false"]
     train(calibrated, "given", *given, "trainer.max_steps=12")
     assert prediction(runs / "given")["trial"] is None

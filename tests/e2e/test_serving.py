@@ -236,7 +236,7 @@ print(json.dumps(model(*encoder(records)).tolist()))
 
 def test_small_rows(export: Any) -> None:
     for rows, dtype, most in (("fp16", torch.float16, 1e-4), ("int8", torch.int8, 1e-2)):
-        path, figures = export("dlrm", f"export.rows={rows}")
+        path, figures = export("dlrm", f"rows={rows}")
         assert figures["auc"] == pytest.approx(export("dlrm")[1]["auc"], abs=most)
         tables = package.load_model(path).tables
         assert {table.weight.dtype for table in tables.values()} == {dtype}
@@ -311,7 +311,7 @@ def test_ranks_divide_the_files(predict: Any) -> None:
 def test_columns_of_the_files_are_kept_and_labels_are_not_needed(
     folder: Path, predict: Any
 ) -> None:
-    kept, _ = predict("dlrm", "days/1.csv", "predict.keep=[time,item,price,time]")
+    kept, _ = predict("dlrm", "days/1.csv", "keep=[time,item,price,time]")
     assert kept.column_names == ["line", "logit", "score", "clicked", "time", "item", "price"]
     rows = [line.split(",") for line in (folder / "days/1.csv").read_text().splitlines()]
     assert kept["time"].to_pylist() == [row[7] for row in rows[1:]]
@@ -337,7 +337,7 @@ def test_ids_without_a_row_and_missing_values_are_counted(folder: Path, predict:
     (folder / "emptied.csv").write_text(emptied)
     assert predict("dlrm", "emptied.csv")[1].figures["missing"] == {"price": 100, "user": 100}
     other_form(folder, "other.csv")
-    _, outcome = predict("dlrm", "other.csv", "predict.max_unknown_frac=1")
+    _, outcome = predict("dlrm", "other.csv", "max_unknown_frac=1")
     assert outcome.figures["unknown_ids"]["item"]["unknown_frac"] == 1
 
 

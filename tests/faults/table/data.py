@@ -196,15 +196,15 @@ def _serving_cases() -> Iterator[Case]:
             yield refused(f"{name}/{more.replace('/', '.')}", f"{words} {more}", key, **NEW)
     yield works("export/two-ranks", EXPORT.replace(ONE, TWO), **NEW)
     yield refused("export/foreign-file", EXPORT_AGAIN, "mine.txt", forge.written(f"{SERVED}/mine.txt", "mine"))
-    for more, key in (("export.eval_split=dev", "dev"), ("export.rows=fp8", "export.rows")):
+    for more, key in (("rows=fp8", "rows"),):
         yield refused(f"export/{more}", f"{EXPORT} {more}", key, **NEW)
     for name, (content, key) in SCORED.items():
         yield refused(f"predict/{name}", PREDICT, key, forge.written(DAYS, content), **NEW)
         yield refused(f"predict/second-{name}", PREDICT.replace(DAYS, f"{DAYS},data/days/2.csv"), key.replace("1.csv", "2.csv"), forge.written("data/days/2.csv", content), **NEW)
     for name, content in (("as-it-is", HEADER + FIRST_ROW), ("without-label", "price,user,tags\n0.5,u0,a0 b0\n"), ("new-values", f"{HEADER}1,,stranger,\n")):
         yield works(f"predict/{name}", PREDICT, forge.written(DAYS, content), check=whole_artifact("data/new/scores"), **NEW)
-    yield works("predict/strangers-let-through", f"{PREDICT} predict.max_unknown_frac=1", forge.written(DAYS, SCORED["strangers"][0]), **NEW)
-    for more, key in (("predict.max_unknown_frac=2", "predict.max_unknown_frac"), ("predict.keep=[usr]", "predict.keep"), ("predict.keep=[label]", "predict.keep"), (f"run_dir={ONE}", "input")):
+    yield works("predict/strangers-let-through", f"{PREDICT} max_unknown_frac=1", forge.written(DAYS, SCORED["strangers"][0]), **NEW)
+    for more, key in (("max_unknown_frac=2", "max_unknown_frac"), ("keep=[usr]", "keep"), ("keep=[label]", "keep"), (f"run_dir={ONE}", "input")):
         yield refused(f"predict/{more.replace('/', '.')}", f"{PREDICT} {more}", key, **NEW)
     for kind in ("deleted", "pipe", "unreadable"):
         yield refused(f"predict/file-{kind}", PREDICT, "1.csv", forge.damaged(DAYS, kind), is_privileged=kind != "unreadable", **NEW)

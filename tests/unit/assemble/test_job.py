@@ -44,7 +44,7 @@ def test_rows_are_spread_in_tables_of_row_numbers(
 ) -> None:
     words, saved = [f"placement={kind}", f"placement.spread_rows={word}"], None
     if kind == "saved":
-        words.append("placement.partition_dir=p")
+        words.append("paths.partition=p")
         saved = Placement.alike(Partition(NUM_ROWS)).spread(["t_b"])
         expected = ["t_b"] if word == "null" else expected  # as it was saved
     job = Job(config_of(*words), dataset, ["t_a"])

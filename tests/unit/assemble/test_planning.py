@@ -87,7 +87,7 @@ def test_a_plan_is_made_and_read(folder: Path, words: tuple[str, ...], one_rank:
         assert read.placement.tables == made.placement.tables
         assert read.partition.digest == made.partition.digest
         assert read.partition.num_rows == made.partition.num_rows
-        saved = ("placement=saved", f"placement.partition_dir={run / PARTITION}")
+        saved = ("placement=saved", f"paths.partition={run / PARTITION}")
         assert make(folder, *saved).artifact == read.artifact
 
 

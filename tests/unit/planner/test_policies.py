@@ -16,7 +16,6 @@ from hotrec.config.groups import (
     CoveragePlacement,
     FaePlacement,
     FractionPlacement,
-    FreqCachePlacement,
     ScarsPlacement,
 )
 from hotrec.cost_model.builtin import BUILTIN
@@ -83,11 +82,6 @@ def test_fraction(counts, frac):
     shuffled = CountedTables.of(dict(reversed(list(counts.items()))))
     again = choose_fraction(shuffled, hot_frac=frac)
     assert chosen(again) == chosen(partition)
-    per_table = choose_fraction(counts, hot_frac=frac, per_table=True)
-    for table, values in counts.items():
-        wanted = math.floor(frac * values.size + 1e-6)
-        assert per_table.num_hot(table) == min(wanted, int((values > 0).sum()))
-    check_invariants(per_table, counts)
 
 
 @given(counts=COUNTS, coverage=st.floats(0, 1))
@@ -98,13 +92,6 @@ def test_coverage_takes_the_fewest_rows(counts, coverage):
     fewest = 0 if needed <= 0 else next(i for i, c in enumerate(covered, 1) if c >= needed)
     assert chosen(partition) == set(ranked(counts)[:fewest])
     check_invariants(partition, counts)
-    per_table = choose_coverage(counts, coverage=coverage, per_table=True)
-    for table, values in counts.items():
-        needed = math.ceil(coverage * values.sum() - 1e-6)
-        found = values[falling(values)][: per_table.num_hot(table)]
-        assert found.sum() >= needed
-        assert not found.size or found[:-1].sum() < needed
-    check_invariants(per_table, counts)
 
 
 @given(counts=COUNTS, budget=st.integers(0, 300))
@@ -205,17 +192,17 @@ def test_scars_against_every_size(counts, memory, hot_s, batch, is_fixed):
     assert scars_seconds(counts, found, **numbers) == pytest.approx(best, rel=1e-9, abs=1e-9)
 
 
-# --- overrides, small tables
+# --- overrides
 
 
 @given(counts=COUNTS, data=st.data())
-def test_overrides_and_small_tables(counts, data):
+def test_overrides(counts, data):
     values = counts["a"]
     override = data.draw(
         st.sampled_from(["hot", "cold"]) | st.integers(0, values.size) | st.floats(0, 1)
     )
-    fixed = CountedTables.of(counts, overrides={"a": override}, small_table_rows=4).fixed
-    assert set(fixed) == {"a"} | {t for t in ("b", "c") if counts[t].size <= 4}
+    fixed = CountedTables.of(counts, overrides={"a": override}).fixed
+    assert set(fixed) == {"a"}
     order, seen = falling(values), int((values > 0).sum())
     match override:
         case "hot":
@@ -227,19 +214,15 @@ def test_overrides_and_small_tables(counts, data):
         case _:
             expected = order[: min(override, seen)]
     assert fixed["a"].tolist() == expected
-    for table in set(fixed) - {"a"}:
-        # Wholly hot: also the rows that were never seen.
-        assert sorted(fixed[table].tolist()) == list(range(counts[table].size))
 
 
 @pytest.mark.parametrize(
     "placement",
     [
         FractionPlacement(hot_frac=0.5),
-        CoveragePlacement(coverage_frac=0.9, per_table=True),
+        CoveragePlacement(coverage_frac=0.9),
         BudgetPlacement(hot_budget_mib=2**-12),
         FaePlacement(hot_budget_mib=2**-10),
-        FreqCachePlacement(cached_frac=0.5),
         ScarsPlacement(hot_budget_mib=2**-10),
         AllHotPlacement(),
     ],

@@ -66,7 +66,7 @@ def test_a_table_in_chunks(
 @pytest.mark.parametrize(
     ("value", "row_type", "said"),
     [
-        (70_000.0, RowType.fp16, r"export.rows=fp16, got 70000"),
+        (70_000.0, RowType.fp16, r"rows=fp16, got 70000"),
         (float("nan"), RowType.fp32, "expected finite values in t, got nan"),
     ],
 )

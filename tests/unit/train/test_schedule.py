@@ -48,13 +48,9 @@ def test_warm_up_reaches_one_and_stays_when_constant() -> None:
         (Decay.polynomial, 0.5625, 0.25),
     ],
 )
-def test_decay_starts_at_one_and_ends_at_the_end_factor(
-    decay: Decay, quarter: float, middle: float
-) -> None:
-    schedule = Schedule(
-        decay=decay, warmup_steps=2, decay_start_step=10, num_decay_steps=20, end_factor=0.1
-    )
-    expected = {1: 0.5, 10: 1, 15: 0.1 + 0.9 * quarter, 20: 0.1 + 0.9 * middle, 30: 0.1, 1000: 0.1}
+def test_decay_starts_at_one_and_ends_at_zero(decay: Decay, quarter: float, middle: float) -> None:
+    schedule = Schedule(decay=decay, warmup_steps=2, decay_start_step=10, num_decay_steps=20)
+    expected = {1: 0.5, 10: 1, 15: quarter, 20: middle, 30: 0, 1000: 0}
     assert {step: schedule(step) for step in expected} == pytest.approx(expected)
     factors = [schedule(step) for step in range(10, 31)]
     assert factors == sorted(factors, reverse=True)

@@ -18,7 +18,7 @@ from tests.helpers.traces import read_events
 
 
 def test_the_window_counts_from_this_start(tmp_path: Path, one_rank: Ranks) -> None:
-    tracer = Tracer(TraceWindow(3, 2, tmp_path), one_rank, start_step=100, num_steps=104)
+    tracer = Tracer(TraceWindow(3, tmp_path, 2), one_rank, start_step=100, num_steps=104)
     # The profiler warms up in the step before the first recorded one.
     assert [step for step in range(90, 120) if tracer.is_slowed(step)] == [102, 103, 104]
     nothing = Tracer(None, one_rank, start_step=0, num_steps=9)
@@ -28,8 +28,8 @@ def test_the_window_counts_from_this_start(tmp_path: Path, one_rank: Ranks) -> N
 def test_a_run_too_short_for_its_window(
     tmp_path: Path, one_rank: Ranks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    window = TraceWindow(3, 2, tmp_path)
-    with pytest.raises(ValueError, match=r"^profiler\.first_step"):
+    window = TraceWindow(3, tmp_path, 2)
+    with pytest.raises(ValueError, match=r"^trainer\.trace_step"):
         Tracer(window, one_rank, start_step=0, num_steps=3)
     with caplog.at_level(logging.WARNING):
         tracer = Tracer(window, one_rank, start_step=100, num_steps=103)
@@ -53,7 +53,7 @@ def train_step(tracer: Tracer, step: int, thread: ThreadPoolExecutor) -> bool:
 
 
 def test_a_trace_of_this_process(tmp_path: Path, one_rank: Ranks) -> None:
-    window = TraceWindow(2, 2, tmp_path / "traces")
+    window = TraceWindow(2, tmp_path / "traces", 2)
     with ThreadPoolExecutor(1, "hotrec communication") as thread:
         thread.submit(int).result()  # the thread is older than the profiler, as a pipeline's is
         with Tracer(window, one_rank, start_step=0, num_steps=5) as tracer:
@@ -73,7 +73,7 @@ def test_a_trace_of_this_process(tmp_path: Path, one_rank: Ranks) -> None:
 def test_a_run_that_stops_early_leaves_its_steps_but_not_if_it_failed(
     fails: bool, tmp_path: Path, one_rank: Ranks
 ) -> None:
-    window = TraceWindow(2, 3, tmp_path / "traces")
+    window = TraceWindow(2, tmp_path / "traces", 3)
     with (
         suppress(KeyError),
         ThreadPoolExecutor(1) as thread,
