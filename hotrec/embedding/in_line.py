@@ -34,7 +34,13 @@ class _ReadRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
-        ctx.line.update(ctx.batch, grads)
+        batch, ctx.batch = ctx.batch, None
+        if batch is None:
+            raise RuntimeError(
+                "embedding rows: expected one backward pass after a forward pass, got a second, "
+                "and rows would be updated twice. Add up losses instead of retaining the graph."
+            )
+        ctx.line.update(batch, grads)
         return None, None, None
 
 

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
@@ -281,12 +280,6 @@ def rules_in_backward(parameter: torch.Tensor) -> list[Rule]:
     return list(zip(kinds, getattr(parameter, "_optimizer_kwargs", ()), strict=True))
 
 
-def tensor_of_autograd(parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor that autograd accumulates gradients in, if TorchRec's parameter is a view."""
-    whole: torch.Tensor = getattr(parameter, "_original_tensor", parameter)
-    return whole
-
-
 # ---- Modules -------------------------------------------------------------------------------------
 
 
@@ -318,29 +311,9 @@ def is_compiled(module: nn.Module) -> bool:
 # ---- Autograd and operators ----------------------------------------------------------------------
 
 
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function at the end of the current backward pass, after DDP's own callback.
-
-    Call this from a hook. DDP queues its callback during the pass, so this one is queued at its
-    end.
-    """
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(function))
-
-
-def is_in_backward(tensor: torch.Tensor) -> bool:
-    """Whether the current backward pass goes through a tensor's graph; call this from a hook."""
-    return tensor.grad_fn is not None and torch._C._will_engine_execute_node(tensor.grad_fn)
-
-
 def num_writes(tensor: torch.Tensor) -> int:
     """How often a tensor was written in place."""
     return tensor._version
-
-
-def tensors_in(output: Any) -> list[torch.Tensor]:
-    """The tensors in a model's output, however they are nested."""
-    return [part for part in tree_leaves(output) if isinstance(part, torch.Tensor)]
 
 
 def has_fused_optimizer(name: str, devices: set[str]) -> bool:

@@ -11,7 +11,6 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 
 from hotrec.assemble.torchrec_plan import shardings_by
-from hotrec.cost_model.demand import expected_distinct, expected_urgent
 from hotrec.cost_model.profile import Profile
 from hotrec.cost_model.step import Workload
 from hotrec.embedding.update_rules import OptimizerSpec
@@ -210,15 +209,6 @@ def choose_by_cost(
         counted.locality,
         reuse,
     )
-
-    if reuse and machine.world_size > 1:
-        num_urgent = sum(map(expected_urgent, situation.demands))
-        num_rows = sum(expected_distinct(demand)[1] for demand in situation.demands)
-        logger.info(
-            "rows that the batch before updates too, which look-ahead cannot fetch early: %.0f%%",
-            100 * num_urgent / num_rows if num_rows else 0,
-        )
-
     shardings = shardings_by(tables.plan, found, machine, tables.rule)
     decision = propose(tables.request(by_cost, kind, "cost"), situation, shardings)
     plan, placement = decision.chosen, None

@@ -94,15 +94,26 @@ class Source:
         return batch, error
 
 
-@dataclass(frozen=True)
-class _Taken:
-    """The next item of an iterator: a batch, its end, or its exception."""
+@dataclass
+class Taken:
+    """The next item of an iterator: a batch, its end, or its exception.
+
+    Args:
+        source: The iterator.
+        number: The place of the batch in it.
+        batch: The batch before it is moved.
+        error: The exception.
+        facts: Waits for its state and sizes on every rank.
+        factor: Factor of this rank's loss, so that the mean over the ranks is that of all samples;
+            None on all ranks if its features failed the check on some rank.
+    """
 
     source: Source
     number: int
     batch: Any
     error: BaseException | None
     facts: Callable[[], list[list[int]]]
+    factor: float | None = None
 
     def raise_error(self) -> None:
         if self.error is not None:
@@ -114,20 +125,6 @@ class _Taken:
             if self.source.waiting:
                 self.source.waiting.popleft()
             self.raise_error()
-
-
-@dataclass(frozen=True)
-class Handed:
-    """A batch that was yielded and is not computed yet.
-
-    Args:
-        taken: The batch before it was moved, and its place.
-        factor: Factor of this rank's loss, so that the mean over the ranks is that of all samples;
-            None on all ranks if its features failed the check on some rank.
-    """
-
-    taken: _Taken
-    factor: float | None
 
 
 class Feed(Iterator[Any]):
@@ -161,8 +158,8 @@ class Feed(Iterator[Any]):
         self.source = Source(iter(()))
         self._agreement, self._waiting, self._check = agreement, waiting, check
         self._is_strict, self._is_ahead = is_strict, is_ahead
-        self._taken: deque[_Taken] = deque()
-        self.held: deque[Handed] = deque()
+        self._taken: deque[Taken] = deque()
+        self.held: deque[Taken] = deque()  # yielded, and not computed yet
         self.num_left = math.inf  # how many to yield until a pause, in which none is held
         self._end: Callable[[], None] | None = None
 
@@ -181,8 +178,8 @@ class Feed(Iterator[Any]):
         return [self.source, *(taken.source for taken in self._taken)]
 
     @property
-    def _uncomputed(self) -> list[_Taken]:
-        return [*(handed.taken for handed in self.held), *self._taken]
+    def _uncomputed(self) -> list[Taken]:
+        return [*self.held, *self._taken]
 
     def turn_to(self, source: Source) -> None:
         """Go on with an iterator, once the batches taken of the one before are computed."""
@@ -202,7 +199,7 @@ class Feed(Iterator[Any]):
         self._taken.clear()
         self.source = Source(iter(()))  # a loader has workers, and holds its dataset open
 
-    def _offer_again(self, taken: _Taken) -> None:
+    def _offer_again(self, taken: Taken) -> None:
         error = taken.error if taken.batch is _NONE else None
         taken.source.waiting.appendleft((taken.batch, error))
         taken.source.num_taken = taken.number
@@ -233,12 +230,12 @@ class Feed(Iterator[Any]):
                 )
             else:
                 try:  # an evaluation weights nothing
-                    factor = factor_of(least, most if self._is_ahead else least)
+                    taken.factor = factor_of(least, most if self._is_ahead else least)
                 except ValueError as caught:
                     self._end = partial(_raise, _refused(taken.number, caught))
                     continue
                 self.num_left -= 1
-                self.held.append(Handed(taken, factor))
+                self.held.append(taken)
                 if self._is_ahead and not self._taken:
                     self._taken.append(self._take())
                 return Movable(taken.batch)
@@ -251,7 +248,7 @@ class Feed(Iterator[Any]):
         end()
         raise AssertionError
 
-    def _take(self) -> _Taken:
+    def _take(self) -> Taken:
         source = self.source
         batch, error = source.next()
         state = _ERROR if error is not None else _END if batch is _NONE else _BATCH
@@ -267,7 +264,7 @@ class Feed(Iterator[Any]):
                     state, error = _REFUSED, _refused(number, caught)
             source.num_taken += 1
         facts = self._agreement.start([state, min(sizes), max(sizes)])
-        return _Taken(source, number, batch, error, facts)
+        return Taken(source, number, batch, error, facts)
 
 
 def _raise(error: BaseException) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,21 +16,13 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.embedding.hot_rows import HotReplicas
-from hotrec.embedding.optimizers import TABLES, ModelOptimizer, hot_replicas
+from hotrec.embedding.optimizers import ModelOptimizer
 from hotrec.embedding.sharding import ShardedHotColdCollection
 from hotrec.embedding.tables import outermost_sharded
-from hotrec.embedding.torchrec import (
-    call_after_backward,
-    is_in_backward,
-    name_of_user,
-    num_writes,
-    table_configs,
-    tensor_of_autograd,
-    tensors_in,
-)
+from hotrec.embedding.torchrec import name_of_user, num_writes, table_configs
 from hotrec.program.choice import OFF, Choice
 from hotrec.program.feed import Agreement, Feed, Source, check_sizes, factor_of
+from hotrec.program.output import loss_and_output
 from hotrec.routing.batches import features_in, features_of_each
 from hotrec.routing.checks import check_features
 from hotrec.routing.features import Column
@@ -41,59 +31,45 @@ from hotrec.train.dense_sync import dense_parameters, unlike_first
 from hotrec.train.traced import Path, features_read, follow
 from hotrec.types import PipelineKind
 
-
-@dataclass(frozen=True)
-class GuardedLookup:
-    """The features of a batch that a sharded module reads."""
-
-    name: str
-    module: nn.Module
-    columns: Sequence[Column]
-    num_rows: Mapping[str, int]
-
-    def check(self, features: Any) -> None:
-        """Raise a ValueError if these features cannot be looked up; routed ones are checked."""
-        if isinstance(features, KeyedJaggedTensor):
-            check_features(features, self.columns, self.num_rows)
+# What a sharded module looks up: the columns that it reads, and the rows of each table.
+Lookup = tuple[Sequence[Column], Mapping[str, int]]
 
 
-def lookups(model: nn.Module) -> list[GuardedLookup]:
-    """The modules of a sharded model whose ids are rows of their tables."""
-    found = []
-    for name, module in outermost_sharded(model).items():
-        tables: Any
-        if isinstance(module, ShardedHotColdCollection):
-            tables = module.tables
-        elif type(module) in (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection):
-            tables = table_configs(module)
-        else:
-            continue
-        columns = [
-            Column(feature, feature, table.name, is_mean=False)
-            for table in tables
-            for feature in table.feature_names
-        ]
-        found.append(
-            GuardedLookup(name, module, columns, {t.name: t.num_embeddings for t in tables})
-        )
-    return found
+def _lookup_of(module: nn.Module) -> Lookup | None:
+    """None for modules of other kinds, whose features TorchRec checks."""
+    tables: Any
+    if isinstance(module, ShardedHotColdCollection):
+        tables = module.tables
+    elif type(module) in (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection):
+        tables = table_configs(module)
+    else:
+        return None
+    columns = [
+        Column(feature, feature, table.name, is_mean=False)
+        for table in tables
+        for feature in table.feature_names
+    ]
+    return columns, {table.name: table.num_embeddings for table in tables}
 
 
 class Guard:
-    """Watches the steps of a model, in ``hotrec.Pipeline`` and in other loops; by ``guard``.
+    """Watches the steps of a model, in ``hotrec.Pipeline`` and in other loops.
 
     Under look-ahead a pass outside of a ``Pipeline`` would train the dense layers of each rank on
     its own samples. It is refused instead of corrected: it would lose the overlap that the plan was
-    chosen for. The other choices train in any loop with one backward pass per step, since cold rows
-    are updated in backward.
+    chosen for. The other choices train in any loop that calls the model once per step, since rows
+    are updated in backward, as those of TorchRec are.
     """
 
-    def __init__(self, model: DistributedModelParallel, choice: Choice) -> None:
-        self._kind = choice.pipeline
+    def __init__(
+        self, model: DistributedModelParallel, choice: Choice, optimizer: ModelOptimizer
+    ) -> None:
+        self._model, self._kind, self.optimizer = model, choice.pipeline, optimizer
         self._is_ahead = choice.pipeline is PipelineKind.look_ahead
         self._is_plain = choice.name == OFF
+        sharded = outermost_sharded(model)
         # What DDP, the optimizer and the rows were made for.
-        of_tables = {p for m in outermost_sharded(model).values() for p in m.parameters()}
+        of_tables = {p for m in sharded.values() for p in m.parameters()}
         self._facts = [
             (name, p, p in of_tables, _facts_of(p, in_place=p in of_tables))
             for name, p in model.named_parameters()
@@ -106,60 +82,35 @@ class Guard:
         # Iterators of which a pipeline took batches that it did not compute.
         self.waiting: list[Source] = []
         self._writes: list[int] = []
-        self._lookups = lookups(_unwrapped(model))
-        self._dense = {p: name_of_user(path) for path, p in dense_parameters(model).items()}
-        # Parameters with a gradient since the last step, and in the first one.
-        self._arrived: set[torch.Tensor] = set()
-        self._used: set[torch.Tensor] | None = None
-        self._is_called = False  # with gradients, since the last step
-        self._agreement: Agreement | None = None
-        # By sharded module, the bags that the ranks read in it since the last step.
-        self._sizes: dict[str, Callable[[], list[list[int]]]] = {}
-        model.register_forward_pre_hook(self._note_call)
-        model.register_forward_hook(self._weigh)
-        for lookup in self._lookups:
-            check = partial(self._check_features, lookup)
-            lookup.module.register_forward_pre_hook(check, with_kwargs=True)
-        if self._is_ahead:
-            for module in (model, _unwrapped(model), *(lookup.module for lookup in self._lookups)):
-                module.register_forward_pre_hook(self._check_forward)
-        else:
-            for name, module in outermost_sharded(model).items():
-                module.register_forward_pre_hook(partial(self._note_sizes, name), with_kwargs=True)
-        # Gradients of replicated rows after backward.
-        self._left: dict[torch.Tensor, tuple[int, int] | None] = {}
-        self._replicas: dict[torch.Tensor, Callable[[], torch.Tensor | None]] = {}
-        # First rates and options of the optimizer's groups that update rows, by position.
-        self._row_rates: dict[int, float] = {}
-        self._row_options: dict[int, dict[str, Any]] = {}
-        # What the last forward passes returned. No more: they keep the memory of their graphs.
-        self._outputs: deque[tuple[object, list[torch.Tensor]]] = deque(maxlen=2)
-        for parameter, name in self._dense.items():
-            if not (self._is_plain or self._is_ahead):
-                parameter.register_hook(partial(self._check_cleared, name, parameter))
-            parameter.register_post_accumulate_grad_hook(partial(self._note_gradient, name))
-
-    def watch_optimizer(self, model: DistributedModelParallel, optimizer: ModelOptimizer) -> None:
-        """Watch how rows are updated, by ``optimizer.step()`` or in backward."""
-        self.optimizer, optimizer.before_step = optimizer, self.check_step
-        self._row_options = {
-            at: {name: group[name] for name in group.keys() - {"params", "lr"}}
-            for at, group in enumerate(optimizer.param_groups)
-            if self._dense.keys().isdisjoint(group["params"])
+        self._lookups: dict[str, Lookup] = {}
+        self._dense: dict[torch.Tensor, str] = {
+            p: name_of_user(path) for path, p in dense_parameters(model).items()
         }
-        if not self._is_plain:
-            groups = optimizer.param_groups
-            self._row_rates = {at: float(np.float32(groups[at]["lr"])) for at in self._row_options}
-        for replica in hot_replicas(model).values():
-            self._replicas[replica.weight] = partial(_gradient_of, replica)
-        for name, part in optimizer.optimizers:
-            if name == TABLES:
-                for rows in map(tensor_of_autograd, part.params.values()):
-                    self._replicas[rows] = partial(getattr, rows, "grad")
-        if not model.fused_optimizer.params:
-            self._replicas = {}
-        if not (self._is_plain or self._is_ahead):
-            model.register_forward_hook(self._note_output)
+        self._agreement: Agreement | None = None
+        # Since the last step: the modules called to train, the parameters with a gradient, and by
+        # module the bags that the ranks read.
+        self._called: set[nn.Module] = set()
+        self._arrived: set[torch.Tensor] = set()
+        self._sizes: dict[str, Callable[[], list[list[int]]]] = {}
+        self._used: set[torch.Tensor] | None = None  # ``_arrived`` in the first step
+        # First options of the optimizer's groups that update rows.
+        self._row_options = [
+            (group, _options_of(group, group.keys() - {"params"}))
+            for group in optimizer.param_groups
+            if self._dense.keys().isdisjoint(group["params"])
+        ]
+        optimizer.before_step = self.check_step
+        for module in (model, _unwrapped(model)):
+            module.register_forward_pre_hook(self._before_call)
+        model.register_forward_hook(self._after_call)
+        for path, module in sharded.items():
+            name, lookup = name_of_user(path), _lookup_of(module)
+            if lookup is not None:
+                self._lookups[name] = lookup
+            hook = partial(self._before_lookup, name)
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+        for parameter in () if self._is_ahead else self._dense:
+            parameter.register_hook(partial(self._before_gradient, parameter))
 
     @contextmanager
     def inside(self, feed: Feed) -> Iterator[None]:
@@ -192,22 +143,25 @@ class Guard:
         return partial(self._check_by_paths, paths), True
 
     def _check_by_names(self, batch: Any) -> Sequence[Any]:
-        wanted = [{column.feature for column in lookup.columns} for lookup in self._lookups]
+        wanted = [{column.feature for column in columns} for columns, _ in self._lookups.values()]
         found = features_of_each(batch, wanted)
-        for lookup, features in zip(self._lookups, found, strict=True):
-            self._check(lookup, features)
+        for name, features in zip(self._lookups, found, strict=True):
+            self._check(name, features)
         return found
 
     def _check_by_paths(self, paths: Mapping[str, Path], batch: Any) -> Sequence[Any]:
         found = {name: follow(path, batch) for name, path in paths.items()}
-        for lookup in self._lookups:
-            if lookup.name in found:
-                self._check(lookup, found[lookup.name])
+        for name in self._lookups.keys() & found.keys():
+            self._check(name, found[name])
         return [*found.values()]
 
-    def _check(self, lookup: GuardedLookup, features: Any) -> None:
-        if not (self._is_plain and _has_kernel_for_variable(features)):
-            lookup.check(features)
+    def _check(self, name: str, features: Any) -> None:
+        """Raise a ValueError if these features cannot be looked up; routed ones are checked."""
+        if isinstance(features, KeyedJaggedTensor) and name in self._lookups:
+            # On a GPU FBGEMM reads bags that samples share.
+            is_shared = features.variable_stride_per_key() and features.device().type != "cpu"
+            if not (self._is_plain and is_shared):
+                check_features(features, *self._lookups[name])
 
     def enter_pipeline(self, pipeline: object) -> None:
         """Register a pipeline that trains the model.
@@ -244,36 +198,25 @@ class Guard:
         is_new, self._writes = writes != self._writes, writes
         return is_new
 
+    def _check_inside(self, what: str) -> None:
+        """Under look-ahead, raise a RuntimeError unless a pipeline's step is being computed."""
+        if self._is_ahead and self._feed is None:
+            raise RuntimeError(
+                "pipeline look_ahead: expected hotrec.Pipeline to train the model, got "
+                f"{what} outside of its progress, which would not average the dense layers. Train "
+                'with hotrec.Pipeline(model, optimizer), or pass pipeline="base" to '
+                "hotrec.parallelize."
+            )
+
     def check_step(self) -> None:
         """Raise a RuntimeError if ``optimizer.step()`` is called in an incorrect loop."""
-        arrived, sizes, left = self._arrived, self._sizes, self._left
-        is_changed = any(_state_of(self._replicas[rows]()) != was for rows, was in left.items())
-        is_cleared = bool(arrived) and all(layer.grad is None for layer in arrived)
-        self._arrived, self._is_called, self._sizes, self._left = set(), False, {}, {}
-        self._outputs.clear()
-        if self._is_ahead and self._feed is None:
-            raise _outside("optimizer.step()")
+        arrived, self._arrived = self._arrived, set()
+        self._called.clear()
+        self._check_inside("optimizer.step()")
         if arrived:
             self._used = self._used or arrived
-            for layer in self._dense:
-                if layer in self._used and layer not in arrived:
-                    raise unlike_first(self._dense[layer], is_used=False)
-        if self._feed is not None or self._is_plain:
-            return
-        if self._pipeline is not None and self._dense and not arrived:
-            raise RuntimeError(
-                "optimizer.step(): expected a backward pass before it, got none since the last "
-                "step. hotrec.Pipeline.progress calls it itself; remove this call."
-            )
-        if is_changed or is_cleared:
-            raise RuntimeError(
-                "optimizer.step(): expected the gradients of backward, got "
-                f"{'none' if is_cleared else 'others of replicated rows'}, while all other rows "
-                "were updated in backward. Only clip or scale those of dense layers, and call "
-                "optimizer.zero_grad() before backward."
-            )
-        for of_module in sizes.values():
-            check_sizes(_first(of_module))
+            for layer in self._used - arrived:
+                raise unlike_first(self._dense[layer], is_used=False)
 
     def check_unchanged(self) -> None:
         """Check what was read at the start, and what must be alike.
@@ -282,22 +225,18 @@ class Guard:
             RuntimeError: If a parameter is frozen, unfrozen or converted since; if rows have
                 several learning rates, or other options than at the start.
         """
-        groups, now = self.optimizer.param_groups, dict[float, float]()
-        for at, first in self._row_rates.items():
-            rate = float(groups[at]["lr"])
-            other = now.setdefault(first, rate)
-            if abs(rate - other) > 1e-4 * abs(other):  # FBGEMM rounds them
+        rates: dict[float, float] = {}
+        for group, first in self._row_options:
+            now, rate = _options_of(group, first), first["lr"]
+            if not self._is_plain:
+                rate = rates.setdefault(rate, now["lr"])
+            # Schedulers multiply what is rounded.
+            is_alike = self._is_plain or abs(now["lr"] - rate) <= 1e-4 * abs(rate)
+            if {**now, "lr": 0} != {**first, "lr": 0} or not is_alike:
                 raise RuntimeError(
-                    "optimizer learning rates of embedding rows: expected one, since the plan "
-                    f"decides which part updates a row, got {other:g} and {rate:g}. Set lr in all "
-                    f"groups of rows that began with {first:g}."
-                )
-        for at, options in self._row_options.items():
-            if (changed := {name: groups[at][name] for name in options}) != options:
-                raise RuntimeError(
-                    f"optimizer options of embedding rows: expected {options}, as at "
-                    f"hotrec.parallelize, got {changed}. Change lr alone: the plan decides which "
-                    "rows would follow."
+                    f"optimizer options of embedding rows: expected {first | {'lr': rate}}, got "
+                    f"{now}. Change lr alone, in all groups of rows that began with the same: the "
+                    "plan decides which part updates a row."
                 )
         for name, parameter, in_place, known in self._facts:
             found = _facts_of(parameter, in_place=in_place)
@@ -313,81 +252,57 @@ class Guard:
                     "change a new model, call hotrec.parallelize and load it."
                 )
 
-    def _note_call(self, model: nn.Module, _: Any) -> None:
+    def _before_call(self, module: nn.Module, _: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._check_inside("a forward pass")
+        if module is not self._model:
+            return
         if self._feed is None:  # a pipeline has checked it
-            if model.training and torch.is_grad_enabled():
+            if module.training and torch.is_grad_enabled():
                 self.check_whole("model")
             self.check_unchanged()
-        self._is_called |= torch.is_grad_enabled()
+        if self._feed is not None or self._is_plain:
+            self._called.clear()
+        if torch.is_grad_enabled():
+            self._called.add(module)
 
-    def _check_forward(self, module: nn.Module, _: Any) -> None:
-        if self._feed is None and module.training and torch.is_grad_enabled():
-            raise _outside("a forward pass")
+    def _before_gradient(self, parameter: torch.Tensor, _: torch.Tensor) -> None:
+        if self._used is not None and parameter not in self._used:
+            raise unlike_first(self._dense[parameter], is_used=True)  # before DDP's error
+        self._arrived.add(parameter)
 
-    def _note_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        if self._is_ahead:
-            if self._feed is None:
-                raise _outside("a backward pass")
-        elif self._used is not None and parameter not in self._used:
-            raise unlike_first(name, is_used=True)  # before DDP's error
-        elif self._is_plain:
-            self._arrived.add(parameter)
-        elif not self._is_called:
-            raise RuntimeError(
-                f"parameter {name}: expected a gradient of the model that hotrec.parallelize "
-                "returned, got one of a part of it, which DDP would not average. Call "
-                "model(batch), not model.module(batch) or a layer."
-            )
-        elif parameter in self._arrived:
-            raise RuntimeError(
-                f"parameter {name}: expected one backward pass per step, got a second before "
-                "optimizer.step(). Rows are updated in backward, so add up losses instead, or "
-                'accumulate gradients as TorchRec does with hot="off".'
-            )
-        else:
-            self._arrived.add(parameter)
-
-    def _check_cleared(self, name: str, parameter: torch.Tensor, _: torch.Tensor) -> None:
-        if self._feed is not None or not self._is_called or parameter in self._arrived:
-            return  # inside a pipeline, or refused by the next check
-        if parameter.grad is not None and bool(parameter.grad.any()):
-            raise RuntimeError(
-                f"parameter {name}: expected no gradient before backward, got that of an earlier "
-                "step. Rows are updated in backward, only by the gradients of that step: call "
-                "optimizer.zero_grad() before it."
-            )
-
-    def _note_output(self, model: nn.Module, _: Any, output: Any) -> None:
-        if self._feed is not None or not (model.training and torch.is_grad_enabled()):
-            return
-        parts = [part for part in tensors_in(output) if part.requires_grad]
-        of_pass = object()  # a hook with the tensors themselves would keep their graph forever
-        self._outputs.append((of_pass, parts))
-        for part in parts:
-            part.register_hook(partial(self._note_backward, of_pass))
-
-    def _note_backward(self, of_pass: object, _: torch.Tensor) -> None:
-        others = [part for other, parts in self._outputs if other is not of_pass for part in parts]
-        if any(map(is_in_backward, others)):
-            raise RuntimeError(
-                "model: expected one forward pass in a backward pass, got two, each of which "
-                "updates rows. Compute both batches in one forward pass, or make a step of each."
-            )
-        if self._replicas:
-            call_after_backward(self._note_rows)  # once DDP has averaged gradients in place
-
-    def _note_rows(self) -> None:
-        self._left = {rows: _state_of(find()) for rows, find in self._replicas.items()}
-
-    def _check_features(
-        self, lookup: GuardedLookup, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
+    def _before_lookup(
+        self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
+        is_trained = module.training and torch.is_grad_enabled()
+        if is_trained:
+            self._check_inside("a forward pass")
+        if is_trained and not self._is_ahead:  # which adds the gradients of several calls up
+            if self._model not in self._called:
+                raise RuntimeError(
+                    f"embedding module {name}: expected a call of the model that "
+                    "hotrec.parallelize returned, got one of a part of it, whose gradients DDP "
+                    "would not average. Call model(batch), not model.module(batch)."
+                )
+            if module in self._called:
+                raise RuntimeError(
+                    f"embedding module {name}: expected one call in a step, got a second, and rows "
+                    "would be updated twice. Look all features up in one call, compute what is not "
+                    "trained under torch.no_grad(), and call optimizer.step() after each backward "
+                    'pass. To accumulate gradients as TorchRec does, pass hot="off".'
+                )
+            self._called.add(module)
         features = next(iter((*args, *kwargs.values())), None)
         if self._feed is None:
             if not isinstance(module, ShardedHotColdCollection):  # it checks itself
-                self._check(lookup, features)
+                self._check(name, features)
         elif self._factor is None:
-            same_verdict(lambda: self._check(lookup, features))
+            same_verdict(lambda: self._check(name, features))
+        features = next(features_in([*args, *kwargs.values()]), None)
+        if is_trained and features is not None and self._factor is None and not self._is_ahead:
+            self._agreement = self._agreement or Agreement()
+            # Not used yet, so it costs no time: the model's forward, or its step, waits.
+            self._sizes[name] = self._agreement.start([features.stride()])
 
     @property
     def _factor(self) -> float | None:
@@ -395,60 +310,36 @@ class Guard:
         held = None if self._feed is None else self._feed.held
         return held[0].factor if held else None
 
-    def _note_sizes(
-        self, name: str, module: nn.Module, args: Any, kwargs: Mapping[str, Any]
-    ) -> None:
-        features = next(features_in([*args, *kwargs.values()]), None)
-        is_trained = module.training and torch.is_grad_enabled()
-        if features is not None and is_trained and self._factor is None:
-            self._agreement = self._agreement or Agreement()
-            # Not used yet, so it costs no time: the model's forward, or its step, waits.
-            self._sizes[name] = self._agreement.start([features.stride()])
-
-    def _weigh(self, model: nn.Module, _: Any, output: Any) -> Any:
+    def _after_call(self, model: nn.Module, _: Any, output: Any) -> Any:
         """Weight the losses, if batches differ in size, so that the mean is over all samples."""
+        if self._feed is not None:
+            output = loss_and_output(model, output)
         if not (model.training and torch.is_grad_enabled()):
-            return None
+            return output
         factor, sizes = self._factor, [_first(found) for found in self._sizes.values()]
         self._sizes = {}
         if sizes:
             if self._feed is None and not _has_loss(output):
                 check_sizes(sizes[0])
             factor = factor_of(*sizes)
-        if factor in (None, 1.0):
-            return None
-        loss, *rest = output
-        kind, parts = type(output), [loss * factor, *rest]
-        return kind(parts) if kind in (tuple, list) else kind(*parts)  # of a NamedTuple
+        if factor not in (None, 1.0):
+            loss, *rest = output
+            kind, parts = type(output), [loss * factor, *rest]
+            output = kind(parts) if kind in (tuple, list) else kind(*parts)  # of a NamedTuple
+        return output
 
 
-def guard(model: DistributedModelParallel, choice: Choice, optimizer: ModelOptimizer) -> None:
-    """Store the choice for a model, and watch how it is trained."""
-    model.hotrec_choice, model.hotrec_guard = choice, Guard(model, choice)
-    model.hotrec_guard.watch_optimizer(model, optimizer)
+def _options_of(group: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """These options of an optimizer's group, with its rate as FBGEMM rounds it.
 
-
-def _outside(what: str) -> RuntimeError:
-    return RuntimeError(
-        f"pipeline look_ahead: expected hotrec.Pipeline to train the model, got {what} outside of "
-        "its progress, which would not average the dense layers. Train with "
-        'hotrec.Pipeline(model, optimizer), or pass pipeline="base" to hotrec.parallelize.'
-    )
+    Schedulers add others.
+    """
+    return {name: group[name] for name in names} | {"lr": float(np.float32(group["lr"]))}
 
 
 def _unwrapped(model: DistributedModelParallel) -> nn.Module:
     module: nn.Module = model.module
     return module
-
-
-def _gradient_of(replica: HotReplicas) -> torch.Tensor | None:
-    """The gradient that awaits the optimizer's step."""
-    return None if replica.reduced is None else replica.reduced[1]
-
-
-def _state_of(gradient: torch.Tensor | None) -> tuple[int, int] | None:
-    """A value that changes when a gradient is modified or replaced."""
-    return None if gradient is None else (gradient.data_ptr(), num_writes(gradient))
 
 
 def _facts_of(parameter: torch.Tensor, *, in_place: bool) -> tuple[Any, ...]:
@@ -459,12 +350,6 @@ def _facts_of(parameter: torch.Tensor, *, in_place: bool) -> tuple[Any, ...]:
 
 def _is_sharded(module: nn.Module) -> bool:
     return isinstance(module, ShardedModule)
-
-
-def _has_kernel_for_variable(features: Any) -> bool:
-    """Whether features have bags shared by samples, on a device where FBGEMM reads them."""
-    is_variable = isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key()
-    return is_variable and features.device().type != "cpu"
 
 
 def _first(found: Callable[[], list[list[int]]]) -> list[int]:

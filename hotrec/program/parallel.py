@@ -46,8 +46,7 @@ from hotrec.program.choice import (
     choose_given,
     choose_off,
 )
-from hotrec.program.features import allow_one_call, take_losses
-from hotrec.program.guard import guard
+from hotrec.program.guard import Guard
 from hotrec.program.tables import (
     EmbeddingOptimizer,
     InitialTables,
@@ -65,7 +64,7 @@ from hotrec.program.tables import (
 )
 from hotrec.runtime.hosts import gather_hosts
 from hotrec.runtime.memory import MIB
-from hotrec.runtime.ranks import Ranks, broadcast_object, joined_ranks, same_verdict
+from hotrec.runtime.ranks import Ranks, broadcast_object, joined_ranks, rank, same_verdict
 from hotrec.train.dense_sync import check_modules, share_first
 from hotrec.train.traced import features_read
 from hotrec.types import OptimizerKind, Partition, PipelineKind, PipelineSpec, Placement
@@ -175,13 +174,8 @@ def parallelize(  # noqa: PLR0913
         same_verdict(lambda: make_layers(model, ranks.device))
         if is_plain:
             plain = hot if isinstance(hot, Choice) else choose_off(kind)
-            _say(plain, ranks)
             sharded, optimizer = _plain(model, plan, ranks.device, dense_optimizer)
-            initial.set(sharded, given_seed)
-            take_losses(sharded)
-            allow_one_call(sharded)
-            guard(sharded, plain, optimizer)
-            return sharded, optimizer
+            return _finish(sharded, optimizer, plain, initial, given_seed)
         rule = same_verdict(lambda: shared_rule(collections))
         if isinstance(hot, Profile | Choice):
             batch_size = batch_size or hot.batch_size
@@ -229,23 +223,26 @@ def parallelize(  # noqa: PLR0913
 
         choice = broadcast_object(same_verdict(choose))
         assert choice is not None
-        _say(choice, ranks)
         if choice.pipeline is PipelineKind.look_ahead:
             same_verdict(lambda: _check_ahead(model))
         sharded = _shard(model, choice, tables, found, ranks)
-        initial.set(sharded, given_seed)
-        take_losses(sharded)
-        if choice.pipeline is not PipelineKind.look_ahead:  # it adds the gradients up
-            allow_one_call(sharded)
         optimizer = make_optimizer(sharded, rule, dense_optimizer)
-        guard(sharded, choice, optimizer)
-        return sharded, optimizer
+        return _finish(sharded, optimizer, choice, initial, given_seed)
 
 
-def _say(choice: Choice, ranks: Ranks) -> None:
-    """Print the choice, since a program need not have set up logging."""
-    if ranks.is_first:
+def _finish(
+    model: DistributedModelParallel,
+    optimizer: ModelOptimizer,
+    choice: Choice,
+    initial: InitialTables,
+    seed: int,
+) -> tuple[DistributedModelParallel, ModelOptimizer]:
+    """Set the initial weights, and watch how the model is trained."""
+    if rank() == 0:  # printed, since a program need not have set up logging
         print(f"hotrec: {choice}", file=sys.stderr, flush=True)
+    initial.set(model, seed)
+    model.hotrec_choice, model.hotrec_guard = choice, Guard(model, choice, optimizer)
+    return model, optimizer
 
 
 def choice_of(model: nn.Module) -> Choice:

@@ -13,7 +13,6 @@ from torch import nn
 
 from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.program.choice import Choice
-from hotrec.program.features import in_pipeline
 from hotrec.program.feed import Agreement, Feed, Source
 from hotrec.program.guard import Guard
 from hotrec.program.parallel import choice_of
@@ -186,7 +185,7 @@ class Pipeline:
         """A step. Unless it ends, ranks or rows may be apart, so that no other one starts."""
         self._state = _State.INSIDE
         try:
-            with in_pipeline(self._model), self._guard.inside(feed):
+            with self._guard.inside(feed):
                 yield
         except BaseException as caught:
             error = self._agreement.error_of_all(caught)

@@ -16,7 +16,6 @@ from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
-    DataType,
     PoolingType,
 )
 from torchrec.modules.embedding_modules import (
@@ -141,14 +140,6 @@ def check_tables(model: nn.Module) -> None:
                 )
         for config in configs_of(module):
             _check_config(config, is_weighted=_is_weighted(module))
-            of_table = [
-                p for name, p in module.named_parameters() if _table_of(name) == config.name
-            ]
-            if any(parameter.dtype != torch.float32 for parameter in of_table):
-                raise ValueError(
-                    f"table {config.name} weight: expected torch.float32, got {of_table[0].dtype}. "
-                    "Convert the model with .float() first."
-                )
     _check_shared(model)
 
 
@@ -174,11 +165,6 @@ def _check_config(config: BaseEmbeddingConfig, *, is_weighted: bool) -> None:
         raise ValueError(
             f"table {config.name} embedding_dim: expected a multiple of {DIM_MULTIPLE}, as "
             f"FBGEMM's kernels require, got {config.embedding_dim}. Choose another."
-        )
-    if config.data_type != DataType.FP32:
-        raise ValueError(
-            f"table {config.name} data_type: expected FP32, got {config.data_type.name}, whose "
-            "updates are rounded. Make the table in FP32."
         )
     if is_weighted and getattr(config, "pooling", None) == PoolingType.MEAN:
         raise ValueError(

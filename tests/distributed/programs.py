@@ -259,7 +259,7 @@ class Program:
         tables = {parameter for module in found for parameter in module.parameters()}
         trained = [p for p in self.unsplit.parameters() if p.requires_grad]
         parts = [[p for p in trained if (p in tables) is is_table] for is_table in (True, False)]
-        self._unsplit_rules = [rule(part) for rule, part in zip(rules, parts, strict=True) if part]
+        self.unsplit_rules = [rule(part) for rule, part in zip(rules, parts, strict=True) if part]
         self.losses: list[float] = []
         self.expected: list[float] = []
         self.parallelize(make, **given)
@@ -309,7 +309,7 @@ class Program:
             loss = loss_of(self.unsplit(batch))
             loss.backward()
             change()
-            for rule in self._unsplit_rules:
+            for rule in self.unsplit_rules:
                 rule.step()
                 rule.zero_grad()
             self.expected.append(float(loss.detach()))

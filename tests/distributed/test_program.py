@@ -28,10 +28,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 import hotrec
 from hotrec.embedding.initialize import set_unsplit
 from hotrec.embedding.tables import sharded_collections
-from hotrec.runtime.hosts import RANKS_PER_HOST
 from hotrec.types import (
     Exchange,
-    Levels,
     Partition,
     PipelineKind,
     Placement,
@@ -112,16 +110,11 @@ def trains(choice: Choice, **given: Any) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_choice_trains_as_the_unsplit_model(world_size: int) -> None:
-    made = [Choice("auto", PipelineKind.auto, counted), programs.CHOICES["off"][0]]
-    made += [
-        Choice(f"{hot.__name__} {k.name}", k, hot)
-        for k in KINDS
-        for hot in (programs.some_hot, mixed)
-    ]
-    made += [
-        programs.of_plan(plan, kind)
-        for plan in TorchrecPlan
-        for kind in (SPARSE_DIST, programs.BASE)
+    made = [
+        Choice("auto", PipelineKind.auto, counted),
+        programs.CHOICES["off"][0],
+        *(Choice(f"{hot.__name__} {k.name}", k, hot) for k, hot in product(KINDS, HOT)),
+        *(programs.of_plan(*of) for of in product(TorchrecPlan, KINDS[1:])),
     ]
     pays = partial(trains, may_decline=False, hot_budget_mib=0.002)
     of_counts = [programs.Check(pays, Choice(f"counted {k.name}", k, counted)) for k in KINDS]
@@ -188,18 +181,9 @@ def test_off_is_plain_torchrec_bit_for_bit() -> None:
 def initial_tables() -> None:
     """Tables on the device meta start alike whatever is chosen, and as their bounds say."""
     found = []
-    for hot in (
-        programs.some_hot(ALL_ROWS),
-        mixed(ALL_ROWS),
-        programs.of_plan(TorchrecPlan.planner, programs.BASE).hot,
-        "off",
-    ):
-        model, _ = hotrec.parallelize(
-            TwoSets("meta"),
-            hot,
-            **programs.RULES,
-            seed=1,
-        )
+    plan = programs.of_plan(TorchrecPlan.planner, programs.BASE).hot
+    for hot in (programs.some_hot(ALL_ROWS), mixed(ALL_ROWS), plan, "off"):
+        model, _ = hotrec.parallelize(TwoSets("meta"), hot, **programs.RULES, seed=1)
         found.append(hotrec.gather_tables(model))
     for name, rows in ALL_ROWS.items():
         assert 0.8 * rows**-0.5 < float(found[0][name].abs().max()) <= rows**-0.5
@@ -229,17 +213,20 @@ def test_a_profile_sums_what_the_ranks_read() -> None:
     run_ranks(count_on_each_rank, 2)
 
 
+def state_of(program: Program) -> dict[str, Any]:
+    return {"optimizer": program.optimizer.state_dict(), "model": program.model.state_dict()}
+
+
 def resumes(choice: Choice, other: Choice | None, folder: str) -> None:
     """After half of the steps: as a TorchRec user would, or hotrec's file under another choice."""
     program = program_of(choice)
     with program.pipeline():
         program.go(iter(mine(3, two_sets)))
-    state = {"optimizer": program.optimizer.state_dict(), "model": program.model.state_dict()}
     if other is None:
-        dcp.save(state, checkpoint_id=folder)
+        dcp.save(state_of(program), checkpoint_id=folder)
         program.choice = replace(choice, hot=hotrec.choice_of(program.model))
         program.parallelize(partial(TwoSets, "meta"))
-        state = {"optimizer": program.optimizer.state_dict(), "model": program.model.state_dict()}
+        state = state_of(program)
         dcp.load(state, checkpoint_id=folder)
         program.model.load_state_dict(state["model"])
         program.optimizer.load_state_dict(state["optimizer"])
@@ -256,9 +243,7 @@ def resumes(choice: Choice, other: Choice | None, folder: str) -> None:
 
 
 def resume_all(folder: str) -> None:
-    choices = [
-        Choice(hot.__name__, k, hot) for hot, k in product((programs.some_hot, mixed), KINDS[:2])
-    ]
+    choices = [Choice(hot.__name__, k, hot) for hot, k in product(HOT, KINDS[:2])]
     for at, choice in enumerate(choices):
         resumes(choice, None, f"{folder}/{at}")
         resumes(choice, choices[3 - at], f"{folder}/other{at}")
@@ -300,16 +285,13 @@ def adapts(choice: Choice, folder: str) -> None:
 def refuse_state(hot_set: hotrec.AdaptiveHotSet) -> None:
     state = hot_set.state_dict()
     key = next(name for name in state if name.endswith("user.weight/counts"))
-    rows, hot = (key.replace("/counts", part) for part in ("/counted_rows", "/hot_rows"))
-    for name, value in (
-        (key, torch.full_like(state[key], -1)),
-        (key, torch.full(state[key].shape, float("nan"))),
+    hot = key.replace("/counts", "/hot_rows")
+    wrong = (
         (key, state[key][1:]),
-        (rows, state[rows] + ALL_ROWS["user"]),
         (hot, state[hot] - ALL_ROWS["user"]),
-        (hot, torch.zeros_like(state[hot])),
         (hot, state[hot].double()),
-    ):
+    )
+    for name, value in wrong:
         with pytest.raises(ValueError, match="rows of table user: expected"):
             hot_set.load_state_dict([{**state, name: value}])
 
@@ -321,21 +303,3 @@ def adapt_all(folder: str) -> None:
 
 def test_hot_rows_follow_the_batches(tmp_path: Path) -> None:
     run_ranks(adapt_all, 2, timeout_s=100, folder=str(tmp_path))
-
-
-def adapt_in_two_levels(folder: str) -> None:
-    """On two pretended hosts of two ranks, with a choice that a planner could have made."""
-    for kind in KINDS:
-        choice = hotrec.choice_of(program_of(Choice("stale", kind, stale)).model)
-        spec = replace(choice.plan.pipeline, levels=Levels.two)
-        two_levels = replace(choice, plan=replace(choice.plan, pipeline=spec))
-        adapts(Choice("two levels", kind, two_levels), f"{folder}/{kind.name}")
-        program = program_of(Choice("two levels", kind, two_levels))
-        assert all(of.hosts is not None for _, of in sharded_collections(program.model)), kind
-
-
-def test_rows_of_a_program_cross_the_network_once_per_host(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv(RANKS_PER_HOST, "2")
-    run_ranks(adapt_in_two_levels, 4, timeout_s=150, folder=str(tmp_path))

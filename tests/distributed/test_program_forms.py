@@ -85,15 +85,6 @@ class Guarded(Model):
         return logits
 
 
-class Counting(Model):
-    """Control flow by the number of samples, likewise, before the lookup."""
-
-    def pooled(self, batch: Batch) -> list[torch.Tensor]:
-        for _ in range(min(1, batch.dense.shape[0])):
-            pass
-        return super().pooled(batch)
-
-
 class Computing(Model):
     """Computes the features that it looks up."""
 
@@ -231,8 +222,6 @@ def everywhere(key: str, got: str = "") -> dict[str, tuple[str, str]]:
     return dict.fromkeys(("look_ahead", "sparse_dist", "base"), (key, got))
 
 
-MEAN = PoolingType.MEAN
-WEIGHTED = partial(Model, is_weighted=True)
 NO_LAYERS = {"look_ahead": ("pipeline look_ahead", "got none")}
 OWN_BAGS = everywhere("features", "got bags")
 UNTRACED = {"sparse_dist": ("pipeline sparse_dist", 'pipeline="base"')}
@@ -245,21 +234,16 @@ COMPUTED = {
 ORDER = {"rows": MANY_ROWS, "sizes": programs.one_empty, "rules": (programs.SGD, programs.SGD)}
 FORMS = {
     "control flow by values": Form(Guarded, refused=UNTRACED),
-    "control flow by size": Form(Counting, refused=UNTRACED),
     "computed features": Form(Computing, refused=COMPUTED),
     "called twice": Form(Twice, refused=SECOND_CALL),
     "frozen layer": Form(partial(frozen, "hidden")),
     "frozen layers": Form(partial(frozen, "hidden", "out"), refused=NO_LAYERS),
     "no layers": Form(NoLayers, refused=NO_LAYERS),
     "weights undeclared": Form(Model, partial(make_batch, is_weighted=True)),
-    "weights": Form(WEIGHTED, partial(make_batch, is_weighted=True)),
-    "no weights": Form(WEIGHTED, refused=everywhere("features weights", "got none")),
-    "other keys": Form(Model, other_keys),
-    "int32": Form(Model, partial(make_batch, dtype=torch.int32)),
-    "mean of none": Form(
-        lambda: Model([table("user", pooling=MEAN), table("item", pooling=MEAN)]),
-        partial(make_batch, most=1),
+    "no weights": Form(
+        partial(Model, is_weighted=True), refused=everywhere("features weights", "got none")
     ),
+    "other keys": Form(Model, other_keys),
     "own initial weights": Form(
         lambda: Model([table("user", init_fn=nn.init.ones_), table("item")])
     ),

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,12 @@ from torchrec.distributed.planner.shard_estimators import (
     EmbeddingPerfEstimator,
     EmbeddingStorageEstimator,
 )
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -30,6 +37,7 @@ from hotrec.assemble.torchrec_plan import (
     TrainedStorageEstimator,
     make_plan,
     plan_document,
+    shardings_by,
     topology_of,
 )
 from hotrec.embedding.collection import HotColdEmbeddingBagCollection
@@ -42,6 +50,7 @@ from hotrec.types import (
     Exchange,
     OptimizerKind,
     Partition,
+    PipelineSpec,
     Placement,
     Sharding,
     TablePlacement,
@@ -52,8 +61,7 @@ from hotrec.types import (
 
 META = torch.device("meta")
 SGD = OptimizerSpec(OptimizerKind.sgd, learning_rate=0.1)
-SHARDERS: Any = [HotColdSharder(SGD)]
-DEVICE = TorchrecTier.fused
+HOST_TIERS = (TorchrecTier.fused_uvm, TorchrecTier.fused_uvm_caching)
 NUM_ROWS = {"small": 10, "big": 1000, "owned": 700, "pooled": 60}
 PARTITION = Partition(NUM_ROWS, {"small": np.arange(10), "big": np.arange(50)})
 PLACEMENT = Placement(
@@ -65,13 +73,6 @@ PLACEMENT = Placement(
         "pooled": TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE),
     },
 )
-HALVES = {
-    "small_hot": ("data_parallel", "dense"),  # wholly hot: no cold half
-    "big_hot": ("data_parallel", "dense"),
-    "big": ("row_wise", "fused"),
-    "owned": ("row_wise", "fused"),
-    "pooled": ("row_wise", "fused"),
-}
 
 
 def tables() -> list[EmbeddingBagConfig]:
@@ -82,57 +83,44 @@ def tables() -> list[EmbeddingBagConfig]:
 
 
 class Model(nn.Module):
-    def __init__(self, placement: Placement | Partition | None) -> None:
+    def __init__(self, *, is_split: bool) -> None:
         super().__init__()
-        if placement is None:
-            self.e: nn.Module = EmbeddingBagCollection(tables=tables(), device=META)
-        else:
-            self.e = HotColdEmbeddingBagCollection(tables(), placement, device=META)
+        self.e: nn.Module = EmbeddingBagCollection(tables=tables(), device=META)
+        if is_split:
+            self.e = HotColdEmbeddingBagCollection(tables(), PLACEMENT, device=META)
 
 
 def machine(world_size: int = 2, device: str = "cpu", **changes: Any) -> Machine:
     facts = {"device_bytes": 1 << 30, "host_bytes": 1 << 33, "batch_size": 64, **changes}
-    return Machine(world_size, facts.pop("local_world_size", world_size), device, **facts)
+    return Machine(world_size, world_size, device, **facts)
 
 
-def plan_of(
-    variant: TorchrecPlan | None, on: Machine, tier: TorchrecTier = TorchrecTier.fused
-) -> dict[str, Any]:
-    if variant is None:
-        constraints: Any = placement_constraints(Placement.alike(PARTITION))
-        return plan_document(make_plan(Model(PARTITION), SHARDERS, on, constraints))["e"]
-    sharders: Any = [EmbeddingBagCollectionSharder(fused_params(SGD))]
-    asked = TorchrecTables(variant, tier)
-    constraints = torchrec_constraints(tables(), asked, batch_size=64, device=on.device)
-    return plan_document(make_plan(Model(None), sharders, on, constraints))["e"]
+def plan_of(asked: TorchrecTables | None, on: Machine) -> dict[str, Any]:
+    """TorchRec's plan of unsplit tables, or of split ones."""
+    sharders: Any = [HotColdSharder(SGD)]
+    constraints: Any = placement_constraints(PLACEMENT, on.device)
+    if asked is not None:
+        sharders = [EmbeddingBagCollectionSharder(fused_params(SGD))]
+        constraints = torchrec_constraints(tables(), asked, batch_size=64, device=on.device)
+    plan = make_plan(Model(is_split=asked is None), sharders, on, constraints)
+    return plan_document(plan)["e"]
 
 
-def summary(tables: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    return {name: (t["sharding_type"], t["compute_kernel"]) for name, t in tables.items()}
-
-
-def test_a_placement_becomes_constraints_and_a_plan() -> None:
-    expected = HALVES | {
-        "big": ("row_wise", "fused_uvm"),  # the memory behind slots
+@pytest.mark.parametrize(("device", "behind_slots"), [("cpu", "fused"), ("cuda", "fused_uvm")])
+def test_a_placement_becomes_a_plan(device: str, behind_slots: str) -> None:
+    document = plan_of(None, machine(3, device))
+    assert {n: (of["sharding_type"], of["compute_kernel"]) for n, of in document.items()} == {
+        "small_hot": ("data_parallel", "dense"),  # wholly hot: no cold half
+        "big_hot": ("data_parallel", "dense"),
+        "big": ("row_wise", behind_slots),
         "owned": ("table_wise", "fused"),
         "pooled": ("table_wise", "fused"),
     }
-    constraints = placement_constraints(PLACEMENT, "cuda")
-    assert {name: (c.sharding_types, c.compute_kernels) for name, c in constraints.items()} == {
-        name: ([sharding], [kernel]) for name, (sharding, kernel) in expected.items()
-    }
-    plan = make_plan(Model(PLACEMENT), SHARDERS, machine(2, "cuda"), constraints)
-    assert summary(plan_document(plan)["e"]) == expected
-
-
-def test_hot_cold_plan() -> None:
-    document = plan_of(None, machine(3))
-    assert summary(document) == HALVES
     # All rows, in original ids, whatever is hot.
     assert [shard["sizes"] for shard in document["big"]["shards"]] == [[334, 8], [334, 8], [332, 8]]
     assert document["small_hot"]["shards"] == []
     assert document["small_hot"]["ranks"] == [0, 1, 2]
-    assert plan_of(None, machine(3)) == document  # every rank makes its own, and they must agree
+    assert plan_of(None, machine(3, device)) == document  # the ranks' own, which must agree
 
 
 def plan_of_sequences() -> dict[str, Any]:
@@ -160,64 +148,71 @@ def test_ranks_with_other_hash_seeds_make_the_same_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "on", "tier"),
+    ("asked", "on"),
     [
-        (None, machine(host_bytes=10_000), DEVICE),
-        (None, machine(2, "cuda", device_bytes=10_000), DEVICE),
-        (TorchrecPlan.planner, machine(2, "cuda", host_bytes=10_000), TorchrecTier.fused_uvm),
+        (None, machine(host_bytes=10_000)),
+        (None, machine(2, "cuda", device_bytes=10_000)),
+        (TorchrecTables(tier=TorchrecTier.fused_uvm), machine(2, "cuda", host_bytes=10_000)),
     ],
 )
-def test_tables_that_do_not_fit(
-    variant: TorchrecPlan | None, on: Machine, tier: TorchrecTier
-) -> None:
+def test_tables_that_do_not_fit(asked: TorchrecTables | None, on: Machine) -> None:
     with pytest.raises(ValueError, match=r"^plan for 2 ranks .*expected .*, got [^\n]*$"):
-        plan_of(variant, on, tier)
-    assert plan_of(variant, replace(on, device_bytes=1 << 18, host_bytes=1 << 18), tier)
+        plan_of(asked, on)
+    assert plan_of(asked, replace(on, device_bytes=1 << 18, host_bytes=1 << 18))
 
 
-@pytest.mark.parametrize(
-    ("kind", "by_element", "by_row"),
-    [
-        (OptimizerKind.sgd, 0, 0),
-        (OptimizerKind.adagrad, 1, 0),
-        (OptimizerKind.rowwise_adagrad, 0, 1),
-        (OptimizerKind.adam, 2, 0),
-    ],
-)
+@pytest.mark.parametrize("kind", [*OptimizerKind])
 @pytest.mark.parametrize("tier", [None, *TorchrecTier])
 def test_states_and_gradients_are_counted_where_they_are(
-    kind: OptimizerKind, by_element: int, by_row: int, tier: TorchrecTier | None
+    kind: OptimizerKind, tier: TorchrecTier | None
 ) -> None:
     """TorchRec counts neither: it looks for the optimizer on the parameters."""
     topology, spec = topology_of(machine(2, "cuda")), OptimizerSpec(kind, learning_rate=0.1)
-    constraints: Any = placement_constraints(Placement.alike(PARTITION))
+    constraints: Any = placement_constraints(PLACEMENT, "cuda")
     sharders: Any = [HotColdSharder(spec)]
     if tier is not None:
         asked = TorchrecTables(TorchrecPlan.table_wise, tier)
         constraints = torchrec_constraints(tables(), asked, batch_size=64, device="cuda")
         sharders = [EmbeddingBagCollectionSharder(fused_params(spec))]
 
-    def storages(estimator: type[EmbeddingStorageEstimator]) -> dict[str, list[Any]]:
-        estimators: Any = [
-            EmbeddingPerfEstimator(topology, constraints),
-            estimator(topology, constraints),
-        ]
+    def bytes_of(name: str, estimator: type[EmbeddingStorageEstimator]) -> Any:
+        perf = EmbeddingPerfEstimator(topology, constraints)
+        estimators: Any = [perf, estimator(topology, constraints)]
         enumerator = EmbeddingEnumerator(topology, 64, constraints, estimators)
-        options = enumerator.enumerate(Model(None if tier else PARTITION), sharders)
-        return {option.name: [shard.storage for shard in option.shards] for option in options}
+        options = enumerator.enumerate(Model(is_split=tier is None), sharders)
+        [first] = [option.shards[0].storage for option in options if option.name == name]
+        return np.array([first.hbm, first.ddr])
 
-    plain, found = storages(EmbeddingStorageEstimator), storages(TrainedStorageEstimator)
-    beside = {
-        name: [
-            (f.hbm - p.hbm, f.ddr - p.ddr) for f, p in zip(found[name], plain[name], strict=True)
-        ]
-        for name in plain
-    }
-    element, row = by_element * 4 * 8, by_row * 4
-    if tier is None:
-        # Only touched rows of a replica have gradients.
-        assert beside["big_hot"] == [(50 * (element + row), 0)] * 2
-        assert beside["owned"] == [(350 * (element + row), 0)] * 2
-    else:  # row-wise state is on the device for every row, no state is cached
-        on_device, on_host = (element, 0) if tier is DEVICE else (0, element)
-        assert beside["owned"] == [(700 * (on_device + row), 700 * on_host)]
+    state = spec.state_bytes_per_row(8)
+    for name, num_rows in (("owned", 700), *([("big_hot", 50)] if tier is None else [])):
+        # Only touched rows of a replica have gradients. A state of one value is on the device for
+        # every row, and no state is cached.
+        is_on_host = tier in HOST_TIERS and kind is not OptimizerKind.rowwise_adagrad
+        expected = np.array([0, state] if is_on_host else [state, 0]) * num_rows
+        found = bytes_of(name, TrainedStorageEstimator) - bytes_of(name, EmbeddingStorageEstimator)
+        assert found.tolist() == expected.tolist()
+
+
+def test_plans_are_compared_where_they_train_the_same_weights() -> None:
+    module = EmbeddingCollection(
+        [EmbeddingConfig(name="a", num_embeddings=90, embedding_dim=8, feature_names=["f"])]
+    )
+    for sharding, kind, is_exact in (
+        (table_wise(rank=0), OptimizerKind.rowwise_adagrad, True),
+        (column_wise(ranks=[0, 1]), OptimizerKind.sgd, True),
+        # A state of its own for each part of a row.
+        (column_wise(ranks=[0, 1]), OptimizerKind.rowwise_adagrad, False),
+    ):
+        plan = construct_module_sharding_plan(
+            module,
+            {"a": sharding},
+            sharder=EmbeddingCollectionSharder(),
+            local_size=1,
+            world_size=2,
+            device_type="cpu",
+        )
+        made, rule = ShardingPlan({"": plan}), OptimizerSpec(kind, learning_rate=0.1)
+        find = partial(shardings_by, lambda *_, made=made: made, ["a"], machine(), rule)
+        found = find()(TorchrecTables(), PipelineSpec())
+        assert isinstance(found, str) is not is_exact
+        assert not isinstance(find(is_exact=False)(TorchrecTables(), PipelineSpec()), str)

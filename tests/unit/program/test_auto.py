@@ -16,7 +16,7 @@ from hotrec.program.feed import factor_of
 from hotrec.runtime.ranks import Ranks
 from hotrec.types import Partition, PipelineKind
 from tests.distributed.programs import ROWS, Model, make_batch
-from tests.distributed.test_program_forms import Computing, Counting, Guarded, Twice
+from tests.distributed.test_program_forms import Computing, Guarded, Twice
 
 RULE = partial(torch.optim.SGD, lr=0.1)
 SOME = Partition(ROWS, {"user": np.arange(5)})
@@ -29,7 +29,7 @@ def chosen(make: Callable[[], nn.Module], hot: Any, **given: Any) -> hotrec.Choi
     return hotrec.choice_of(model)
 
 
-@pytest.mark.parametrize("make", [Guarded, Counting, Computing, Twice])
+@pytest.mark.parametrize("make", [Guarded, Computing, Twice])
 def test_auto_takes_base_where_features_cannot_be_read_ahead(
     one_rank: Ranks, make: Callable[[], nn.Module]
 ) -> None:
