@@ -131,7 +131,7 @@ docs: $(INSTALLED_DOCS) ## Build the documentation into build/docs, with warning
 	@echo "docs: build/docs/index.html"
 
 bench: $(INSTALLED) ## Compare hot/cold with TorchRec's own plans, interleaved in one run.
-	$(BIN)/hotrec bench
+	$(BIN)/hotrec compare plans=criteo_like_b2048
 
 clean: ## Remove the environments and the caches; data and runs stay.
 	rm -rf $(VENV) $(PAIR_TESTS:test-%=$(VENV)-%) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# hotrec bench on several networks, all cases in turn in each: hosts are network namespaces of one
+# hotrec compare on several networks, all cases in turn in each: hosts are network namespaces of one
 # machine, one rank in each or -g ranks, every link shaped to a rate both ways (see hosts.sh); and loopback.
 #
 #   benchmarks/networks.sh [-o DIR] [-n "NETWORK ..."] [-w "RANKS ..."] [-g RANKS] [-b "BATCH ..."]
-#                          [-x CHOICE] [-k ROUNDS] [-c "CASE ..."] [-p] [hydra overrides of hotrec bench ...]
+#                          [-x CHOICE] [-k ROUNDS] [-c "CASE ..."] [-p] [hydra overrides of hotrec compare ...]
 #
 #   -o  directory of the JSON files, the page and the picture (default benchmarks/results/networks)
 #   -n  loopback, or rates as tc writes them (default "loopback 10gbit 1gbit 250mbit")
@@ -68,26 +68,26 @@ measure() {
   shift 3
   run_dir="runs/networks/$(date +%Y%m%d-%H%M%S)-$hosts_id-$network-w$ranks-b$batch"
   mkdir -p "$run_dir" "$output"
-  local words=(-m hotrec bench "bench=${choice}_b$batch"
-    "bench.rounds=${rounds:-$(default_rounds "$network" "$batch")}")
-  if [ -n "$cases" ]; then words+=("bench.cases=[${cases// /,}]"); fi
+  local words=(-m hotrec compare "plans=${choice}_b$batch"
+    "plans.rounds=${rounds:-$(default_rounds "$network" "$batch")}")
+  if [ -n "$cases" ]; then words+=("plans.cases=[${cases// /,}]"); fi
   export HOTREC_RUN_DIR=$run_dir
   if [ "$network" = loopback ]; then
     "$(find_python)" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
-      "${words[@]}" "bench.network=loopback" "$@" > "$logs/first" || return 1
+      "${words[@]}" "plans.network=loopback" "$@" > "$logs/first" || return 1
   else
     if ! make_hosts "$network" "$((ranks / per_host))" 2> "$logs/hosts"; then
       echo "networks: skipped $network: $(tr '\n' ' ' < "$logs/hosts")" >&2
       remove_hosts
       return 0
     fi
-    run_on_hosts "$logs" "$per_host" "${words[@]}" bench.interface=veth0 "bench.network=$network" "$@" \
+    run_on_hosts "$logs" "$per_host" "${words[@]}" plans.interface=veth0 "plans.network=$network" "$@" \
       > "$logs/first" || return 1
     remove_hosts
   fi
   local hosts=
   if [ "$network" != loopback ] && [ "$per_host" -gt 1 ]; then hosts=-g$per_host; fi
-  cp "$run_dir/bench.json" "$output/$network-w$ranks$hosts-b$batch.json"
+  cp "$run_dir/compare.json" "$output/$network-w$ranks$hosts-b$batch.json"
 }
 
 if [ -z "$page_only" ]; then

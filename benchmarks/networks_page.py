@@ -37,7 +37,7 @@ HEADER = """# Networks
 Made by `benchmarks/networks.sh`. Hosts are network namespaces of one machine, one rank in each or
 as many as the section says, every link shaped to the rate both ways (two hosts on a veth pair, four
 on a bridge); loopback: all ranks on one host. In each network all cases are run in turn in one
-`hotrec bench`, in blocks of consecutive steps, on the same batches from the same weights."""
+`hotrec compare`, in blocks of consecutive steps, on the same batches from the same weights."""
 
 READING = """Step: from when the last rank returned from the step before to when the last rank
 returned from this one, within a block, with no barrier in between; the first {skip} of a block's
@@ -92,7 +92,7 @@ Cell = tuple[str, int, int]
 
 
 def read(directory: Path) -> dict[Cell, dict[str, Any]]:
-    """The figures of ``hotrec bench`` by network, ranks and batch, in the page's order."""
+    """The figures of ``hotrec compare`` by network, ranks and batch, in the page's order."""
     found = {}
     for path in directory.glob("*.json"):
         match = re.fullmatch(r"(\w+)-w(\d+)(?:-g(\d+))?-b(\d+)", path.stem)

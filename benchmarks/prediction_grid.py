@@ -35,7 +35,7 @@ from hotrec.calibrate.measure import measure_costs
 from hotrec.calibrate.workload import CalibrationTarget
 from hotrec.cli.output import quiet_torch
 from hotrec.cli.store import build_config, compose_config
-from hotrec.config.roots import BenchRootConfig
+from hotrec.config.roots import CompareConfig
 from hotrec.cost_model.histogram import CountHistogram, build_histogram
 from hotrec.planner.partition import most_accessed
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
@@ -77,15 +77,15 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def compose(num_timed: int) -> BenchRootConfig:
+def compose(num_timed: int) -> CompareConfig:
     words = [
-        f"bench.rounds={-(-num_timed // (BLOCK_STEPS - BLOCK_SKIP))}",
-        *(f"bench.block_steps={BLOCK_STEPS}", f"bench.block_skip={BLOCK_SKIP}"),
-        *("bench.counted_steps=1", "bench.warmup_rounds=2"),
+        f"plans.rounds={-(-num_timed // (BLOCK_STEPS - BLOCK_SKIP))}",
+        *(f"plans.block_steps={BLOCK_STEPS}", f"plans.block_skip={BLOCK_SKIP}"),
+        *("plans.counted_steps=1", "plans.warmup_rounds=2"),
     ]
-    composed = compose_config("bench", words)
-    config: BenchRootConfig = build_config(composed)
-    config.bench.table_rows = [min(rows, LARGEST_TABLE) for rows in config.bench.table_rows]
+    composed = compose_config("compare", words)
+    config: CompareConfig = build_config(composed)
+    config.plans.table_rows = [min(rows, LARGEST_TABLE) for rows in config.plans.table_rows]
     return config
 
 
@@ -96,7 +96,7 @@ def run_grid(arguments: argparse.Namespace) -> None:
         subject = make_subject(
             config.model,
             config.optimizer,
-            table_per_feature(config.bench.table_rows, config.bench.num_dense),
+            table_per_feature(config.plans.table_rows, config.plans.num_dense),
             batch_size=max(arguments.batch_sizes),
             seed=1,
         )
@@ -106,7 +106,7 @@ def run_grid(arguments: argparse.Namespace) -> None:
         cells = []
         for exponent in arguments.exponents:
             for batch_size in arguments.batch_sizes:
-                config.bench.zipf_exponent, config.bench.batch_size = exponent, batch_size
+                config.plans.zipf_exponent, config.plans.batch_size = exponent, batch_size
                 cells.append(run_cell(config, arguments.pipeline, costs, ranks))
                 if ranks.is_first:
                     write(arguments, ranks, costs, cells, calibrated_s)
@@ -136,8 +136,8 @@ def say(ranks: Ranks, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def run_cell(config: BenchRootConfig, pipeline: str, costs: Any, ranks: Ranks) -> dict[str, Any]:
-    bench = config.bench
+def run_cell(config: CompareConfig, pipeline: str, costs: Any, ranks: Ranks) -> dict[str, Any]:
+    bench = config.plans
     samples = ZipfTables(
         bench.table_rows, exponent=bench.zipf_exponent, num_dense=bench.num_dense, seed=bench.seed
     )

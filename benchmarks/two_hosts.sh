@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# hotrec bench on two hosts: two network namespaces joined by a veth pair, shaped to a given rate on
+# hotrec compare on two hosts: two network namespaces joined by a veth pair, shaped to a given rate on
 # both ends, one torchrun node in each.
 #
-#   benchmarks/two_hosts.sh [-r RATE] [-o DIR] [-c "CASE ..."] [hydra overrides of hotrec bench ...]
+#   benchmarks/two_hosts.sh [-r RATE] [-o DIR] [-c "CASE ..."] [hydra overrides of hotrec compare ...]
 #
 #   -r  rate of the link as tc writes it (default 1gbit)
 #   -o  directory of the pages, one per case (default benchmarks/results/two_hosts)
 #   -c  choices of bench= (default "criteo_like_b2048 criteo_like_b8192")
 #
 # Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN), ip and tc; exits with 77 and the reason where namespaces
-# cannot be made. The last line on stdout is one JSON object: by case, the figures of hotrec bench.
+# cannot be made. The last line on stdout is one JSON object: by case, the figures of hotrec compare.
 # Environment: PYTHON, the interpreter (default: the project's .venv, else python3).
 set -euo pipefail
 
@@ -51,9 +51,9 @@ figures=()
 for case in $cases; do
   run_dir="runs/two_hosts/$(date +%Y%m%d-%H%M%S)-$hosts_id-$case"
   mkdir -p "$run_dir"
-  HOTREC_RUN_DIR=$run_dir run_on_hosts "$logs" 1 -m hotrec bench "bench=$case" \
-    bench.interface=veth0 "bench.page=$output/$case.md" \
-    "bench.network='two network namespaces of one machine, veth pair shaped to $rate each way'" \
+  HOTREC_RUN_DIR=$run_dir run_on_hosts "$logs" 1 -m hotrec compare "plans=$case" \
+    plans.interface=veth0 "plans.page=$output/$case.md" \
+    "plans.network='two network namespaces of one machine, veth pair shaped to $rate each way'" \
     "$@" > "$logs/first" || {
     status=$?
     echo "two_hosts: $case failed with exit code $status" >&2

@@ -1,6 +1,6 @@
 """Draws the figures of the pages into docs/_static: ``PYTHONPATH=. python docs/draw_figures.py``.
 
-Those of why_and_when.md are computed: requests from the batches of ``hotrec bench``, bytes from
+Those of why_and_when.md are computed: requests from the batches of ``hotrec compare``, bytes from
 ``benchmarks/results/locality.md``.
 """
 

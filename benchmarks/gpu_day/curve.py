@@ -36,12 +36,12 @@ def train(device: str, pipeline: PipelineKind, day: Day) -> dict[str, Any]:
     """The loss of every step."""
     num_steps = day.pick(200, 20)
     config = bench_config(
-        f"bench={day.pick('criteo_like_b2048', 'smoke')}",
+        f"plans={day.pick('criteo_like_b2048', 'smoke')}",
         "optimizer=rowwise_adagrad", "optimizer.learning_rate=0.02",
     )  # fmt: skip
-    samples = ZipfTables(config.bench.table_rows, exponent=1.05, num_dense=13, seed=0)
+    samples = ZipfTables(config.plans.table_rows, exponent=1.05, num_dense=13, seed=0)
     batches = samples.batches(
-        num_steps + 4, batch_size=config.bench.batch_size, rank=0, world_size=1
+        num_steps + 4, batch_size=config.plans.batch_size, rank=0, world_size=1
     )
     placed = Placement.alike(choose_fraction(samples.count(10000), hot_frac=0.02))
     case = split_case(device, placed, PipelineSpec(pipeline), is_routed_by_loader=True)
@@ -55,7 +55,7 @@ def train(device: str, pipeline: PipelineKind, day: Day) -> dict[str, Any]:
         losses = torch.stack([loss.detach() for loss in runner.losses]).tolist()
     del runner
     free_memory()
-    return {"losses": losses, "batch_size": config.bench.batch_size}
+    return {"losses": losses, "batch_size": config.plans.batch_size}
 
 
 def draw(losses: dict[str, list[float]], path: Path) -> dict[str, Any]:

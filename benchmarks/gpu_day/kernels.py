@@ -113,10 +113,10 @@ def check_step(
     kind: OptimizerKind, name: str, tier: str, ranks: Ranks, num_steps: int = NUM_STEPS
 ) -> dict[str, Any]:
     """Steps of a whole model; their losses."""
-    config = bench_config("bench=smoke", f"optimizer={kind.value}")
-    samples = ZipfTables(config.bench.table_rows, exponent=1.05, num_dense=4, seed=0)
+    config = bench_config("plans=smoke", f"optimizer={kind.value}")
+    samples = ZipfTables(config.plans.table_rows, exponent=1.05, num_dense=4, seed=0)
     batches = samples.batches(
-        num_steps + 4, batch_size=config.bench.batch_size, rank=0, world_size=1
+        num_steps + 4, batch_size=config.plans.batch_size, rank=0, world_size=1
     )
     case = make_case(name, tier, samples.count(10000))
     subject = subject_of(config, samples.schema)

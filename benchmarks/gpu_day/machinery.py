@@ -26,7 +26,7 @@ from hotrec.bench.figures import summarize as sum_up
 from hotrec.bench.job import make_turns, subject_of
 from hotrec.bench.measure import run_cases
 from hotrec.bench.samples import ZipfTables
-from hotrec.config.roots import BenchRootConfig
+from hotrec.config.roots import CompareConfig
 from hotrec.data.batch import Batch
 from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.planner.policies import choose_all_cold
@@ -101,14 +101,14 @@ def cut_rows(table_rows: Sequence[int], most_bytes: float, row_bytes: int) -> li
 
 
 def measure(
-    config: BenchRootConfig,
+    config: CompareConfig,
     samples: ZipfTables,
     cases: Sequence[Case],
     ranks: Ranks,
     baselines: Sequence[str] = (BASELINE,),
     num_watched: int = 0,
 ) -> dict[str, Any]:
-    """Run the cases interleaved, like ``hotrec bench``; figures by case.
+    """Run the cases interleaved, like ``hotrec compare``; figures by case.
 
     Args:
         config: of the benchmark.
@@ -118,7 +118,7 @@ def measure(
         baselines: cases that the others are compared with.
         num_watched: steps before the timed ones, in whose second half the bus is watched.
     """
-    bench = config.bench
+    bench = config.plans
     subject, turns = subject_of(config, samples.schema), make_turns(bench)
     batches = samples.batches(
         num_watched + turns.num_batches, batch_size=bench.batch_size, rank=0, world_size=1
@@ -150,7 +150,7 @@ def measure(
     }
 
 
-def measure_machinery(config: BenchRootConfig, samples: ZipfTables, ranks: Ranks) -> dict[str, Any]:
+def measure_machinery(config: CompareConfig, samples: ZipfTables, ranks: Ranks) -> dict[str, Any]:
     """The cases of this stage.
 
     Raises:
@@ -158,7 +158,7 @@ def measure_machinery(config: BenchRootConfig, samples: ZipfTables, ranks: Ranks
     """
     cases = make_cases({t.name: np.ones(t.num_rows, np.int64) for t in samples.schema.tables})
     needed = len(cases) * (
-        4 * (config.model.embedding_dim + 1) * sum(config.bench.table_rows) + SPARE_BYTES
+        4 * (config.model.embedding_dim + 1) * sum(config.plans.table_rows) + SPARE_BYTES
     )
     free, _ = torch.cuda.mem_get_info(ranks.device)
     if needed > free:
@@ -167,25 +167,25 @@ def measure_machinery(config: BenchRootConfig, samples: ZipfTables, ranks: Ranks
 
 
 def dlrm(day: Day, ranks: Ranks) -> dict[str, Any]:
-    config = bench_config(f"bench={day.pick('criteo_like_b8192', 'smoke')}", *_words(day))
-    samples = ZipfTables(config.bench.table_rows, exponent=1.05, num_dense=13, seed=0)
+    config = bench_config(f"plans={day.pick('criteo_like_b8192', 'smoke')}", *_words(day))
+    samples = ZipfTables(config.plans.table_rows, exponent=1.05, num_dense=13, seed=0)
     return measure_machinery(config, samples, ranks)
 
 
 def dcnv2(day: Day, ranks: Ranks) -> dict[str, Any]:
     small = ("model=dcnv2", "model.embedding_dim=16", "model.dense_layer_sizes=[32,16]")
-    config = bench_config("bench=criteo_like_b8192", *day.pick(MLPERF_MODEL, small), *_words(day))
+    config = bench_config("plans=criteo_like_b8192", *day.pick(MLPERF_MODEL, small), *_words(day))
     most_bytes = day.pick(12e9, 1e6)
-    config.bench.table_rows = cut_rows(MLPERF_ROWS, most_bytes, 4 * config.model.embedding_dim)
-    return measure_machinery(config, MultiHotTables(config.bench.table_rows, MLPERF_IDS), ranks)
+    config.plans.table_rows = cut_rows(MLPERF_ROWS, most_bytes, 4 * config.model.embedding_dim)
+    return measure_machinery(config, MultiHotTables(config.plans.table_rows, MLPERF_IDS), ranks)
 
 
 def _words(day: Day) -> list[str]:
     block_steps, skipped = day.pick((10, 2), (3, 1))
     return [
-        f"bench.batch_size={day.pick(8192, 32)}", f"bench.rounds={day.pick(3, 1)}",
-        f"bench.block_steps={block_steps}", f"bench.block_skip={skipped}",
-        f"bench.warmup_rounds={day.pick(6, 2)}", "bench.counted_steps=1",
+        f"plans.batch_size={day.pick(8192, 32)}", f"plans.rounds={day.pick(3, 1)}",
+        f"plans.block_steps={block_steps}", f"plans.block_skip={skipped}",
+        f"plans.warmup_rounds={day.pick(6, 2)}", "plans.counted_steps=1",
     ]  # fmt: skip
 
 

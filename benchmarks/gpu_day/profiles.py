@@ -61,11 +61,11 @@ def make_case(name: str, samples: ZipfTables) -> Case:
 def profile_case(name: str, day: Day, ranks: Ranks) -> dict[str, Any]:
     """Stages, kernels and waits of one case."""
     num_warm, num_timed, num_profiled = day.pick((8, 20, 5), (2, 4, 2))
-    config = bench_config(f"bench={day.pick('criteo_like_b8192', 'smoke')}")
-    samples = ZipfTables(config.bench.table_rows, exponent=1.05, num_dense=13, seed=0)
+    config = bench_config(f"plans={day.pick('criteo_like_b8192', 'smoke')}")
+    samples = ZipfTables(config.plans.table_rows, exponent=1.05, num_dense=13, seed=0)
     batches = samples.batches(
         num_warm + num_timed + num_profiled + 10,
-        batch_size=config.bench.batch_size, rank=0, world_size=1,
+        batch_size=config.plans.batch_size, rank=0, world_size=1,
     )  # fmt: skip
     subject = subject_of(config, samples.schema)
     runner = build_runner(subject, make_case(name, samples), batches, ranks, samples)

@@ -20,7 +20,7 @@ import torch
 from benchmarks.gpu_day.record import Parts, Record, Summary
 from hotrec.bench.machine import machine_facts
 from hotrec.cli.store import build_config, compose_config
-from hotrec.config.roots import BenchRootConfig
+from hotrec.config.roots import CompareConfig
 from hotrec.report.units import show_seconds
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -180,9 +180,9 @@ def bus_traffic() -> Iterator[dict[str, float]]:
     found |= {way: float(np.mean(some)) * elapsed_s for way, some in rates.items() if some}
 
 
-def bench_config(*words: str) -> BenchRootConfig:
-    """The configuration of ``hotrec bench`` with these words."""
-    config: BenchRootConfig = build_config(compose_config("bench", words))
+def bench_config(*words: str) -> CompareConfig:
+    """The configuration of ``hotrec compare`` with these words."""
+    config: CompareConfig = build_config(compose_config("compare", words))
     return config
 
 

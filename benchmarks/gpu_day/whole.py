@@ -1,6 +1,6 @@
 """Stage 3: whole training steps of a model whose tables exceed the device's budget for rows.
 
-DLRM on Criteo-like tables, interleaved as in ``hotrec bench`` (same code), NCCL with one rank. All
+DLRM on Criteo-like tables, interleaved as in `hotrec compare`, NCCL with one rank. All
 rows in GPU memory are the target, without a budget. TorchRec's plans keep rows in host memory that
 the device reads (UVM), or behind FBGEMM's cache, which its prefetch pipeline fills for the next
 batch. hotrec keeps them behind slots that look-ahead fills; a variant gives half of the budget to
@@ -22,7 +22,7 @@ from benchmarks.gpu_day.stage import DASH, Day, bench_config, main
 from hotrec.assemble.policies import ColdRows
 from hotrec.bench.cases import Case, split_case
 from hotrec.bench.samples import ZipfTables
-from hotrec.config.roots import BenchRootConfig
+from hotrec.config.roots import CompareConfig
 from hotrec.cost_model.profile import Profile
 from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.planner.policies import choose_all_cold, choose_fraction, choose_popular_rows
@@ -118,15 +118,15 @@ def compare(day: Day, ranks: Ranks, batch_size: int, num_steps: int) -> dict[str
     """
     table_bytes, budget_bytes = day.pick(8 * GIB, 1 << 20), day.pick(GIB, 1 << 18)
     config = bench_config(
-        "bench=criteo_like_b8192", "optimizer=rowwise_adagrad",
+        "plans=criteo_like_b8192", "optimizer=rowwise_adagrad",
         # Rounding grows in hundreds of steps.
         "optimizer.learning_rate=0.0001",
-        f"model.embedding_dim={day.pick(128, 8)}", f"bench.batch_size={batch_size}",
+        f"model.embedding_dim={day.pick(128, 8)}", f"plans.batch_size={batch_size}",
         *day.pick((), ("model.dense_layer_sizes=[16,8]", "model.over_layer_sizes=[16,1]")),
-        f"bench.rounds={day.pick(num_steps // 10, 1)}", f"bench.block_steps={day.pick(10, 3)}",
-        "bench.block_skip=1", "bench.warmup_rounds=2", "bench.counted_steps=1",
+        f"plans.rounds={day.pick(num_steps // 10, 1)}", f"plans.block_steps={day.pick(10, 3)}",
+        "plans.block_skip=1", "plans.warmup_rounds=2", "plans.counted_steps=1",
     )  # fmt: skip
-    dim, bench = config.model.embedding_dim, config.bench
+    dim, bench = config.model.embedding_dim, config.plans
     factor = table_bytes / (4 * dim * sum(bench.table_rows))
     bench.table_rows = [max(1, round(rows * factor)) for rows in bench.table_rows]
     _check_memory(config, budget_bytes, ranks)
@@ -139,8 +139,8 @@ def compare(day: Day, ranks: Ranks, batch_size: int, num_steps: int) -> dict[str
     return {**figures, "table_bytes": table_bytes, "budget_bytes": budget_bytes}
 
 
-def _check_memory(config: BenchRootConfig, budget_bytes: float, ranks: Ranks) -> None:
-    tables = 4 * config.model.embedding_dim * sum(config.bench.table_rows)
+def _check_memory(config: CompareConfig, budget_bytes: float, ranks: Ranks) -> None:
+    tables = 4 * config.model.embedding_dim * sum(config.plans.table_rows)
     for memory, needed, free in (
         ("GPU", tables + NUM_HOST_CASES * budget_bytes, torch.cuda.mem_get_info(ranks.device)[0]),
         ("host", NUM_HOST_CASES * tables, read_memory()[1]),

@@ -54,7 +54,7 @@ def measure(
         baselines: Names of the cases that the others are compared with.
 
     Returns:
-        The content of ``bench.json``, equal on every rank. ``losses_apart`` names the cases whose
+        The content of ``compare.json``, equal on every rank. ``losses_apart`` names the cases whose
         losses differ from those of the first exact one; their figures must not be used.
 
     Raises:

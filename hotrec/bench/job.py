@@ -1,4 +1,4 @@
-"""The door: turns a configuration of ``hotrec bench`` into the inputs of a benchmark."""
+"""The door: turns a configuration of ``hotrec compare`` into the inputs of a benchmark."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hotrec.config.roots import (
     HOT_COLD_CASES,
     BenchCase,
     BenchConfig,
-    BenchRootConfig,
     BenchRouting,
     BenchVariant,
+    CompareConfig,
     TrainerConfig,
 )
 from hotrec.cost_model.profile import Profile
@@ -80,9 +80,9 @@ def make_subject(
     return Subject(spec, batch_size)
 
 
-def subject_of(config: BenchRootConfig, schema: Schema) -> Subject:
+def subject_of(config: CompareConfig, schema: Schema) -> Subject:
     """The model of a benchmark's cases, on tables of this schema."""
-    bench, planner = config.bench, config.planner
+    bench, planner = config.plans, config.planner
     subject = make_subject(
         config.model, config.optimizer, schema, batch_size=bench.batch_size, seed=bench.seed
     )
@@ -182,7 +182,7 @@ def make_turns(bench: BenchConfig) -> Turns:
 
 
 def make_benchmark(
-    config: BenchRootConfig, ranks: Ranks, choose_cases: CaseChooser = make_cases
+    config: CompareConfig, ranks: Ranks, choose_cases: CaseChooser = make_cases
 ) -> Benchmark:
     """The benchmark of a configuration.
 
@@ -197,7 +197,7 @@ def make_benchmark(
             be hot.
         ArtifactError: If there is no complete dataset at ``bench.dataset``.
     """
-    bench = config.bench
+    bench = config.plans
     samples: ZipfTables | StoredSamples
     if bench.dataset is None:
         samples = ZipfTables(

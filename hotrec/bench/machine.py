@@ -65,5 +65,5 @@ def interface_sent_bytes(interface: str) -> int:
     counters = {name.strip(): rest.split() for name, _, rest in (x.partition(":") for x in lines)}
     sent = {name: int(fields[8]) for name, fields in counters.items()}
     if interface not in sent:
-        raise ValueError(f"bench.interface: expected one of {sorted(sent)}, got {interface!r}.")
+        raise ValueError(f"plans.interface: expected one of {sorted(sent)}, got {interface!r}.")
     return sent[interface]

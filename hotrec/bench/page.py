@@ -82,7 +82,7 @@ def render_page(document: Document, *, command: str, configuration: str) -> str:
     """The whole page in Markdown.
 
     Args:
-        document: The content of bench.json.
+        document: The content of compare.json.
         command: The command line that reproduces the page.
         configuration: The complete configuration as YAML.
     """
@@ -99,7 +99,7 @@ def render_page(document: Document, *, command: str, configuration: str) -> str:
         "Machine": ["\n".join(f"* {fact}" for fact in _machine(document["machine"]))],
         "Configuration": [f"```yaml\n{configuration.rstrip()}\n```"],
     }
-    blocks = [f"# hotrec bench: {document['name']}"]
+    blocks = [f"# hotrec compare: {document['name']}"]
     for title, texts in sections.items():
         blocks += [f"## {title}", *texts] if texts else []
     return "\n\n".join(blocks) + "\n"

@@ -172,7 +172,7 @@ def _next_commands(command: str, figures: Figures, words: Sequence[str]) -> Iter
         of_split = [f"split={split}"] if split not in (None, "test") else []
         yield "evaluate", command_text("evaluate", [word, *of_split])
         yield "export", command_text("export", [word, "output=exported"])
-    if command == "compare":
+    if command == "compare" and "runs" in figures:
         runs = ",".join(quoted(str(shown(run))) for run in figures["runs"])
         compared = quoted(str(shown(Path(figures["compared"]).parent)))
         yield "report", command_text("report", [f"runs=[{runs}]", f"compared={compared}"])

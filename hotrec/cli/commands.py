@@ -48,7 +48,7 @@ COMMANDS = {
         first="run_dir={}",
     ),
     "compare": Command(
-        "interleave training with the plans of several runs, and report which is faster",
+        "interleave training with the plans of runs, or those of plans=, and compare their speed",
         "compare",
         is_parallel=True,
         first="runs=[{}]",
@@ -63,9 +63,6 @@ COMMANDS = {
         "predict",
         is_parallel=True,
         first="input=[{}]",
-    ),
-    "bench": Command(
-        "time hot/cold against TorchRec's plans, interleaved in one run", "bench", is_parallel=True
     ),
     "report": Command(
         "make one HTML page and one JSON file from run directories or a sweep",

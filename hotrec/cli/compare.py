@@ -1,13 +1,20 @@
-"""``hotrec compare``: interleave training with the plans of several runs, and compare speed."""
+"""``hotrec compare``: interleave training with the plans of runs, or given ones, in one run."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 from hotrec.assemble.job import chosen_device
+from hotrec.bench.benchmark import measure
+from hotrec.bench.figures import reference_case
+from hotrec.bench.job import make_benchmark
+from hotrec.bench.page import render_page, result_text
 from hotrec.cli.store import read_config
 from hotrec.cli.watched import watched_ranks
 from hotrec.config.roots import CompareConfig, Config
@@ -19,9 +26,17 @@ from hotrec.runs.compare import compare_runs
 from hotrec.runtime.ranks import same_verdict
 from hotrec.runtime.run_dir import CONFIG_FILE, PLAN_JSON, find_run
 
+PAGE = "compare.md"
+
 
 def run(config: CompareConfig, run_dir: Path) -> dict[str, Any]:
-    """Compare the plans of the runs as recorded, and write ``compare.json`` into the directory."""
+    """Compare the plans of the runs as recorded, or those given, and write ``compare.json``.
+
+    Raises:
+        RuntimeError: On every rank, after the results are written, if losses of two plans differ.
+    """
+    if config.plans.is_chosen:
+        return _measure(config, run_dir)
     start_s = time.perf_counter()
     device = chosen_device(config.device)
     with watched_ranks(run_dir, device=device) as ranks:
@@ -51,3 +66,32 @@ def run(config: CompareConfig, run_dir: Path) -> dict[str, Any]:
         "world_size": ranks.world_size,
         "elapsed_s": time.perf_counter() - start_s,
     }
+
+
+def _measure(config: CompareConfig, run_dir: Path) -> dict[str, Any]:
+    """Measure hot/cold against TorchRec's own plans on unsplit tables; the figures."""
+    warnings.filterwarnings("ignore", module="torch|torchrec|fbgemm_gpu")
+    with watched_ranks(run_dir, device=config.device.name) as ranks:
+        document = measure(make_benchmark(config, ranks), ranks)
+        if ranks.is_first:
+            print(result_text(document["cases"]), file=sys.stderr)
+            page = render_page(
+                document,
+                command=shlex.join(["hotrec", "compare", *sys.argv[1:]]),
+                configuration=(run_dir / CONFIG_FILE).read_text(),
+            )
+            text = json.dumps(document, indent=2) + "\n"
+            write_files(run_dir, {COMPARED_JSON: text, PAGE: page})
+            if config.plans.page is not None:
+                target = Path(config.plans.page)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(page)
+    if document["losses_apart"]:
+        cases = document["cases"]
+        apart = {name: cases[name]["largest_loss_difference"] for name in document["losses_apart"]}
+        raise RuntimeError(
+            f"plans losses: expected all cases within {config.plans.loss_tolerance} of "
+            f"{reference_case(cases)}, got {apart}. The cases do not train the same model; do not "
+            "use these results."
+        )
+    return document

@@ -34,8 +34,6 @@ PARENT = "HOTREC_PARENT"
 BRIEF = "HOTREC_BRIEF"
 # Set for a process whose parent reports the signal that ended it.
 TOLD = "HOTREC_TOLD"
-# The runs of these commands are named by the experiment, all others by the command.
-_NAMED_BY_EXPERIMENT = ("train", "bench")
 # Set by torchrun for its ranks.
 _AGENT = "TORCHELASTIC_RUN_ID"
 _WORKER_END_S = 5.0
@@ -152,7 +150,7 @@ def decide_run_dir(
 
 
 def _name_of(command: str, overrides: Sequence[str]) -> str:
-    for override in overrides if command in _NAMED_BY_EXPERIMENT else ():
+    for override in overrides if command == "train" else ():
         key, _, value = override.partition("=")
         if key.lstrip("+") == "experiment" and value.isidentifier():
             return value

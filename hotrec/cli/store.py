@@ -60,26 +60,11 @@ def options_of(group: str, own: Iterable[Path] = ()) -> dict[str, Path]:
     return {file.stem: file for file in files}
 
 
-def bench_layers() -> dict[str, dict[str, Any]]:
-    """What bench_layers.yaml sets, for each model that has all of its keys."""
-    layers = _read_yaml(conf_dir() / "bench_layers.yaml")
-    return {
-        name: layers
-        for name, variant in VARIANTS["model"].items()
-        if layers.keys() <= {item.name for item in dataclasses.fields(variant)}
-    }
-
-
 def groups_of(root: str) -> dict[str, str | None]:
     """The groups of a root configuration, with the choice by default if there is one."""
     entries = _read_yaml(conf_dir() / f"{root}.yaml").get("defaults", [])
     pairs = (entry for entry in entries if isinstance(entry, dict) and "hydra" not in entry)
-    return {
-        group: choice
-        for pair in pairs
-        for group, choice in pair.items()
-        if not group.startswith("optional ")  # follows another choice
-    }
+    return {group: choice for pair in pairs for group, choice in pair.items()}
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
@@ -88,15 +73,13 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 
 @functools.cache
 def register_schemas() -> None:
-    """Register the dataclasses with Hydra, under the names that the YAML files use, and layers."""
+    """Register the dataclasses with Hydra, under the names that the YAML files use."""
     store = ConfigStore.instance()
     for name, root in ROOTS.items():
         store.store(name=f"{name}_schema", node=root)
     for group, variants in VARIANTS.items():
         for name, variant in variants.items():
             store.store(name=f"{group}_{name}_schema", node=variant)
-    for name, layers in bench_layers().items():
-        store.store(group="bench_layers", name=name, node=layers)
 
 
 def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:

@@ -395,18 +395,18 @@ class BenchVariant:
 
 @dataclass
 class BenchConfig:
-    """The measurement; a choice of bench= sets it."""
+    """Plans on generated or prepared samples; a choice of plans= sets them."""
 
-    name: str = key("title of the page; by default the bench= choice")
+    name: str | None = key("title of the page; by default the plans= choice")
     cases: list[str] = key(
-        "cases to compare: placements or names in bench.variants", [*map(str, BenchCase)], size=1
+        "cases to compare: placements or names in plans.variants", [*map(str, BenchCase)], size=1
     )
     variants: dict[str, BenchVariant] = key("additional cases by name", {})
     dataset: str | None = key(
         "directory of a dataset to train on; null: samples drawn for table_rows", None
     )
     table_rows: list[int] = key(
-        "rows of each table, read by one feature; by default of the bench= choice", [], ge=1
+        "rows of each table, read by one feature; by default of the plans= choice", [], ge=1
     )
     zipf_exponent: float = key("exponent of the k-th row's popularity, k^-exponent", 1.05, ge=0)
     rows_by_popularity: bool = key("number rows by popularity instead of at random", False)
@@ -428,7 +428,6 @@ class BenchConfig:
         "pipeline of cases that set none: sparse_dist or base", PipelineKind.sparse_dist
     )
     seed: int = key("seed of weights, popularity and samples", 0, ge=0)
-    device: Device = key(DEVICE, Device.auto)
     loss_tolerance: float = key("maximum difference of losses between cases", 1e-4, gt=0)
     interface: str | None = key(
         "network interface whose sent bytes are also read; null: none", None
@@ -438,12 +437,17 @@ class BenchConfig:
     )
     page: str | None = key("path of a second copy of the page; null: none", None)
 
+    @property
+    def is_chosen(self) -> bool:
+        """Whether there is something to train on."""
+        return bool(self.table_rows) or self.dataset is not None
+
     def rules(self) -> Rules:
         cases, placements = self.cases, [*map(str, BenchCase)]
         known = [*placements, *self.variants]
         yield (
-            bool(self.table_rows) != (self.dataset is not None),
-            "table_rows: expected rows of tables, or none and a prepared dataset in bench.dataset, "
+            not self.table_rows or self.dataset is None,
+            "table_rows: expected rows of tables, or none and a prepared dataset in plans.dataset, "
             f"got {self.table_rows} and dataset {self.dataset}.",
         )
         yield len(set(cases)) == len(cases), f"cases: expected each at most once, got {cases}."
@@ -452,9 +456,9 @@ class BenchConfig:
         yield (
             self.pipeline in (PipelineKind.sparse_dist, PipelineKind.base),
             "pipeline: expected sparse_dist or base, which every placement has, got "
-            f"{self.pipeline.name}. Give single cases another pipeline by bench.variants.",
+            f"{self.pipeline.name}. Give single cases another pipeline by plans.variants.",
         )
-        expected, skip = f"below bench.block_steps {self.block_steps}", self.block_skip
+        expected, skip = f"below plans.block_steps {self.block_steps}", self.block_skip
         yield skip < self.block_steps, f"block_skip: expected {expected}, got {skip}."
         for name, variant in self.variants.items():
             expected = f": expected a name other than {placements}"
@@ -464,17 +468,6 @@ class BenchConfig:
             ):
                 dot = "" if message[0] == ":" else "."
                 yield holds, f"variants.{name}{dot}{message}"
-
-
-@dataclass
-class BenchRootConfig:
-    """The configuration of bench."""
-
-    bench: BenchConfig = section("the measurement", BenchConfig)
-    model: ModelConfig = section("the model", ModelConfig)
-    optimizer: OptimizerConfig = section("the update rule of all parameters", OptimizerConfig)
-    planner: PlannerConfig = section("the machine that the plan is for", PlannerConfig)
-    launch: LaunchConfig = section("the processes on this host", LaunchConfig)
 
 
 @dataclass
@@ -600,7 +593,7 @@ class CompareConfig:
     """The configuration of compare."""
 
     runs: list[str] = key(
-        "training runs with the same data, model and batch; `hotrec compare DIRECTORY ...`", size=2
+        "training runs with the same data, model and batch; `hotrec compare DIRECTORY ...`", []
     )
     seconds: float = key(
         "seconds of interleaved training, at least three blocks of each plan",
@@ -609,7 +602,18 @@ class CompareConfig:
         le=MAX_SECONDS,
     )
     device: Device = key(DEVICE, Device.auto)
+    plans: BenchConfig = section("plans to compare instead of runs", BenchConfig)
+    model: ModelConfig = section("the model of plans", ModelConfig)
+    optimizer: OptimizerConfig = section("the update rule of all parameters", OptimizerConfig)
+    planner: PlannerConfig = section("the machine that the plan is for", PlannerConfig)
     launch: LaunchConfig = section("the processes on this host", LaunchConfig)
+
+    def rules(self) -> Rules:
+        yield (
+            bool(self.runs) != self.plans.is_chosen,
+            f"runs: expected training runs, or a choice of plans= instead, got {self.runs} and "
+            f"plans={self.plans.name}. Name two runs, or choose plans=criteo_like_b2048.",
+        )
 
 
 @dataclass
@@ -695,7 +699,6 @@ class DoctorConfig:
 
 ROOTS: dict[str, type] = {
     "config": Config,
-    "bench": BenchRootConfig,
     "evaluate": EvaluateConfig,
     "compare": CompareConfig,
     "export": ExportConfig,

@@ -24,7 +24,7 @@ VALID = "valid"
 SWEPT = [figure for figure in FIGURES.values() if figure.in_sweep]
 CHOICES = [figure for figure in SWEPT if figure.unit is Unit.quality]
 NO_TURNS = (
-    "Jobs are not interleaved, so their step times are not comparable; `hotrec bench` compares "
+    "Jobs are not interleaved, so their step times are not comparable; `hotrec compare` compares "
     "plans."
 )
 

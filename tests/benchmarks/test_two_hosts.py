@@ -1,4 +1,4 @@
-"""`hotrec bench` on two hosts, which are network namespaces of this one."""
+"""`hotrec compare` on two hosts, which are network namespaces of this one."""
 
 from __future__ import annotations
 

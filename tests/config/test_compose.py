@@ -67,11 +67,11 @@ def test_choice(group: str, choice: str) -> None:
         assert type(getattr(config, group)) is VARIANTS[group][choice]
 
 
-@pytest.mark.parametrize("choice", options_of("bench"))
+@pytest.mark.parametrize("choice", options_of("plans"))
 def test_bench_choice(choice: str) -> None:
-    words = [f"bench={choice}", "model.embedding_dim=32"]
-    config = build_config(compose_config("bench", words))
-    assert config.bench.name == choice
+    words = [f"plans={choice}", "model.embedding_dim=32"]
+    config = build_config(compose_config("compare", words))
+    assert config.plans.name == choice
     assert config.model.dense_layer_sizes[-1] == 32
 
 
@@ -84,7 +84,7 @@ def test_every_command_has_a_root(name: str) -> None:
 
 def test_every_file_is_a_choice_and_every_variant_has_a_file() -> None:
     folders = {path.parent.name for path in conf_dir().rglob("*.yaml")}
-    assert folders - {"conf", "hydra", "launcher", "sweeper", "bench"} == set(GROUPS)
+    assert folders - {"conf", "hydra", "launcher", "sweeper", "plans"} == set(GROUPS)
     assert all(set(options_of(group)) == set(VARIANTS[group]) for group in VARIANTS)
 
 

@@ -1,4 +1,4 @@
-"""`hotrec bench` on two real ranks: every case trains alike, and figures add up."""
+"""`hotrec compare` on two real ranks: every case trains alike, and figures add up."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ CASES = (*EXACT, "look_ahead_bf16")
 
 
 def hotrec_bench(*words: str, run_dir: Path) -> Outcome:
-    given = ("bench=smoke", "launch.num_ranks=2", *words)
-    return hotrec("bench", *given, cwd=run_dir, HOTREC_RUN_DIR=str(run_dir))
+    given = ("plans=smoke", "launch.num_ranks=2", *words)
+    return hotrec("compare", *given, cwd=run_dir, HOTREC_RUN_DIR=str(run_dir))
 
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     run_dir = tmp_path_factory.mktemp("bench")
-    done = hotrec_bench(f"bench.cases=[{','.join(CASES)}]", run_dir=run_dir)
+    done = hotrec_bench(f"plans.cases=[{','.join(CASES)}]", run_dir=run_dir)
     found: dict[str, Any] = done.figures
-    assert found == json.loads((run_dir / "bench.json").read_text())
-    page = (run_dir / "bench.md").read_text()
+    assert found == json.loads((run_dir / "compare.json").read_text())
+    page = (run_dir / "compare.md").read_text()
     for name in CASES:
         assert f"| {name} " in page
         assert f"\n| {name} " in done.stderr  # the table on the terminal
@@ -71,14 +71,14 @@ def test_bytes_keep_to_the_bound(figures: dict[str, Any]) -> None:
 def test_models_that_differ_fail_the_run_loudly(tmp_path: Path) -> None:
     # At this rate rounding grows within a few steps into what no sum in another order can avoid.
     done = hotrec_bench(
-        "bench.cases=[hot_cold,table_wise]",
-        "bench.loss_tolerance=1e-30",
+        "plans.cases=[hot_cold,table_wise]",
+        "plans.loss_tolerance=1e-30",
         "optimizer.learning_rate=0.2",
-        "bench.rounds=4",
-        "bench.routing=loader",
+        "plans.rounds=4",
+        "plans.routing=loader",
         run_dir=tmp_path,
     )
     assert done.exit_code != 0
     assert done.stdout == ""
-    assert "bench losses: expected" in done.stderr
-    assert "1e-30: table_wise" in (tmp_path / "bench.md").read_text()
+    assert "plans losses: expected" in done.stderr
+    assert "1e-30: table_wise" in (tmp_path / "compare.md").read_text()

@@ -89,7 +89,8 @@ def compare_plans(workspace: Workspace) -> None:
         assert plan["replicated_frac"] + sum(plan["owned_fracs"]) == pytest.approx(1)
     report = shlex.split(outcome.stderr.splitlines()[-1])
     assert report[:2] == ["report", "hotrec"]
-    assert 'id="Plans"' in Path(hotrec(*report[2:], cwd=folder).figures["page"]).read_text()
+    said_of_plans = outcome.figures["verdict"]
+    assert hotrec(*report[2:], cwd=folder).figures["verdict"][: len(said_of_plans)] == said_of_plans
     said = refusal("compare", *words, "launch.num_ranks=1", cwd=folder)
     assert "launch.num_ranks: expected 2, as runs/hotcold had, got 1." in said
 

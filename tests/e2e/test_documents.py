@@ -70,7 +70,7 @@ CHAIN: dict[str, tuple[str, ...]] = {
     "compare": ("compare", "runs/train", "runs/train_torchrec", "seconds=1"),
     "export": ("export", "run_dir=runs/train_torchrec", "output=model"),
     "predict": ("predict", "run_dir=runs/train", "input=[log.csv]", "output=scores"),
-    "bench": ("bench", "bench=smoke", "bench.variants={}", "bench.device=cpu"),
+    "compare_plans": ("compare", "plans=smoke", "plans.variants={}", "device=cpu"),
     "report": ("report", "runs=[runs/train,runs/train_torchrec]"),
 }
 SWEEPS = {

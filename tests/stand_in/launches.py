@@ -1,4 +1,4 @@
-"""Device operations and host waits of a whole training step, as ``hotrec bench`` builds it.
+"""Device operations and host waits of a whole training step, as ``hotrec compare`` builds it.
 
 A DLRM over 26 tables, row-wise Adagrad, some rows read by more ids than a kernel sums at once.
 """
@@ -40,11 +40,11 @@ def measure(names: list[str], num_steps: int) -> dict[str, Step]:
     ranks = Ranks(rank, world_size, rank, world_size, device)
     config = build_config(
         compose_config(
-            "bench",
+            "compare",
             (
-                f"bench.table_rows=[{','.join(map(str, TABLE_ROWS))}]",
-                f"bench.batch_size={BATCH_SIZE}",
-                "bench.device=cuda",
+                f"plans.table_rows=[{','.join(map(str, TABLE_ROWS))}]",
+                f"plans.batch_size={BATCH_SIZE}",
+                "device=cuda",
             ),
         )
     )

@@ -1,4 +1,4 @@
-"""The parts of `hotrec bench` that need no ranks."""
+"""The parts of `hotrec compare` that need no ranks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from hotrec.bench.page import render_page, result_text
 from hotrec.bench.stored import StoredSamples
 from hotrec.cli.store import build_config, compose_config
 from hotrec.config.data import SyntheticSpec
-from hotrec.config.roots import BenchRootConfig
+from hotrec.config.roots import CompareConfig
 from hotrec.data.synthetic import write_synthetic
 from hotrec.runtime.ranks import process_group
 from hotrec.train.interleave import Block
 from hotrec.types import STAGES
 
 
-def root_config(*words: str) -> BenchRootConfig:
-    config: BenchRootConfig = build_config(compose_config("bench", ["bench=smoke", *words]))
+def root_config(*words: str) -> CompareConfig:
+    config: CompareConfig = build_config(compose_config("compare", ["plans=smoke", *words]))
     return config
 
 
@@ -53,8 +53,8 @@ def root_config(*words: str) -> BenchRootConfig:
 )
 def test_bad_values_are_refused_with_their_key(word: str) -> None:
     key = word.partition("=")[0]
-    with pytest.raises(ValueError, match=rf"bench\.{key}.*: expected "):
-        root_config(f"++bench.{word}")
+    with pytest.raises(ValueError, match=rf"plans\.{key}.*: expected "):
+        root_config(f"++plans.{word}")
 
 
 def test_samples_of_a_dataset_are_those_that_training_reads(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_samples_of_a_dataset_are_those_that_training_reads(tmp_path: Path) -> N
 
 def test_hot_rows_are_the_most_looked_up() -> None:
     counts = {"a": np.array([5, 9, 0, 7]), "b": np.array([8, 1])}
-    bench = root_config("bench.num_hot_rows=3", "bench.table_rows=[4,2]").bench
+    bench = root_config("plans.num_hot_rows=3", "plans.table_rows=[4,2]").plans
     partition = choose_hot_rows(bench, counts)
     assert {table: partition.hot(table).tolist() for table in counts} == {"a": [1, 3], "b": [0]}
     bench.num_hot_rows = 7
@@ -92,10 +92,10 @@ def test_hot_rows_are_the_most_looked_up() -> None:
 def test_one_rank_measures_every_kind_of_case() -> None:
     words = ["cases=[look_ahead_local,hot_cold,all_hot,planner]", "routing=loader", "interface=lo"]
     words += ["block_steps=2"]
-    config = root_config(*(f"bench.{word}" for word in words))
+    config = root_config(*(f"plans.{word}" for word in words))
     with process_group(device="cpu") as ranks:
         document = measure(make_benchmark(config, ranks), ranks)
-    with pytest.raises(ValueError, match="bench.interface: expected one of .*, got 'none0'"):
+    with pytest.raises(ValueError, match="plans.interface: expected one of .*, got 'none0'"):
         interface_sent_bytes("none0")
     cases = document["cases"]
     assert document["losses_apart"] == []
@@ -108,7 +108,7 @@ def test_one_rank_measures_every_kind_of_case() -> None:
     assert {case["sent_bytes"] for case in cases.values()} == {0}  # there is no other rank
     # A case may fit into memory that a process has had before.
     assert all(case["wire_bytes"] >= 0 and case["memory_bytes"] >= 0 for case in cases.values())
-    page = render_page(document, command="hotrec bench", configuration="")
+    page = render_page(document, command="hotrec compare", configuration="")
     assert result_text(cases) in page
 
 
