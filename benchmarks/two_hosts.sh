@@ -6,7 +6,7 @@
 #
 #   -r  rate of the link as tc writes it (default 1gbit)
 #   -o  directory of the pages, one per case (default benchmarks/results/two_hosts)
-#   -c  choices of bench= (default "criteo_like_b2048 criteo_like_b8192")
+#   -c  choices of plans= (default "criteo_like_b2048 criteo_like_b8192")
 #
 # Needs root (CAP_NET_ADMIN, CAP_SYS_ADMIN), ip and tc; exits with 77 and the reason where namespaces
 # cannot be made. The last line on stdout is one JSON object: by case, the figures of hotrec compare.

@@ -26,7 +26,7 @@ from hotrec.data.chunks import Dataset
 from hotrec.data.encode import check_encoding
 from hotrec.data.generation import generations_of
 from hotrec.data.readers import find_files
-from hotrec.runtime.run_dir import CHECKPOINTS, RECORD
+from hotrec.runtime.run_dir import RECORD
 
 logger = logging.getLogger(__name__)
 Figures = dict[str, Any]
@@ -47,29 +47,12 @@ def write_made(record: Path, digest: str, figures: Mapping[str, Any], **more: An
 
 
 def read_made(record: Path, digest: str) -> Figures | None:
-    """The figures of a stage with exactly these inputs and all its files; None otherwise."""
+    """The figures of a stage with exactly these inputs; None otherwise."""
     try:
         document = json.loads(read_record(record))
-        found = describe_files(record.parent) if "files" in document else {}
-        is_whole = document.get("files", {}).items() <= found.items()
-        return dict(document["figures"]) if document["made_from"] == digest and is_whole else None
+        return dict(document["figures"]) if document["made_from"] == digest else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
-
-
-def describe_files(directory: Path) -> dict[str, int]:
-    """The size of each file of a stage; checkpoints kept besides the last are not described."""
-    checkpoints = directory / CHECKPOINTS
-    kept = {
-        pointer.read_text().strip() for pointer in checkpoints.glob("[!.]*") if pointer.is_file()
-    }
-    return {
-        str(file.relative_to(directory)): file.stat().st_size
-        for file in directory.rglob("[!.]*")
-        if file.is_file()
-        and file.name != RECORD
-        and (file.parent.parent != checkpoints or file.parent.name in kept)
-    }
 
 
 def dataset_inputs(config: Config) -> str | None:

@@ -23,7 +23,6 @@ from hotrec.cli.made import (
     Figures,
     command_text,
     content_hash,
-    describe_files,
     digest_of,
     find_dataset,
     read_made,
@@ -187,39 +186,28 @@ class _Chain:
         """The stage and its number among all."""
         return f"{self.names.index(name) + 1}/{len(self.names)} {name}"
 
-    def do_recorded(
-        self,
-        name: str,
-        words: Sequence[str],
-        digest: str,
-        find: Callable[[], Figures | None] | None = None,
-    ) -> None:
+    def do_recorded(self, name: str, words: Sequence[str], digest: str) -> None:
         """Make a stage, unless its directory has a record of exactly these inputs."""
         record = self.folder / name / RECORD
-        self.do(name, words, find or (lambda: read_made(record, digest)))
+        self.do(name, words, lambda: read_made(record, digest))
         if name in self.made:
-            files = describe_files(record.parent)
-            write_made(record, digest, self.figures[name], files=files)
+            write_made(record, digest, self.figures[name])
 
     def train(self, name: str, words: Sequence[str]) -> None:
-        """Train, unless the run is finished and has all its files; continue one that is not."""
+        """Train, unless the run is finished and has its checkpoint; continue one that is not."""
         folder = self.folder / name
-        record = folder / RECORD
 
         def find() -> Figures | None:
             figures = read_finished(folder)
-            if figures is not None and not record.exists() and _has_checkpoint(folder):
-                # This program was killed when the run had ended.
-                write_made(record, name, figures, files=describe_files(folder))
-            if figures is None or read_made(record, name) is not None:
+            if figures is None or _has_checkpoint(folder):
                 return figures
             aside = folder.with_name(f"{name}.incomplete")
-            logger.warning("%s lacks files that it had: moved to %s", folder, aside)
+            logger.warning("%s lacks files of its checkpoint: moved to %s", folder, aside)
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
             return None
 
-        self.do_recorded(name, words, name, find)
+        self.do(name, words, find)
 
     def start(self, name: str, words: Sequence[str]) -> Figures:
         """Run a command in its directory, here or on its ranks; returns its figures."""

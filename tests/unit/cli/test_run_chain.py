@@ -120,22 +120,15 @@ def become(**facts: Any) -> Change:
     return lambda machine, folder: vars(machine).update(facts)
 
 
-def both(*changes: Change) -> Change:
-    return lambda machine, folder: [change(machine, folder) for change in changes]
-
-
 WEIGHTS = "train/checkpoints/step-00000010/tensors"
 AGAIN = ["plan", "train", "evaluate", "torchrec", "counterpart", "compare", "report"]
 # What changes after a first run, how the second is called, and what it makes in which directory.
 DECISIONS: dict[str, tuple[Change, list[str], set[str], bool]] = {
     "nothing": (become(), [], set(), True),
-    "no plan": (lose("plan/compare.json"), [], {"plan"}, True),
+    "no plan": (lose("plan"), [], {"plan"}, True),
     "no weights": (lose(WEIGHTS), [], {"train"}, True),
     "other weights": (write(WEIGHTS, "other"), [], {"train"}, True),
-    "no report": (lose("report/compare.json"), [], {"report"}, True),
-    # This program was killed before it recorded a stage.
-    "no record": (lose("train/made.json"), [], set(), True),
-    "and no weights": (both(lose("train/made.json"), lose(WEIGHTS)), [], {"train"}, True),
+    "no report": (lose("report"), [], {"report"}, True),
     "new costs": (become(costs="second"), [], {*AGAIN}, False),
     # New costs, a new plan; they are no better, so the model stays.
     "in doubt": (become(costs="second", doubts=(DOUBT,)), [], {"calibrate", "plan"}, True),
