@@ -273,8 +273,6 @@ def costs_table(costs: Costs) -> str:
         rails = f" on {curve.num_rails} rails" if curve.num_rails > 1 else ""
         world = f"{curve.world.num_ranks}r/{curve.world.num_hosts}h{rails}"
         lines[f"{curve.kind} {world}"] = curve.line()
-    if costs.look_ahead.source == "measured":
-        lines["look_ahead"] = costs.look_ahead  # for the bytes of cold rows, besides its stages
     for name, line in costs.loader.items():
         lines[f"loader {name}"] = line
     width = max(map(len, lines))

@@ -5,8 +5,7 @@ On CUDA, unpooled lookups are timed in FBGEMM alone, without the sorting of rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -15,14 +14,13 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
-    DenseTableBatchedEmbeddingBagsCodegen,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from hotrec.calibrate.timing import Probe, Work
-from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
+from hotrec.calibrate.workload import CalibrationWorkload
 from hotrec.cost_model.step import FETCHES, MOVEMENTS
 from hotrec.data.batch import Batch
 from hotrec.embedding.cached_rows import RowMover, to_device
@@ -30,9 +28,7 @@ from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.fused import fused_params, leave_out_of_forks
 from hotrec.embedding.fused_rows import FusedRows
 from hotrec.embedding.hot_reduce import HotReducer
-from hotrec.embedding.hot_rows import HotReplicas
-from hotrec.embedding.optimizers import HotOptimizer, make_dense, make_replicated_tables
-from hotrec.embedding.owned_rows import RowOwners, Shard
+from hotrec.embedding.optimizers import make_dense
 from hotrec.embedding.pooling import output_rows
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.shape import ids_per_sample
@@ -46,7 +42,6 @@ from hotrec.types import OptimizerKind, RowFetch
 
 # At most this many ranks' requests are merged into one lookup.
 MAX_REQUESTING_RANKS = 8
-MIN_REPLICATED_ROWS = 8192
 # FBGEMM's memory of a tier on a GPU.
 LOCATIONS = {
     "device": EmbeddingLocation.DEVICE,
@@ -78,12 +73,9 @@ def all_probes(workload: CalibrationWorkload) -> list[Probe]:
             [(num_rows, dim) for num_rows in workload.moved_rows(4 * dim)],
             is_by_items=False,
         ),
-        by_items("order_row", _order_rows, [num_ids for num_ids, _ in at_dim]),
-        by_items("order_id", _order_ids, [num_ids for num_ids, _ in at_dim]),
         by_items("dense", _dense, samples),
         by_items("dense_update", _dense_update, values),
-        *(Probe(name, partial(_hot_work, workload, name), sizes) for name in HOT_PROBES),
-        *replicated_probes(workload),
+        Probe("hot_add", partial(_hot_add, workload), sizes),
         *row_probes(workload),
         *(
             Probe(
@@ -125,43 +117,6 @@ def _pool(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
         output_rows(torch.cat(rows), routed, workload.num_columns).backward(grad)
 
     return Work(run, num_ids, 4 * dim * num_ids, prepare)
-
-
-def _order_rows(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
-    """Find the owners of the distinct rows of a batch, and order the rows by owner."""
-    num_ranks, router = max(2, workload.ranks.world_size), workload.own_router
-    routed = workload.routed(router, workload.own_samples, num_ids)
-    samples = [of_batch.rows for of_batch in routed]
-    turns = cycle(samples)
-    num_rows = {table.name: table.num_rows for table in workload.own_samples.schema.tables}
-    owners = RowOwners(list(num_rows), num_rows, _in_blocks(num_rows, num_ranks), workload.device)
-    mean_rows = sum(rows.values().numel() for rows in samples) / len(samples)
-    return Work(lambda rows: owners.find(rows, 0), mean_rows, 0, lambda: next(turns))
-
-
-def _in_blocks(num_rows: Mapping[str, int], num_ranks: int) -> list[list[Shard]]:
-    """The shards of each rank under row-wise sharding."""
-    shards: list[list[Shard]] = []
-    for rank in range(num_ranks):
-        position, held = 0, []
-        for table, num in num_rows.items():
-            block = -(-num // num_ranks)
-            first = min(rank * block, num)
-            held.append(Shard(table, first, min(block, num - first), position))
-            position += held[-1].num_rows
-        shards.append(held)
-    return shards
-
-
-def _order_ids(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
-    """Order the ids of a batch by the owner of their table, and received ones by table."""
-    samples = workload.features(workload.samples, num_ids)
-    turns, order = cycle(samples), list(reversed(range(workload.num_columns)))
-
-    def run(features: KeyedJaggedTensor) -> None:
-        features.permute(order).permute(order)
-
-    return Work(run, samples[0].values().numel(), 0, lambda: next(turns))
 
 
 def _copy(workload: CalibrationWorkload, num_rows: int, dim: int) -> Work:
@@ -236,102 +191,32 @@ def _dense_update(workload: CalibrationWorkload, num_values: int, dim: int) -> W
     return Work(lambda _: optimizer.step(), sum(p.numel() for p in params), 0)
 
 
-# A timed call, and the function that prepares its argument.
-Timed = tuple[Callable[[Any], object], Callable[[], Any]]
-
-
-@dataclass(frozen=True)
-class _Hot:
-    """A replica of hot rows in a process group of one rank, and batches of slots."""
-
-    workload: CalibrationWorkload
-    dim: int
-    weight: nn.Parameter
-    num_rows_T: list[int]
-    samples: list[KeyedJaggedTensor]
-
-    def replicas(self) -> HotReplicas:
-        """A new module on the same weights, with no touched rows."""
-        group = self.workload.alone.group
-        return HotReplicas(self.weight, self.num_rows_T, self.dim, group)
-
-    def slots(self) -> list[torch.Tensor]:
-        """Flat slots of the rows of each batch, ascending."""
-        begins = torch.tensor(self.num_rows_T, device=self.weight.device)
-        begins = begins.cumsum(0) - begins
-        return [
-            features.values().long()
-            + torch.repeat_interleave(begins, features.lengths().view(-1).long())
-            for features in self.samples
-        ]
-
-
-def _hot_work(workload: CalibrationWorkload, name: str, num_ids: int, dim: int) -> Work:
+def _hot_add(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
+    """The reduction of a rank that owns all hot rows: their sums, and the gathered union."""
     group = next(iter(workload.router.groups.values()))
-    num_rows_T = [workload.hot_partition.num_hot(table) for table in group.hot_tables]
-    values = torch.randn(sum(num_rows_T) * dim, device=workload.device)
+    num_rows_T = torch.tensor([workload.hot_partition.num_hot(t) for t in group.hot_tables])
+    begins = (num_rows_T.cumsum(0) - num_rows_T).to(workload.device)
     num_keys = [len(group.hot_tables), len(group.cold_tables)]
-    samples = [
-        routed.rows.split(num_keys)[0]
-        for routed in workload.routed(workload.router, workload.samples, num_ids)
-    ]
-    hot = _Hot(workload, dim, nn.Parameter(values), num_rows_T, samples)
-    run, prepare = HOT_PROBES[name](hot)
-    num_rows = sum(features.values().numel() for features in samples) / len(samples)
-    if name == "hot_add":  # each row is added up, and comes back
-        num_rows *= 2
-    return Work(run, num_rows, 4 * dim * num_rows, prepare)
-
-
-def _read(hot: _Hot) -> Timed:
-    rows, turns = hot.replicas().rows, cycle(hot.slots())
-    return partial(torch.index_select, rows, 0), lambda: next(turns)
-
-
-def _pack(hot: _Hot) -> Timed:
-    """Put a rank's share of the mean into the order of owners."""
-    turns = cycle(hot.slots())
+    slots = []
+    for routed in workload.routed(workload.router, workload.samples, num_ids):
+        hot = routed.rows.split(num_keys)[0]
+        of_tables = torch.repeat_interleave(begins, hot.lengths().view(-1).long())
+        slots.append(hot.values().long() + of_tables)
+    gradient = torch.zeros((int(num_rows_T.sum()), dim), device=workload.device)
+    reducer = HotReducer([(gradient.shape[0], dim)], Wire(workload.alone))
+    turns = cycle(slots)
 
     def prepare() -> tuple[torch.Tensor, torch.Tensor]:
         slots_U = next(turns)
-        grad_UD = torch.randn(slots_U.numel(), hot.dim, device=slots_U.device)
-        return grad_UD, torch.argsort(slots_U % 2, stable=True)
-
-    return lambda prepared: prepared[0].index_select(0, prepared[1]).div_(2), prepare
-
-
-def _add(hot: _Hot) -> Timed:
-    """The reduction of a rank that owns all rows: their sums, and the gathered union."""
-    gradient = torch.zeros((sum(hot.num_rows_T), hot.dim), device=hot.weight.device)
-    reducer = HotReducer([(gradient.shape[0], hot.dim)], Wire(hot.workload.alone))
-    turns = cycle(hot.slots())
-
-    def prepare() -> tuple[torch.Tensor, torch.Tensor]:
-        slots_U = next(turns)
-        return slots_U, torch.randn(slots_U.numel(), hot.dim, device=gradient.device)
+        return slots_U, torch.randn(slots_U.numel(), dim, device=gradient.device)
 
     def run(touched: tuple[torch.Tensor, torch.Tensor]) -> None:
         [(union, mean_UD)] = reducer.reduce([touched])
         gradient.index_copy_(0, union, mean_UD)
 
-    return run, prepare
-
-
-def _update(hot: _Hot) -> Timed:
-    """The optimizer's step."""
-    turns, replicas = cycle(hot.slots()), hot.replicas()
-    names = [f"table{number}" for number in range(len(hot.num_rows_T))]
-    optimizer = HotOptimizer({"": replicas}, {"": names}, hot.workload.target.spec.embedding)
-
-    def prepare() -> None:
-        slots_U = next(turns)
-        grad_UD = torch.randn(slots_U.numel(), hot.dim, device=slots_U.device)
-        replicas.reduced = (slots_U, grad_UD)
-
-    return lambda _: optimizer.step(), prepare
-
-
-HOT_PROBES = {"hot_read": _read, "hot_pack": _pack, "hot_add": _add, "hot_update": _update}
+    # Each row is added up, and comes back.
+    num_rows = 2 * sum(slots_U.numel() for slots_U in slots) / len(slots)
+    return Work(run, num_rows, 4 * dim * num_rows, prepare)
 
 
 def row_probes(workload: CalibrationWorkload) -> list[Probe]:
@@ -520,67 +405,6 @@ def _merge(messages: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         lengths=torch.tensor([rows.numel() for rows in values], device=values[0].device).int(),
         stride=len(messages),
     )
-
-
-def replicated_probes(workload: CalibrationWorkload) -> list[Probe]:
-    """TorchRec's data-parallel tables: those with fewer rows than a batch has samples."""
-    max_rows = workload.target.batch_size
-    target = workload.target.small(max_rows)
-    table_rows = target.table_rows
-    of_small = CalibrationWorkload(target, workload.ranks, workload.alone)
-    # Enough rows that their cost stands out from that of the call.
-    total = max(sum(table_rows), 8 * max_rows, MIN_REPLICATED_ROWS)
-    rows = [max(1, total // 16), max(2, total // 4), max(3, total)]
-    dims = sorted({dim for _, dim in workload.sizes()})
-    return [
-        Probe("replicated_read", partial(_replicated_read, of_small), of_small.sizes()),
-        Probe(
-            "replicated_update",
-            partial(_replicated_update, workload, len(table_rows)),
-            [(num, dim) for dim in dims for num in rows],
-        ),
-    ]
-
-
-def _replicated_read(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
-    device = workload.device
-
-    def build() -> DenseTableBatchedEmbeddingBagsCodegen:
-        built = DenseTableBatchedEmbeddingBagsCodegen(
-            [(table.num_rows, dim) for table in workload.samples.schema.tables],
-            pooling_mode=PoolingMode.SUM,
-            use_cpu=device.type == "cpu",
-        )
-        built.weights.data = torch.empty_like(built.weights, device=device).uniform_(-0.01, 0.01)
-        return built
-
-    module: Any = workload.once("dense", dim, build)
-    samples = workload.features(workload.samples, num_ids)
-    grad = torch.randn(samples[0].stride(), workload.num_columns * dim, device=device)
-    turns = cycle(samples)
-
-    def prepare() -> KeyedJaggedTensor:
-        module.weights.grad = None
-        return next(turns)
-
-    num_items = samples[0].values().numel()
-    return Work(
-        lambda features: _look_up(module, features).backward(grad),
-        num_items,
-        4 * dim * num_items,
-        prepare,
-    )
-
-
-def _replicated_update(
-    workload: CalibrationWorkload, num_tables: int, num_rows: int, dim: int
-) -> Work:
-    spec = workload.target.spec.embedding
-    per_table = cut_tables([num_rows] * num_tables, num_rows)
-    params = _with_grads([(rows, dim) for rows in per_table], workload.device)
-    make_optimizer = make_dense if spec.kind is OptimizerKind.adam else make_replicated_tables
-    optimizer = make_optimizer(spec, params)
-    return Work(lambda _: optimizer.step(), sum(per_table), 4 * dim * sum(per_table))
 
 
 def check_host_tier(table_rows: Sequence[int], dim: int, tier: str) -> None:

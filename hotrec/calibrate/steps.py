@@ -22,18 +22,16 @@ from hotrec.assemble.torchrec_plan import shardings_of
 from hotrec.bench.cases import Case, Runner, Subject, build_runner, split_case
 from hotrec.bench.samples import ZipfTables
 from hotrec.calibrate.probes import row_spec
-from hotrec.calibrate.timing import Budget, Point, Repeats, fit_line, slowest_rank
+from hotrec.calibrate.timing import Budget, Point, Repeats, slowest_rank
 from hotrec.calibrate.workload import CalibrationWorkload, cut_tables
 from hotrec.cost_model.costs import (
     TORCHREC_STAGE,
     Costs,
     Floats,
-    Line,
     fit_bounded,
     ratio_interval,
 )
 from hotrec.cost_model.histogram import CountHistogram, build_histogram
-from hotrec.cost_model.step import TIERS
 from hotrec.data.batch import Batch
 from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.planner.policies import choose_all_cold, choose_all_hot, choose_coverage
@@ -62,8 +60,6 @@ THEIR_STEPS = (
     (TorchrecPlan.hand_tuned, PipelineKind.sparse_dist),
     (TorchrecPlan.planner, PipelineKind.base),
 )
-# With a smaller span of bytes, noise would determine the cost per byte.
-MIN_SPAN_BYTES = 1 << 16
 PROFILE_SAMPLES = 200_000
 # Timed steps of a batch size in a round, those before them, and batches that pipelines hold ahead.
 NUM_STEPS, NUM_WARM, NUM_AHEAD = 10, 4, 3
@@ -80,21 +76,9 @@ NUM_PARTS = 2
 # The smaller batch shows the constant part of each stage.
 BATCH_PARTS = (4, 1)
 MIN_BATCH = 32
-# Candidates for the overlap of look-ahead; and the squared error that weighs as much as a distance
-# of 1 from the overlap that was measured by itself.
-OVERLAPS, OVERLAP_PRIOR = tuple(tenth / 10 for tenth in range(11)), 0.01
 HOT_COLD, TORCHREC, AHEAD = "hot_cold", "torchrec", "look_ahead"
-# The kernels of each family by stage; the other stages are the same for both.
-KERNELS_OF: Mapping[tuple[str, str], tuple[str, ...]] = {
-    (HOT_COLD, "route"): ("route",),
-    (HOT_COLD, "pool"): ("pool",),
-    (HOT_COLD, "row_lookup"): ("read_device", "hot_read"),
-    (HOT_COLD, "row_update"): ("update_device",),
-    (HOT_COLD, "optimizer"): ("hot_update", "dense_update"),
-    (TORCHREC, "row_lookup"): (*(f"pooled_{tier}" for tier in TIERS), "replicated_read"),
-    (TORCHREC, "row_update"): tuple(f"pooled_update_{tier}" for tier in TIERS),
-    (TORCHREC, "optimizer"): ("replicated_update",),
-}
+# Stages whose kernels differ between the families.
+OF_KERNELS = ("row_lookup", "row_update", "optimizer")
 # Credible range of measured over predicted seconds of a stage. Kernels that share caches, memory
 # and cores with others are slower by a small factor, and so are messages. Kernels of tiny batches
 # need less time than with a cold cache, and a shaped link sends the first bytes of each step at
@@ -121,7 +105,6 @@ class Anchor:
     predicted_s: Mapping[str, float]  # by stage, from the kernels alone
     measured_s: Mapping[str, float]  # by stage (``typical_stages``)
     step_s: float  # of the slowest rank
-    row_bytes: float = 0.0  # of a rank's distinct cold rows, predicted
 
 
 @dataclass(eq=False)
@@ -154,11 +137,9 @@ class MeasuredCase:
 
     def anchor(self, costs: Costs) -> Anchor:
         """The case as predicted from ``costs``."""
-        predicted = self.predict(costs)
-        row_bytes = predicted.quantities.get("cold_bytes", 0.0)
         measured = {s: float(np.median([of[s] for of in self.stage_s])) for s in STAGES}
-        stage_s = dict(predicted.step.stage_s)
-        return Anchor(self.family, self.coverage, stage_s, measured, self.step_s, row_bytes)
+        stage_s = dict(self.predict(costs).step.stage_s)
+        return Anchor(self.family, self.coverage, stage_s, measured, self.step_s)
 
 
 def correct_by_steps(costs: Costs, cases: Sequence[MeasuredCase]) -> tuple[Costs, list[Anchor]]:
@@ -175,7 +156,12 @@ def _correct(
 ) -> Costs:
     """Costs corrected by ``cases``; ``anchors`` are predicted from ``costs``."""
     fitted = fit_steps(costs, [anchors[case] for case in cases if case.family != AHEAD])
-    return correct_look_ahead(fitted, [case for case in cases if case.family == AHEAD])
+    ahead = [case for case in cases if case.family == AHEAD]
+    if not ahead:
+        return fitted
+    # Its thread competes with the layers for the cores, and nothing in it is waited for by itself.
+    logs = [math.log(case.step_s / case.predict(fitted).step.step_s) for case in ahead]
+    return replace(fitted, factors={AHEAD: math.exp(sum(logs) / len(logs))})
 
 
 def _ratios(
@@ -190,44 +176,12 @@ def _ratios(
     return ratios
 
 
-def correct_look_ahead(costs: Costs, cases: Sequence[MeasuredCase]) -> Costs:
-    """The costs with the overlap and extra time of look-ahead that predict its steps best.
-
-    Least squares of the logarithms of predicted over measured steps; ``costs`` without any case.
-    The overlap of a single message with a product of matrices was measured too, but for no other
-    computation, and a shaped link sends bursts; it only decides between overlaps that predict the
-    steps alike.
-    """
-    if not cases:
-        return replace(costs, look_ahead=fit_look_ahead([]))
-
-    def fit(overlap: float) -> tuple[float, Costs]:
-        fitted = replace(costs, look_ahead_overlap=overlap)
-        fitted = replace(fitted, look_ahead=fit_look_ahead([case.anchor(fitted) for case in cases]))
-        errors = [math.log(case.predict(fitted).step.step_s / case.step_s) for case in cases]
-        prior = OVERLAP_PRIOR * (overlap - costs.overlap) ** 2
-        return sum(error**2 for error in errors) + prior, fitted
-
-    return min(map(fit, OVERLAPS), key=lambda found: found[0])[1]
-
-
-def fit_look_ahead(anchors: list[Anchor]) -> Line:
-    """``measured step - predicted step = fixed + per_byte * bytes of cold rows``."""
-    left = [(a.row_bytes, a.step_s - sum(a.predicted_s.values())) for a in anchors]
-    points = [Point(0.0, num_bytes, seconds, 0.0) for num_bytes, seconds in left if seconds > 0]
-    if not points:
-        return Line() if anchors else Line(source="not measured")
-    span_bytes = max(p.num_bytes for p in points) - min(p.num_bytes for p in points)
-    return fit_line(points, is_by_items=False, is_by_bytes=span_bytes >= MIN_SPAN_BYTES)
-
-
 def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
     """The costs that predict the anchors' stages best.
 
     Stages of computation take ``overhead + factor * predicted``, exchanges ``overhead + waiting *
     dense layers + factor * predicted``; there is one factor per family of kernels.
     """
-    kernels = dict(costs.kernels)
     corrections: dict[str, float] = {}
     overheads, waiting = {}, {}
     beyond: list[str] = []
@@ -245,34 +199,21 @@ def fit_steps(costs: Costs, anchors: list[Anchor]) -> Costs:
             shown = f"waiting in {stage}"
             beyond += _beyond(anchors, "dense", [waiting[stage]], WAITING_FRACS, shown)
             continue
-        is_by_family = any((family, stage) in KERNELS_OF for family in (HOT_COLD, TORCHREC))
         # A large replica costs more per row, but a line has one slope. Fitting the large one errs
         # towards fewer replicas.
         chosen = [a for a in anchors if stage != "optimizer" or a.coverage in (None, 1.0)]
-        points = [_point(anchor, stage, is_by_family) for anchor in chosen]
-        used = [point for point in points if point.seconds > 0]
+        used = [_point(a, stage) for a in chosen if a.measured_s[stage] > 0 < a.predicted_s[stage]]
         if len(used) < 2:
             continue
         overheads[stage], factors = _fit_compute(used, _min_s(anchors, stage))
         beyond += _beyond(anchors, stage, factors, COMPUTE_FACTORS)
-        if not is_by_family:
-            corrections[stage] = factors[0]
-            continue
-        for family, factor in zip((HOT_COLD, TORCHREC), factors, strict=True):
-            for name in KERNELS_OF.get((family, stage), ()):
-                if name in kernels:
-                    scaled = kernels[name]
-                    kernels[name] = replace(
-                        scaled,
-                        fixed_s=scaled.fixed_s * factor,
-                        per_item_s=scaled.per_item_s * factor,
-                        per_byte_s=scaled.per_byte_s * factor,
-                    )
+        corrections[stage] = factors[0]
+        if stage in OF_KERNELS:
+            corrections[TORCHREC_STAGE.format(stage)] = factors[1]
     doubts = [f"were corrected by more than is credible ({', '.join(beyond)})"] if beyond else []
     left = [a.step_s - sum(a.measured_s[s] for s in STAGES if s != "other") for a in anchors]
     return replace(
         costs,
-        kernels=kernels,
         corrections=corrections,
         overhead_s=max(0.0, float(np.median(left))),
         stage_overhead_s=overheads,
@@ -410,12 +351,10 @@ def _fit_exchange(anchors: list[Anchor], stage: str) -> tuple[float, float, dict
     return overhead, waiting, dict(zip(found, factors, strict=True))
 
 
-def _point(anchor: Anchor, stage: str, is_by_family: bool) -> Point:
-    """The prediction of HOT_COLD (or of both families) as items, that of TORCHREC as bytes."""
+def _point(anchor: Anchor, stage: str) -> Point:
+    """The prediction as items, or of TorchRec's kernels as bytes."""
     predicted, measured = anchor.predicted_s[stage], anchor.measured_s[stage]
-    if is_by_family and (anchor.family, stage) not in KERNELS_OF:
-        return Point(0.0, 0.0, 0.0, 0.0)
-    if is_by_family and anchor.family == TORCHREC:
+    if stage in OF_KERNELS and anchor.family == TORCHREC:
         return Point(0.0, predicted, measured, 0.0)
     return Point(predicted, 0.0, measured, 0.0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from hotrec.routing.features import Column, RoutedRows
 from hotrec.routing.router import Router
 from hotrec.runtime.hosts import FoundHosts
 from hotrec.runtime.ranks import Group, Ranks
-from hotrec.types import Partition, Rows, Schema, Table
+from hotrec.types import Partition, Rows, Schema
 
 T = TypeVar("T")
 # Each call reads another batch, like each step, or its rows would still be in the CPU cache. Enough
@@ -104,24 +104,6 @@ class CalibrationTarget:
             seed=self.seed,
             columns=self.schema,
             bag_lengths=self.bag_lengths,
-        )
-
-    def small(self, max_rows: int) -> CalibrationTarget:
-        """The target with only the features of small tables, for probes without a model.
-
-        Small are tables with at most ``max_rows`` rows, or else the smallest ones, cut to that.
-        """
-        bound = max(max_rows, min(self.table_rows))
-        kept = [at for at, rows in enumerate(self.table_rows) if rows <= bound]
-        features = tuple(self.schema.features[at] for at in kept)
-        rows = [min(max_rows, self.table_rows[at]) for at in kept]
-        tables = tuple(Table(feature.table, n) for feature, n in zip(features, rows, strict=True))
-        lengths, exponents = self.bag_lengths, self.zipf_exponents
-        return replace(
-            self,
-            subject=self.subject.on(replace(self.schema, features=features, tables=tables)),
-            zipf_exponents=None if exponents is None else [exponents[at] for at in kept],
-            bag_lengths=None if lengths is None else [lengths[at] for at in kept],
         )
 
 

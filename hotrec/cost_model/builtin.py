@@ -26,8 +26,6 @@ def _gpu_kernels(peak: float, bus: float, flops: float, source: str) -> dict[str
                            row's scalar optimizer state
     pool                4: rows in and vectors out, forward; the same backward
     hot_add             3: message in, gradient in and out
-    replicated_read     6: rows in, vectors out; gradient zeroed, read, written
-    replicated_update   6: gradient, state and weight, each in and out
 
     Costs of an item are its ids and indices, 8 bytes for each access.
 
@@ -82,15 +80,10 @@ def _gpu_kernels(peak: float, bus: float, flops: float, source: str) -> dict[str
             source=f"{source}; assumed: single rows at {MAPPED_FRAC:g} of the rate of one copy",
         ),
         "route": moved(hbm, 0, 60, 64, f"{source}; radix sort of 8-byte keys, 8 passes"),
-        "order_row": moved(hbm, 0, 10, 12, f"{source}; one pass for each rank's ids, and one back"),
-        "order_id": moved(hbm, 0, 8, 4, source),
         "read_device": read,
         "update_device": update,
         "pool": on_device(4, 6, 4),
-        "hot_read": on_device(2, 2),
-        "hot_pack": on_device(5, 8, 4),
         "hot_add": on_device(3, 8, 20),
-        "hot_update": on_device(5, 8, 4),
         "pooled_device": on_device(1, 2),
         "pooled_host": on_host(1, 2),
         "pooled_hit": on_device(1, 12, 10),
@@ -99,8 +92,6 @@ def _gpu_kernels(peak: float, bus: float, flops: float, source: str) -> dict[str
         "pooled_update_device": on_device(3, 20, 20),
         "pooled_update_host": on_host(1, 20),
         "pooled_update_hit": on_device(3, 24, 30),
-        "replicated_read": on_device(6, 10),
-        "replicated_update": on_device(6, 8, 0),
         "copy": Line(LAUNCH_S, 0.0, 2 / peak, source=f"{source}; in and out, at the peak"),
     }
     dense_rate = 0.4 * flops
@@ -155,19 +146,12 @@ def _cpu_kernels() -> dict[str, Line]:
     )
     figures = {
         "route": (47, 0, 620),
-        "order_row": (14, 0, 400),
-        "order_id": (5, 0, 400),
         "read_device": (12, 280, 300),
         "update_device": (140, 840, 800),
         "pool": (4.5, 165, 190),
-        "hot_read": (23, 250, 330),
-        "hot_pack": (40, 620, 260),
         "hot_add": (43, 520, 270),
-        "hot_update": (150, 1100, 240),
         "pooled_device": (15, 330, 550),
         "pooled_update_device": (165, 140, 970),
-        "replicated_read": (10, 280, 540),
-        "replicated_update": (8, 180, 590),
         "copy": (0, 90, 30),
         "dense_update": (1.1, 0, 400),
         # 70 Gflop/s per core: small layers, and the interactions between them.

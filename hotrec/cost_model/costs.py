@@ -186,13 +186,10 @@ class CollectiveCurve:
 # Item and bytes of each kernel; a row has D floats of 4 bytes.
 KERNELS: Mapping[str, str] = {
     "route": "an id: hot or cold, de-duplication, inverse",
-    "read_device": "a distinct row read for a requesting rank, from device memory; its 4 D bytes",
-    "update_device": "a gradient row that arrived: sum by row, optimizer; its 4 D bytes",
+    "read_device": "a distinct row read from device memory, of a shard or a replica; its 4 D bytes",
+    "update_device": "a gradient row, summed by row and applied by the optimizer; its 4 D bytes",
     "pool": "an id pooled from the rows at hand, forward and backward; its 4 D bytes",
-    "hot_read": "a distinct row read from the replica; its 4 D bytes",
-    "hot_pack": "a touched row of this rank put into the message; its 4 D bytes",
     "hot_add": "a row added up by its owner, or back from one and ordered; its 4 D bytes",
-    "hot_update": "a row that any rank touched, updated in the replica; its 4 D bytes",
     "pooled_device": "an id read and pooled by TorchRec's kernel, device memory; its 4 D bytes",
     "pooled_host": "the same, in host memory",
     "pooled_hit": "the same, in the device cache",
@@ -200,10 +197,6 @@ KERNELS: Mapping[str, str] = {
     "pooled_update_device": "an id whose row that kernel updates in backward; its 4 D bytes",
     "pooled_update_host": "the same, in host memory",
     "pooled_update_hit": "the same, in the device cache",
-    "replicated_read": "an id of a data-parallel table of TorchRec, both ways; its 4 D bytes",
-    "replicated_update": "a row of such a table, dense optimizer, touched or not; its 4 D bytes",
-    "order_row": "a distinct row's owner found, and its request put in order by owner",
-    "order_id": "the same for an id of a pooled table, by TorchRec",
     "fetch_slot": "a row and its optimizer state fetched from host memory into a slot; their bytes",
     "fetch_mapped": "the same, read by the device in mapped host memory; their bytes",
     "return_slot": "a changed row and its state written back from a slot; their bytes",
@@ -213,10 +206,10 @@ KERNELS: Mapping[str, str] = {
 }
 # Kinds of steps, which whole runs correct one by one: of TorchRec's plans, and of split tables.
 TORCHREC, IN_LINE, AHEAD = FAMILIES = ("torchrec", "in_line", "look_ahead")
-# Corrections of TorchRec's messages of pooled vectors, in addition to those of rows.
+# Corrections of TorchRec's kernels and messages, in addition to those of rows.
 TORCHREC_STAGE = "torchrec_{}"
 # The kernels without which no step can be predicted, on any device.
-OPTIONAL = ("_host", "_hit", "_miss", "_slot", "_mapped", "order_row", "order_id")
+OPTIONAL = ("_host", "_hit", "_miss", "_slot", "_mapped")
 REQUIRED = tuple(name for name in KERNELS if not name.endswith(OPTIONAL))
 # Per sample of a batch of the measured dataset, except "route": per lookup.
 LOADER_PARTS: Mapping[str, str] = {
@@ -248,13 +241,10 @@ class Costs:
         stage_overhead_s: Fixed seconds of each stage: Python, many small calls.
         waiting_frac: Time that ranks wait for stragglers in each exchange, as a fraction of the
             dense layers' time.
-        corrections: Measured over predicted seconds of each stage, and of TorchRec's messages in it
-            (TORCHREC_STAGE) if they have their own factor; 1 if absent.
-        look_ahead: Time of a step with look-ahead in addition to its stages, by the bytes of a
-            rank's cold rows: the communication thread competes with computation for cores. Measured
-            in whole steps; zero if not measured.
-        look_ahead_overlap: ``overlap`` of steps with look-ahead; None if none were measured.
-        factors: Measured over predicted step of a run, by FAMILIES; 1 if absent.
+        corrections: Measured over predicted seconds of each stage, and of TorchRec's part of it
+            (TORCHREC_STAGE) if it has its own factor; 1 if absent.
+        factors: Measured over predicted step, by FAMILIES: of whole steps with look-ahead, and of a
+            run; 1 if absent.
         ratio_interval: 5% and 95% quantiles of measured over predicted step, at most 1 and at
             least 1.
         loader: Processor time of the loader, LOADER_PARTS. Empty if measured without a dataset.
@@ -278,8 +268,6 @@ class Costs:
     stage_overhead_s: Mapping[str, float] = field(default_factory=dict)
     waiting_frac: Mapping[str, float] = field(default_factory=dict)
     corrections: Mapping[str, float] = field(default_factory=dict)
-    look_ahead: Line = Line(source="not measured")
-    look_ahead_overlap: float | None = None
     factors: Mapping[str, float] = field(default_factory=dict)
     ratio_interval: tuple[float, float] = UNKNOWN_INTERVAL
     loader: Mapping[str, Line] = field(default_factory=dict)
@@ -304,7 +292,7 @@ class Costs:
         return self.kernels[name]
 
     def correction(self, stage: str, *, of_torchrec: bool = False) -> float:
-        """The factor of a stage, or of TorchRec's messages in it if they have their own."""
+        """The factor of a stage, or of TorchRec's part of it if it has its own."""
         factor = self.corrections.get(stage, 1.0)
         return float(
             self.corrections.get(TORCHREC_STAGE.format(stage), factor) if of_torchrec else factor
@@ -435,7 +423,6 @@ class Costs:
             parts["intra"] = Link(**parts["intra"])
             parts["inter"] = None if parts["inter"] is None else Link(**parts["inter"])
             parts["curves"] = tuple(_read_curve(curve) for curve in parts["curves"])
-            parts["look_ahead"] = Line(**parts["look_ahead"])
             parts["ratio_interval"] = tuple(parts["ratio_interval"])
             parts["loader"] = {name: Line(**line) for name, line in parts["loader"].items()}
             parts["doubts"] = tuple(parts["doubts"])
@@ -464,9 +451,7 @@ def check_costs(costs: Costs) -> None:
     _expect(not unknown, f"{where} kernels", f"some of {sorted(KERNELS)}", unknown)
     missing = ", ".join(name for name in REQUIRED if name not in costs.kernels)
     _expect(not missing, f"{where} kernels", ", ".join(REQUIRED), f"none for {missing}")
-    for key in ("overlap", "look_ahead_overlap"):
-        overlap = getattr(costs, key)
-        _expect(overlap is None or 0 <= overlap <= 1, f"{where} {key}", "0..1", overlap)
+    _expect(0 <= costs.overlap <= 1, f"{where} overlap", "0..1", costs.overlap)
     has_all = set(costs.loader) in (set(), set(LOADER_PARTS))
     _expect(has_all, f"{where} loader", f"{sorted(LOADER_PARTS)} or none", sorted(costs.loader))
     strange = sorted(set(costs.factors) - set(FAMILIES))
@@ -476,7 +461,6 @@ def check_costs(costs: Costs) -> None:
     _expect(holds_1, f"{where} ratio_interval", "0 < low <= 1 <= high", interval)
     numbers: dict[str, Mapping[str, Any]] = {
         where: {"overhead_s": costs.overhead_s, "device_bytes": costs.device_bytes},
-        f"{where} look_ahead": asdict(costs.look_ahead),
         **{f"{where} kernel {name}": asdict(line) for name, line in costs.kernels.items()},
         **{f"{where} loader {name}": asdict(line) for name, line in costs.loader.items()},
     }

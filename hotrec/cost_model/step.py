@@ -124,8 +124,10 @@ KERNELS_OF_STAGE: tuple[tuple[str, str, str, str | None], ...] = (
         ("row_lookup", f"pooled_{tier}", f"pooled_ids_{tier}", group)
         for tier, group in zip(TIERS, ("pooled_groups", None, None, None), strict=True)
     ),
-    ("row_lookup", "hot_read", "hot_rows", "hot_groups"),
-    ("row_lookup", "replicated_read", "replicated_ids", "replicated_groups"),
+    ("row_lookup", "read_device", "hot_rows", "hot_groups"),
+    # A replicated table is read as another, and its gradient added up as another's rows are.
+    ("row_lookup", "pooled_device", "replicated_ids", "replicated_groups"),
+    ("row_lookup", "pooled_update_device", "replicated_ids", "replicated_groups"),
     ("pool", "pool", "lookups", "any_groups"),
     ("row_update", "update_device", "cold_rows", "cold_groups"),
     # A row that missed the cache is in the cache when it is updated.
@@ -133,10 +135,8 @@ KERNELS_OF_STAGE: tuple[tuple[str, str, str, str | None], ...] = (
         ("row_update", f"pooled_update_{tier.replace('miss', 'hit')}", f"pooled_ids_{tier}", group)
         for tier, group in zip(TIERS, ("pooled_groups", None, None, None), strict=True)
     ),
-    ("hot_exchange", "hot_pack", "hot_rows", "hot_groups"),
     *(("hot_exchange", "hot_add", rows, None) for rows in HOT_ROWS),
-    ("optimizer", "hot_update", "union_rows", "hot_groups"),
-    ("optimizer", "replicated_update", "replicated_rows", "replicated_groups"),
+    ("optimizer", "update_device", "union_rows", "hot_groups"),
 )
 EXCHANGES = ("ids_exchange", "rows_exchange", "grads_exchange", "hot_exchange")
 # Kinds of collectives as which hotrec sends.
@@ -306,26 +306,30 @@ class _Step:
         # Look-ahead packs rows of all dimensions into one message.
         self.num_cold = 1.0 if self.is_ahead else self.q["cold_groups"]
         self.copy_s = costs.kernels["copy"].per_byte_s
-        self.compute_s = self._computation()
+        self.compute_s, self.torchrec_compute_s = self._computation()
         self.traffic = self._traffic() if world.num_ranks > 1 else {}
 
-    def _computation(self) -> dict[str, Any]:
-        """Seconds of the kernels of each stage."""
+    def _computation(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Seconds of the kernels of each stage, and of those of TorchRec's tables."""
         q, kernels, workload = self.q, self.costs.kernels, self.workload
-        found: dict[str, Any] = dict.fromkeys(STAGES, 0.0)
+        own, torchrec = (dict[str, Any](dict.fromkeys(STAGES, 0.0)) for _ in range(2))
         absent = {"route"} if workload.is_routed_by_loader else set()
         absent |= {"hot_exchange"} if self.world.num_ranks == 1 else set()
         for stage, name, items, calls in KERNELS_OF_STAGE:
             line = kernels.get(name)
             if line is not None and stage not in absent:
                 seconds = line.per_item_s * q[items] + line.per_byte_s * q[BYTES_OF[items]]
+                found = torchrec if items.startswith(("pooled", "replicated")) else own
                 found[stage] = found[stage] + seconds + line.fixed_s * (q[calls] if calls else 0.0)
         if "pooled_host" in kernels and self.costs.facts.get("optimizer") not in ELEMENT_WISE:
             # Read and written over the bus, both ways at once.
-            found["row_update"] += kernels["pooled_host"].per_byte_s * q["state_bytes_host"]
-        found["dense"] += kernels["dense"].seconds(workload.dense_flops * workload.batch_size)
-        found["optimizer"] += kernels["dense_update"].seconds(workload.num_dense_values)
-        return found
+            torchrec["row_update"] += kernels["pooled_host"].per_byte_s * q["state_bytes_host"]
+        own["dense"] += kernels["dense"].seconds(workload.dense_flops * workload.batch_size)
+        update = kernels["dense_update"]
+        own["optimizer"] += update.seconds(workload.num_dense_values)
+        torchrec["optimizer"] += update.per_item_s * q["replicated_bytes"] / BYTES_PER_FLOAT
+        torchrec["optimizer"] += update.fixed_s * q["replicated_groups"]
+        return own, torchrec
 
     # ------------------------------------------------------------------ exchanges
 
@@ -379,12 +383,6 @@ class _Step:
         split_s = self.costs.message_s("all_to_all", self.world, 0.0)
         groups = q["cold_groups"] + q["pooled_groups"]
         compute_s = split_s * groups + self.copy_s * (copied - sent)
-        for kernel, calls, items in (
-            ("order_row", q["cold_groups"], q["cold_rows"]),
-            ("order_id", q["pooled_groups"], sum(q[f"pooled_ids_{tier}"] for tier in TIERS)),
-        ):
-            if (line := self.costs.kernels.get(kernel)) is not None:
-                compute_s = compute_s + line.fixed_s * calls + line.per_item_s * items
         return replace(found, urgent_s=ids_s, torchrec_s=pooled_s, compute_s=compute_s)
 
     def _rows(self) -> _Traffic:
@@ -498,9 +496,10 @@ class _Step:
 
     def in_line(self) -> StepPrediction:
         """The step in a pipeline of TorchRec."""
-        costs, compute_s = self.costs, self.compute_s
+        costs, compute_s, torchrec_compute_s = self.costs, self.compute_s, self.torchrec_compute_s
         kind, bottom = self.pipeline.kind, self.workload.bottom_frac
-        dense_s, update_s = compute_s["dense"], compute_s["row_update"]
+        dense_s = compute_s["dense"]
+        update_s = compute_s["row_update"] + torchrec_compute_s["row_update"]
         cover_s = {
             "ids_exchange": 0.0 if kind is PipelineKind.base else dense_s + compute_s["pool"],
             "rows_exchange": dense_s * bottom / 3,
@@ -517,7 +516,8 @@ class _Step:
             covered_s = np.where(is_unsplit, torchrec, own) * cover_s.get(stage, 0.0)
             hidden_s[stage] = costs.overlap * np.minimum(link_s, covered_s)
             stage_s[stage] = own * (compute_s[stage] + of.compute_s) + link_s - hidden_s[stage]
-            stage_s[stage] += torchrec * of.torchrec_compute_s + self._overhead_s(stage)
+            stage_s[stage] += torchrec * (torchrec_compute_s[stage] + of.torchrec_compute_s)
+            stage_s[stage] += self._overhead_s(stage)
             waiting_s = costs.waiting_frac.get(stage, 0.0) * costs.correction("dense") * dense_s
             stage_s[stage] += waiting_s * sum(self.q[name] for name in CALLS.get(stage, ()))
         if kind is PipelineKind.prefetch:
@@ -540,23 +540,25 @@ class _Step:
 
         Corrections and overheads that were fitted to TorchRec's exchanges do not apply; those of
         computing stages do. Ranks wait for stragglers once per step. Computation on any thread
-        counts in full, plus the measured use of cores by the communication thread.
+        counts in full, and what else the step takes is in its factor.
         """
         costs, hidden_s = self.costs, dict.fromkeys(STAGES, 0.0)
-        stage_s = {name: s * costs.correction(name) for name, s in self.compute_s.items()}
+        stage_s = {
+            name: costs.correction(name) * s
+            + costs.correction(name, of_torchrec=True) * self.torchrec_compute_s[name]
+            for name, s in self.compute_s.items()
+        }
         waiting = max(costs.waiting_frac.get(name, 0.0) for name in EXCHANGES)
         waiting_s = waiting * stage_s["dense"]
         for name in STAGES:
             stage_s[name] += 0.0 if name in EXCHANGES else self._overhead_s(name)
         if self.traffic:
             stage_s["rows_exchange"] += waiting_s
-            stage_s["rows_exchange"] += costs.look_ahead.seconds(num_bytes=self.q["cold_bytes"])
-        overlap = costs.overlap if costs.look_ahead_overlap is None else costs.look_ahead_overlap
         cover_s = OVERLAPPABLE_DENSE_FRAC * stage_s["dense"]
         for name, of in self.traffic.items():
             covered_s = np.minimum(of.urgent_s, cover_s)
             cover_s = cover_s - covered_s
-            hidden_s[name] = overlap * (covered_s + of.background_s)
+            hidden_s[name] = costs.overlap * (covered_s + of.background_s)
             stage_s[name] += of.compute_s + of.torchrec_compute_s + of.link_s - hidden_s[name]
         line_s = sum(stage_s.values())
         link_s = sum(of.link_s for of in self.traffic.values())
@@ -575,7 +577,7 @@ class _Step:
             else 0.0
             for kernel, items in MOVEMENTS.items()
         )
-        moved_s = np.minimum(moving_s, overlap * step_s)
+        moved_s = np.minimum(moving_s, costs.overlap * step_s)
         stage_s["rows_exchange"] += moving_s - moved_s
         hidden_s["rows_exchange"] += moved_s
         factor = costs.factors.get(AHEAD, 1.0)

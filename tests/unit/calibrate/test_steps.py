@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,8 +18,6 @@ from hotrec.calibrate.steps import (
     Anchor,
     MeasuredCase,
     correct_by_steps,
-    correct_look_ahead,
-    fit_look_ahead,
     fit_steps,
 )
 from hotrec.cost_model.builtin import BUILTIN
@@ -64,10 +63,11 @@ def test_factors_of_a_kernel_are_recovered(ours: float, theirs: float, overhead_
         return overhead_s + predicted_s * (theirs if family == TORCHREC else ours)
 
     fitted = fit_steps(COSTS, all_anchors(row_update=measured))
-    factors = {"update_device": ours, "pooled_update_device": theirs}
-    for name in ("update_device", "pooled_update_device", "pool", "route", "dense"):
-        wanted = factors.get(name, 1.0) * COSTS.kernels[name].per_item_s
-        assert fitted.kernels[name].per_item_s == pytest.approx(wanted, rel=1e-6)
+    assert fitted.kernels == COSTS.kernels
+    assert fitted.correction("row_update") == pytest.approx(ours, rel=1e-6)
+    assert fitted.correction("row_update", of_torchrec=True) == pytest.approx(theirs, rel=1e-6)
+    for stage in ("row_lookup", "pool", "route", "dense"):
+        assert fitted.correction(stage) == pytest.approx(1.0, rel=1e-6)
     found = dict(fitted.stage_overhead_s)
     assert found.pop("row_update", 0.0) == pytest.approx(overhead_s, abs=1e-9)
     assert max(found.values()) == pytest.approx(0.0, abs=1e-9)
@@ -96,22 +96,6 @@ def test_factors_and_waiting_of_messages_are_recovered(
     assert fitted.stage_overhead_s["rows_exchange"] == pytest.approx(overhead_s, abs=1e-7)
 
 
-def ahead(row_bytes: float, left_s: float) -> Anchor:
-    """A step with look-ahead that took so much more than was predicted."""
-    return Anchor(AHEAD, 0.0, PREDICTED, PREDICTED, sum(PREDICTED.values()) + left_s, row_bytes)
-
-
-def test_what_look_ahead_takes_beside_its_stages_is_found() -> None:
-    line = fit_look_ahead([ahead(1e6, 3e-3), ahead(4e6, 9e-3)])
-    assert line.fixed_s == pytest.approx(1e-3)
-    assert line.per_byte_s == pytest.approx(2e-9)
-    assert fit_look_ahead([ahead(1e6, -1e-3), ahead(4e6, 9e-3)]).seconds(num_bytes=4e6) == (
-        pytest.approx(9e-3)
-    )
-    assert fit_look_ahead([ahead(1e6, -1e-3), ahead(4e6, -2e-3)]).seconds(num_bytes=4e6) == 0
-    assert fit_look_ahead([]).source == "not measured"
-
-
 def noisy(family: str, predicted_s: float, size: float) -> float:
     return 17.0 * predicted_s
 
@@ -126,36 +110,22 @@ def test_a_factor_that_no_machine_needs_is_bounded_and_doubted(stage: str, high:
     assert f"{stage} {high:g}" in (fitted.caveat or "")
 
 
-def ahead_case(overlap: float, *, computing_s: float, sending_s: float) -> MeasuredCase:
-    """Steps that hide ``overlap`` of what is sent, predicted by whatever overlap the costs have."""
-
-    def seconds(overlap: float) -> float:
-        return computing_s + (1 - overlap) * sending_s
+@given(factors=st.lists(st.floats(0.5, 2), min_size=1, max_size=4))
+def test_whole_steps_with_look_ahead_have_one_factor(factors: list[float]) -> None:
+    """The geometric mean of the cases' own; steps in other pipelines stay as they are."""
 
     def predict(costs: Costs) -> Prediction:
-        found = costs.overlap if costs.look_ahead_overlap is None else costs.look_ahead_overlap
-        stage_s = {**dict.fromkeys(STAGES, 0.0), "dense": seconds(found)}
-        stage_s["rows_exchange"] = costs.look_ahead.seconds()
-        return Prediction(StepPrediction(sum(stage_s.values()), stage_s, {}, {}), [])
+        step_s = 0.01 * costs.factors.get(AHEAD, 1.0)
+        return Prediction(StepPrediction(step_s, {**PREDICTED}, {}, {}), [])
 
-    case = MeasuredCase(AHEAD, 0.0, predict)
-    case.stage_s.append(dict.fromkeys(STAGES, 0.0))
-    case.repeats.rounds.append([[seconds(overlap)] * 4])
-    return case
-
-
-@pytest.mark.parametrize("overlap", [0.0, 0.4, 1.0])
-def test_whole_steps_tell_the_overlap_of_look_ahead(overlap: float) -> None:
-    cases = [
-        ahead_case(overlap, computing_s=computing_s, sending_s=sending_s)
-        for computing_s, sending_s in ((0.01, 0.004), (0.01, 0.02), (0.04, 0.01), (0.04, 0.07))
-    ]
-    for measured_alone in (0.0, 0.5, 1.0):
-        found = correct_look_ahead(replace(COSTS, overlap=measured_alone), cases)
-        assert found.look_ahead_overlap == pytest.approx(overlap)
-        assert found.overlap == measured_alone
-        for case in cases:
-            assert case.predict(found).step_s == pytest.approx(case.step_s, rel=0.05)
+    cases = [MeasuredCase(AHEAD, 0.0, predict) for _ in factors]
+    for case, factor in zip(cases, factors, strict=True):
+        case.stage_s.append({**PREDICTED})
+        case.repeats.rounds.append([[0.01 * factor] * 4])
+    others = [measured(0.8, size, 2.0) for size in (1.0, 4.0)]
+    costs, _ = correct_by_steps(COSTS, [*others, *cases])
+    assert costs.factors == {AHEAD: pytest.approx(np.exp(np.mean(np.log(factors))))}
+    assert costs.correction("dense") == pytest.approx(2.0)
 
 
 def measured(coverage: float, size: float, factor: float) -> MeasuredCase:

@@ -45,11 +45,10 @@ def make_demand(rng, name, *, dim, row_bytes, num_draws, world, num_groups, most
 def make_costs(rng, device, *, hosts):
     """Costs of a machine that need not be sane: prices over several orders of magnitude."""
 
-    def line(rng=rng):
+    def line():
         fixed, item, byte = 10.0 ** rng.uniform([-7, -9, -11], [-3, -5, -7])
         return Line(fixed * (rng.random() < 0.7), item, byte * (rng.random() < 0.8))
 
-    [apart] = rng.spawn(1)
     link = Link(10.0 ** rng.uniform(-7, -2), 10.0 ** rng.uniform(5, 10))
     if rng.random() < 0.1:
         link = Link(10.0, link.bytes_per_s)  # latency is all there is
@@ -59,9 +58,7 @@ def make_costs(rng, device, *, hosts):
         name="random",
         origin="built-in",
         device=device,
-        # Draws of their own, so that seeds keep the cases that they were found to give.
-        kernels={name: line() for name in KERNELS if not name.startswith("order_")}
-        | {name: line(apart) for name in ("order_row", "order_id")},
+        kernels={name: line() for name in KERNELS},
         intra=link,
         inter=inter,
         device_bytes=1 << 30 if device == "cuda" else 0,
