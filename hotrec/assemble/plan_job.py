@@ -25,7 +25,6 @@ from hotrec.planner.plan import TorchrecTables
 from hotrec.planner.policies import choose_popular_rows
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest, SlotRequest
 from hotrec.planner.situation import (
-    LoaderWorkers,
     Situation,
     TableShape,
     build_situation,
@@ -220,7 +219,7 @@ def situation_of(
         profile.locality,
         _reuse_of(job, profile),
     )
-    loader = LoaderWorkers(workers, cores) if cores and workers is not None else None
+    loader = (workers, cores) if cores and workers is not None else None
     return replace(situation, loader=loader)
 
 

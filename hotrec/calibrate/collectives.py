@@ -51,7 +51,6 @@ def bytes_per_value(kind: str, num_ranks: int) -> float:
         "all_to_all": others / num_ranks,
         "all_reduce": 2 * others / num_ranks,
         "all_gather": float(others),
-        "reduce_scatter": others / num_ranks,
     }
     if kind not in values:
         raise CostsError(f"collective: expected one of {COLLECTIVES}, got {kind!r}.")
@@ -77,12 +76,9 @@ def make_call(
             return lambda _: dist.all_to_all_single(target, source, group=group)
         case "all_reduce":
             return lambda _: dist.all_reduce(source, group=group)
-        case "all_gather":
+        case _:
             target = source.new_empty(values * num_ranks)
             return lambda _: dist.all_gather_into_tensor(target, source, group=group)
-        case _:
-            target = source.new_empty(values // num_ranks)
-            return lambda _: dist.reduce_scatter_tensor(target, source, group=group)
 
 
 def sizes_up_to(max_bytes: float) -> list[float]:

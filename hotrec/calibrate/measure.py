@@ -12,7 +12,7 @@ import torch
 
 from hotrec.calibrate.collectives import Network, measure_overlap, start_network
 from hotrec.calibrate.loader import measure_loader
-from hotrec.calibrate.noise import doubts_of, median_drift, noise_text
+from hotrec.calibrate.noise import doubts_of, noise_text
 from hotrec.calibrate.probes import all_probes
 from hotrec.calibrate.steps import correct_by_steps, measure_steps
 from hotrec.calibrate.timing import (
@@ -194,13 +194,7 @@ def measure_costs(
     more = {
         "elapsed_s": budget.spent_s(),
         "steps": [asdict(anchor) for anchor in anchors],
-        "noise": {
-            "text": noise_text(hosts, every),
-            "median_error": float(np.median([one.error for one in every])),
-            "median_drift": median_drift(every),
-            "median_drift_of_steps": median_drift(of_steps),
-            "hosts": [asdict(host) for host in hosts],
-        },
+        "noise": noise_text(hosts, every),
         "cut": cut_text(network, max_bytes, batch_size, target),
     }
     costs = replace(costs, facts={**costs.facts, **more}, doubts=tuple(doubts))
@@ -286,14 +280,10 @@ def costs_table(costs: Costs) -> str:
             rate = f"{link.bytes_per_s / 1e6:,.0f} MB/s"
             rows.append(f"link {level}: {rate}, latency {_time_text(link.latency_s).strip()}")
     rows.append(f"a predicted step holds within {interval_text(costs.ratio_interval)}")
-    rows += [text for text in (_noise_of(costs), costs.facts.get("cut"), costs.caveat) if text]
+    said = (costs.facts.get("noise"), costs.facts.get("cut"), costs.caveat)
+    rows += [text for text in said if text]
     rows.append(f"overlap {costs.overlap:.2f}, overhead {_time_text(costs.overhead_s).strip()}")
     return "\n".join(rows)
-
-
-def _noise_of(costs: Costs) -> str | None:
-    noise = costs.facts.get("noise")
-    return noise["text"] if noise else None
 
 
 def _time_text(seconds: float) -> str:

@@ -18,7 +18,8 @@ def doubts_of(hosts: Sequence[HostLoad], series: Sequence[Repeats]) -> list[str]
     doubts = []
     if (text := disturbance(hosts)) is not None:
         doubts.append(f"were measured {text}")
-    drift = median_drift(series)
+    drifts = [one.drift for one in series if len(one.rounds) > 1]
+    drift = float(np.median(drifts)) if drifts else 0.0
     if drift > MAX_DRIFT:
         doubts.append(f"differ by {drift:.0%} from round to round")
     return doubts
@@ -34,9 +35,3 @@ def noise_text(hosts: Sequence[HostLoad], series: Sequence[Repeats]) -> str:
         f"noise: {load}; standard error {np.median(errors):.1%} in the median, above "
         f"{MAX_ERROR:.0%} in {np.count_nonzero(errors > MAX_ERROR)} of {errors.size} calls"
     )
-
-
-def median_drift(series: Sequence[Repeats]) -> float:
-    """Median drift of those that were measured in at least two rounds."""
-    drifts = [one.drift for one in series if len(one.rounds) > 1]
-    return float(np.median(drifts)) if drifts else 0.0

@@ -115,9 +115,8 @@ def _gpu_costs(
     inter: Link | None,
     host_gib: int,
     memory_source: str,
-    gpu_gib: int = 80,
 ) -> Costs:
-    """Costs of a GPU with the arguments ``gpu`` of its kernels."""
+    """Costs of GPUs of 80 GiB with the arguments ``gpu`` of their kernels."""
     return Costs(
         name=name,
         origin="built-in",
@@ -125,7 +124,7 @@ def _gpu_costs(
         kernels=_gpu_kernels(*gpu),
         intra=intra,
         inter=inter,
-        device_bytes=gpu_gib * GIB,
+        device_bytes=80 * GIB,
         host_bytes=host_gib * GIB,
         # Sending takes no processor time of the device, but memory bandwidth and some of its cores.
         overlap=0.8,
@@ -200,13 +199,6 @@ _H100 = (
     67e12,
     "NVIDIA H100 data sheet, SXM5: 3.35 TB/s HBM3, PCIe 5 x16 64 GB/s each way, 67 TFLOP/s fp32",
 )
-_A100_40 = (
-    1.555e12,
-    32e9,
-    19.5e12,
-    "NVIDIA A100 40GB data sheet, SXM4: 1,555 GB/s HBM2, PCIe 4 x16 32 GB/s each way, 19.5 "
-    "TFLOP/s fp32",
-)
 _NVLINK_4 = Link(
     3e-5,
     370e9,
@@ -219,24 +211,6 @@ _NVLINK_3 = Link(
     "NVIDIA A100 data sheet: NVLink 3, 300 GB/s each way; nccl-tests measure 200 to 235 GB/s "
     "(github.com/NVIDIA/nccl-tests/issues/149 and 178); " + _LATENCY.format("30 us"),
 )
-# One connection in a cluster placement group (AWS, EC2 instance network bandwidth).
-_AWS_FLOW_GBIT = 10.0
-GBIT = 1e9 / 8
-
-
-def _network(gbit: float, source: str, flow_gbit: float | None = None) -> Link:
-    """The link of a host of a cloud: 0.9 of its rate, and 0.85 of that in an all_to_all."""
-    limit = "" if flow_gbit is None else f"; one connection has {flow_gbit:g} Gbit/s"
-    return Link(
-        4e-5,
-        0.9 * gbit * GBIT,
-        f"{source}{limit}; assumed: 0.9 of it, and in an all_to_all 0.85 of that, between 0.75 and "
-        "1.0 in github.com/NVIDIA/nccl/issues/1116 and nccl-tests/issues/187; "
-        + _LATENCY.format("40 us"),
-        flow_bytes_per_s=None if flow_gbit is None else flow_gbit * GBIT,
-        all_to_all_frac=0.85,
-    )
-
 
 BUILTIN: Mapping[str, Costs] = {
     costs.name: costs
@@ -272,72 +246,6 @@ BUILTIN: Mapping[str, Costs] = {
             ),
             host_gib=2048,
             memory_source="NVIDIA DGX A100 640GB data sheet: 8 x 80 GB, 2 TB of host memory",
-        ),
-        _gpu_costs(
-            "aws_p5",
-            _H100,
-            intra=_NVLINK_4,
-            inter=_network(3200, "AWS EC2: p5.48xlarge, 32 EFA devices of 100 Gbit/s"),
-            host_gib=2048,
-            memory_source="AWS EC2: p5.48xlarge, 8 x 80 GB, 2 TiB of host memory",
-        ),
-        _gpu_costs(
-            "aws_p4d",
-            _A100_40,
-            intra=_NVLINK_3,
-            inter=_network(400, "AWS EC2: p4d.24xlarge, 4 EFA devices of 100 Gbit/s"),
-            host_gib=1152,
-            memory_source="AWS EC2: p4d.24xlarge, 8 x 40 GB, 1,152 GiB of host memory",
-            gpu_gib=40,
-        ),
-        _gpu_costs(
-            "gcp_a2",
-            _A100_40,
-            intra=_NVLINK_3,
-            inter=_network(
-                100, "Google Cloud, GPU network bandwidths: a2-highgpu-8g, 100 Gbit/s in all"
-            ),
-            host_gib=680,
-            memory_source="Google Cloud: a2-highgpu-8g, 8 x 40 GB, 680 GB of host memory",
-            gpu_gib=40,
-        ),
-        _gpu_costs(
-            "aws_g4dn",
-            (
-                320e9,
-                16e9,
-                8.1e12,
-                "NVIDIA T4 data sheet: 320 GB/s GDDR6, PCIe 3 x16 16 GB/s each way, 8.1 TFLOP/s "
-                "fp32",
-            ),  # fmt: skip
-            intra=Link(
-                3e-5,
-                6e9,
-                "assumed: 6 GB/s over PCIe 3 without peer access; " + _LATENCY.format("30 us"),
-            ),
-            inter=_network(50, "AWS EC2: g4dn.12xlarge, 50 Gbit/s", flow_gbit=_AWS_FLOW_GBIT),
-            host_gib=192,
-            memory_source="AWS EC2: g4dn.12xlarge, 4 x 16 GB, 192 GiB of host memory",
-            gpu_gib=16,
-        ),
-        _gpu_costs(
-            "aws_g6",
-            (
-                300e9,
-                32e9,
-                30.3e12,
-                "NVIDIA L4 data sheet: 300 GB/s GDDR6, PCIe 4 x16 32 GB/s each way, 30.3 TFLOP/s "
-                "fp32",
-            ),  # fmt: skip
-            intra=Link(
-                3e-5,
-                10e9,
-                "assumed: 10 GB/s over PCIe 4 without peer access; " + _LATENCY.format("30 us"),
-            ),
-            inter=_network(40, "AWS EC2: g6.12xlarge, 40 Gbit/s", flow_gbit=_AWS_FLOW_GBIT),
-            host_gib=192,
-            memory_source="AWS EC2: g6.12xlarge, 4 x 24 GB, 192 GiB of host memory",
-            gpu_gib=24,
         ),
         _gpu_costs(
             "one_gpu_pcie",

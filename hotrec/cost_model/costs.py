@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -73,7 +73,6 @@ class World:
             all_to_all      (W-m)/(W-1)
             all_reduce      2 (N-1)/N n per host, of 2 (W-1)/W n per rank
             all_gather      (W-m) n per host, of (W-1) n per rank
-            reduce_scatter  as all_reduce
         """
         ranks, local, hosts = self.num_ranks, self.ranks_per_host, self.num_hosts
         if hosts == 1:
@@ -111,16 +110,11 @@ class Link:
         bytes_per_s: Inside a host: the sending rate of a rank; between hosts: that of a whole host
             while all its ranks send.
         source: "measured", or where the numbers come from.
-        flow_bytes_per_s: Maximum rate of one connection between two ranks, as clouds have it; None
-            for that of the link.
-        all_to_all_frac: Rate of an all_to_all over that of an all_reduce.
     """
 
     latency_s: float
     bytes_per_s: float
     source: str = "measured"
-    flow_bytes_per_s: float | None = None
-    all_to_all_frac: float = 1.0
 
 
 def fit_nonnegative(matrix: Floats, wanted: Floats) -> Floats:
@@ -218,7 +212,9 @@ LOADER_PARTS: Mapping[str, str] = {
     "receive": "the main thread gets the batch from a worker",
     "route": "whoever makes the batch routes its ids",
 }
-COLLECTIVES = ("all_to_all", "all_reduce", "all_gather", "reduce_scatter")
+COLLECTIVES = ("all_to_all", "all_reduce", "all_gather")
+# Numbers by which others are divided, or that multiply whole steps.
+ABOVE_0 = ("bytes_per_s", "host_bytes", "seconds", *FAMILIES)
 
 
 @dataclass(frozen=True)
@@ -353,8 +349,7 @@ class Costs:
         is_to_all = kind == "all_to_all"
         inside = (local - 1) / (world.num_ranks - 1) if is_to_all else 1.0
         between = local * world.between_hosts_frac(kind)
-        rate = inter.bytes_per_s * (inter.all_to_all_frac if is_to_all else 1.0)
-        per_byte_s = max(inside / self.intra.bytes_per_s, between / rate)
+        per_byte_s = max(inside / self.intra.bytes_per_s, between / inter.bytes_per_s)
         return Line(self.intra.latency_s + inter.latency_s, 0.0, per_byte_s)
 
     def message_s(
@@ -363,8 +358,7 @@ class Costs:
         """Seconds of a collective in which a rank sends these bytes (``hotrec.runtime.traffic``).
 
         By a curve measured in exactly this world, else by the links. On rails, ranks of equal local
-        rank exchange, of all local ranks at once: they share the links of a host, and each has one
-        connection to every other host, which may be slower than its share of the links.
+        rank exchange, of all local ranks at once: they share the links of a host.
 
         Args:
             kind: One of COLLECTIVES.
@@ -383,11 +377,7 @@ class Costs:
         if not is_on_rails:
             return self.collective(kind, world).seconds(num_bytes=num_bytes)
         inter = self._between(world)
-        rate = inter.bytes_per_s / local
-        if inter.flow_bytes_per_s is not None:
-            rate = min(rate, (world.num_hosts - 1) * inter.flow_bytes_per_s)
-        rate *= inter.all_to_all_frac if kind == "all_to_all" else 1.0
-        return inter.latency_s + num_bytes / rate
+        return inter.latency_s + num_bytes * local / inter.bytes_per_s
 
     def has_curve(self, kind: str, world: World) -> bool:
         """Whether a collective of all ranks was measured in this world."""
@@ -454,51 +444,42 @@ def check_costs(costs: Costs) -> None:
     _expect(0 <= costs.overlap <= 1, f"{where} overlap", "0..1", costs.overlap)
     has_all = set(costs.loader) in (set(), set(LOADER_PARTS))
     _expect(has_all, f"{where} loader", f"{sorted(LOADER_PARTS)} or none", sorted(costs.loader))
-    strange = sorted(set(costs.factors) - set(FAMILIES))
-    _expect(not strange, f"{where} factors", f"some of {FAMILIES}", strange)
+    known: dict[str, Sequence[str]] = {"factors": FAMILIES, "waiting_frac": STAGES}
+    known |= {"stage_overhead_s": STAGES}
+    known |= {"corrections": [*STAGES, *map(TORCHREC_STAGE.format, STAGES)]}
+    for key, names in known.items():
+        strange = sorted(set(getattr(costs, key)) - set(names))
+        _expect(not strange, f"{where} {key}", f"some of {names}", strange)
     interval = costs.ratio_interval
     holds_1 = len(interval) == 2 and 0 < interval[0] <= 1 <= interval[1] < math.inf
     _expect(holds_1, f"{where} ratio_interval", "0 < low <= 1 <= high", interval)
-    numbers: dict[str, Mapping[str, Any]] = {
-        where: {"overhead_s": costs.overhead_s, "device_bytes": costs.device_bytes},
-        **{f"{where} kernel {name}": asdict(line) for name, line in costs.kernels.items()},
-        **{f"{where} loader {name}": asdict(line) for name, line in costs.loader.items()},
-    }
-    above_0: dict[str, float] = {
-        f"{where} host_bytes": costs.host_bytes,
-        **{f"{where} factor {family}": factor for family, factor in costs.factors.items()},
-    }
-    for level, link in (("intra", costs.intra), ("inter", costs.inter)):
-        if link is not None:
-            numbers[f"{where} link {level}"] = {"latency_s": link.latency_s}
-            for key in ("bytes_per_s", "flow_bytes_per_s", "all_to_all_frac"):
-                value = getattr(link, key)
-                above_0 |= {} if value is None else {f"{where} link {level} {key}": value}
-    for key in ("corrections", "stage_overhead_s", "waiting_frac"):
-        numbers[f"{where} {key}"] = of_stages = getattr(costs, key)
-        of_torchrec = map(TORCHREC_STAGE.format, STAGES if key == "corrections" else ())
-        strange = sorted(set(of_stages) - {*STAGES, *of_torchrec})
-        _expect(not strange, f"{where} {key}", f"stages of {STAGES}", strange)
-    for owner, parts in numbers.items():
-        for key, value in parts.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            is_right = is_number and math.isfinite(value) and value >= 0
-            _expect(key == "source" or is_right, f"{owner} {key}", "a number of at least 0", value)
-    for key, value in above_0.items():
-        _expect(math.isfinite(value) and value > 0, key, "above 0", value)
     for curve in costs.curves:
-        _check_curve(f"{where} curve {curve.kind}", curve)
+        sizes = curve.sent_bytes
+        is_one_each = len(sizes) == len(curve.seconds) == len(curve.spreads) >= 2
+        is_rising = all(a < b for a, b in pairwise((-1e-300, *sizes)))
+        expected = f"one of {COLLECTIVES} at two or more increasing sizes, each with a time"
+        is_right = is_one_each and is_rising and curve.kind in COLLECTIVES
+        _expect(is_right, f"{where} curve", expected, (curve.kind, list(sizes)))
+    parts = {name: part for name, part in vars(costs).items() if name not in ("host", "facts")}
+    for key, number in _numbers(parts, where):
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        least = 0.0 if key.rpartition(" ")[2] in ABOVE_0 else -1e-300
+        is_right = is_number and least < number < math.inf
+        _expect(is_right, key, "a number above 0" if least == 0 else "a number >= 0", number)
 
 
-def _check_curve(where: str, curve: CollectiveCurve) -> None:
-    _expect(curve.kind in COLLECTIVES, where, f"one of {COLLECTIVES}", curve.kind)
-    sizes = curve.sent_bytes
-    is_one_each = len(sizes) == len(curve.seconds) == len(curve.spreads) >= 2
-    is_rising = all(a < b for a, b in pairwise((-1e-300, *sizes)))
-    expected = "at least two increasing sizes, each with a time"
-    _expect(is_one_each and is_rising, where, expected, list(sizes))
-    is_positive = all(math.isfinite(s) and s > 0 for s in curve.seconds)
-    _expect(is_positive, where, "times above 0", list(curve.seconds))
+def _numbers(part: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """All values but texts in nested parts, with their places."""
+    if isinstance(part, Line | Link | CollectiveCurve | World):
+        part = vars(part)
+    if isinstance(part, Mapping):
+        for name, inner in part.items():
+            yield from _numbers(inner, f"{where} {name}")
+    elif isinstance(part, tuple):
+        for inner in part:
+            yield from _numbers(inner, where)
+    elif part is not None and not isinstance(part, str):
+        yield where, part
 
 
 def _expect(is_right: bool, where: str, expected: str, got: object) -> None:

@@ -18,18 +18,12 @@ from hotrec.artifact import (
 )
 from hotrec.cost_model.histogram import CountHistogram, order_all_rows, top_rows
 from hotrec.cost_model.profile import Profile
-from hotrec.planner.plan import SplitTables
+from hotrec.planner.plan import SplitTables, read_table
 from hotrec.types import (
-    Exchange,
     Partition,
     Placement,
     PopularRows,
-    RowFetch,
     Rows,
-    Sharding,
-    TablePlacement,
-    Tier,
-    WireType,
 )
 
 KIND = "partition"
@@ -143,18 +137,7 @@ def read_placement(path: Path) -> tuple[Placement, Artifact]:
         artifact.file(HOT_ROWS)
         hot_rows = _read_rows(artifact, HOT_ROWS)
         partition = Partition(dict(content["num_rows"]), hot_rows, policy=content["policy"])
-        tables = {
-            name: TablePlacement(
-                exchange=Exchange(table["exchange"]),
-                sharding=Sharding(table["sharding"]),
-                tier=Tier(table["tier"]),
-                cache_load_frac=table["cache_load_frac"],
-                row_type=WireType(table["row_type"]),
-                row_fetch=RowFetch(table.get("row_fetch", RowFetch.staged.value)),
-                is_spread=bool(table.get("is_spread", False)),
-            )
-            for name, table in content["placement"].items()
-        }
+        tables = {name: read_table(table) for name, table in content["placement"].items()}
         popular_rows = _read_rows(artifact, POPULAR_ROWS)
         return Placement(partition, tables, popular_rows), artifact
 

@@ -148,7 +148,7 @@ class Plan:
         """
         tables = document["tables"]
         if document["is_hotrec"]:
-            placed = {name: _table(table) for name, table in tables["tables"].items()}
+            placed = {name: read_table(table) for name, table in tables["tables"].items()}
             of_tables: SplitTables | TorchrecTables = SplitTables(**{**tables, "tables": placed})
         else:
             kinds = {"plan": TorchrecPlan(tables["plan"]), "tier": TorchrecTier(tables["tier"])}
@@ -166,7 +166,12 @@ def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: value.value if isinstance(value, Enum) else value for name, value in items}
 
 
-def _table(document: Mapping[str, Any]) -> TablePlacement:
+def read_table(document: Mapping[str, Any]) -> TablePlacement:
+    """The placement of a table from plain data.
+
+    Raises:
+        KeyError, ValueError: If it is not one.
+    """
     return TablePlacement(
         Exchange(document["exchange"]),
         Sharding(document["sharding"]),

@@ -30,14 +30,6 @@ from hotrec.types import TableOutput
 
 
 @dataclass(frozen=True)
-class LoaderWorkers:
-    """The loader of each rank, which shares the host's cores with the ranks."""
-
-    num_workers: int
-    cores_per_host: float
-
-
-@dataclass(frozen=True)
 class Situation:
     """Everything that a prediction depends on except the plan.
 
@@ -47,7 +39,8 @@ class Situation:
         workload: The batch and the dense layers.
         costs: The costs of the machine.
         note: Caveat about the costs for the user, or None.
-        loader: The loader; None if batches are made beforehand, as in a benchmark.
+        loader: Loader workers of a rank, and the cores of a host that they share with the ranks;
+            None if batches are made beforehand, as in a benchmark.
     """
 
     machine: Machine
@@ -55,7 +48,7 @@ class Situation:
     workload: Workload
     costs: Costs
     note: str | None = None
-    loader: LoaderWorkers | None = None
+    loader: tuple[int, float] | None = None
 
     @property
     def world(self) -> World:
@@ -79,7 +72,7 @@ class Situation:
         batch = self.workload.batch_size
         is_routed_there = is_routed and self.workload.is_routed_by_loader
         lookups = sum(d.lookups_per_sample for d in self.demands) if is_routed_there else 0.0
-        cores, num_workers = self.loader.cores_per_host, self.loader.num_workers
+        num_workers, cores = self.loader
         measured_ranks = self.costs.facts.get("ranks_per_host", 1)
         return with_loader(
             step,

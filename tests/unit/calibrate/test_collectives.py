@@ -17,7 +17,7 @@ def curve(latency_s: float, rate: float, kind: str = "all_to_all") -> Collective
 
 
 def test_bytes_that_a_rank_sends() -> None:
-    expected = {"all_to_all": 3.0, "all_reduce": 6.0, "all_gather": 12.0, "reduce_scatter": 3.0}
+    expected = {"all_to_all": 3.0, "all_reduce": 6.0, "all_gather": 12.0}
     assert {kind: bytes_per_value(kind, 4) for kind in COLLECTIVES} == expected
     with pytest.raises(CostsError, match="expected one of .*, got 'gather'"):
         bytes_per_value("gather", 2)
