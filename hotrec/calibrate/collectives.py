@@ -19,7 +19,7 @@ from hotrec.calibrate.timing import (
     slowest_rank,
     time_on_all_ranks,
 )
-from hotrec.cost_model.costs import COLLECTIVES, CollectiveCurve, CostsError, Link, World
+from hotrec.cost_model.costs import COLLECTIVES, CollectiveCurve, Link, World
 from hotrec.runtime.ranks import Group, Ranks
 
 BYTES_PER_FLOAT = 4
@@ -42,9 +42,6 @@ def bytes_per_value(kind: str, num_ranks: int) -> float:
 
     For ``all_gather`` the tensor is the rank's own part, else the message to all ranks, including
     itself, or the whole input.
-
-    Raises:
-        CostsError: If the kind is not one of ``COLLECTIVES``.
     """
     others = num_ranks - 1
     values = {
@@ -52,8 +49,6 @@ def bytes_per_value(kind: str, num_ranks: int) -> float:
         "all_reduce": 2 * others / num_ranks,
         "all_gather": float(others),
     }
-    if kind not in values:
-        raise CostsError(f"collective: expected one of {COLLECTIVES}, got {kind!r}.")
     return BYTES_PER_FLOAT * values[kind]
 
 

@@ -145,23 +145,9 @@ def build_demand(  # noqa: PLR0913
         max_groups: Maximum number of groups.
         num_draws: Numbers of independent lookups equivalent to those of a rank and of all ranks
             (``hotrec.cost_model.locality``). None assumes independent lookups: n = B L, and n W.
-
-    Raises:
-        ValueError: If a number is too small, or all ranks draw fewer lookups than one rank.
     """
     num_lookups = lookups_per_sample * batch_size
     of_rank, of_all = num_draws or (num_lookups, num_lookups * world.num_ranks)
-    for key, value, least in (
-        ("dim", dim, 1),
-        ("row_bytes", row_bytes, 4 * dim),  # a row's floats, and its optimizer state
-        ("num_columns", num_columns, 1),
-        ("batch_size", batch_size, 1),
-        ("lookups_per_sample", lookups_per_sample, 0),
-        ("max_groups", max_groups, 2),
-        ("num_draws of all ranks", of_all, of_rank),
-    ):
-        if not least <= value < math.inf:
-            raise ValueError(f"table {name} {key}: expected at least {least}, got {value}.")
     counts, total = histogram.values.astype(np.float64), histogram.num_lookups
     starts = _group_starts(counts, max_groups)
     rows_G = _sum_groups(histogram.num_rows, starts)

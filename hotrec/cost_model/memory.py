@@ -14,7 +14,7 @@ import numpy as np
 
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import Floats, TableDemand
-from hotrec.cost_model.quantities import TableSharding, cached_rows, check_tables, host_state_bytes
+from hotrec.cost_model.quantities import TableSharding, cached_rows, host_state_bytes
 from hotrec.cost_model.step import BYTES_PER_FLOAT
 from hotrec.types import (
     Exchange,
@@ -156,9 +156,8 @@ def memory_by_rank(
         By rank {"device_bytes", "host_bytes"}; on CPU device_bytes is 0.
 
     Raises:
-        ValueError: If a table has no placement, too many hot rows, or a cache without a size.
+        ValueError: If a cache has no size.
     """
-    check_tables(demands, num_hot, tables)
     bytes_W2 = np.zeros((world.num_ranks, 2))
     owned = []
     # Largest D of the tables that share each device cache: the width of its slots.

@@ -121,29 +121,6 @@ def cached_rows(demand: TableDemand, placed: TablePlacement | TableSharding) -> 
     return load_frac * demand.num_rows
 
 
-def check_tables(
-    demands: Sequence[TableDemand], num_hot: Mapping[str, int], tables: Mapping[str, Any]
-) -> None:
-    """Checks placements or shardings against the demands.
-
-    Raises:
-        ValueError: If a table has no placement, or more hot rows than rows.
-    """
-    names = {demand.name for demand in demands}
-    missing, unknown = sorted(names - set(tables)), sorted(set(num_hot) - names)
-    if missing or unknown:
-        raise ValueError(
-            f"placement: expected the tables {sorted(names)}, got none of {missing} and hot rows "
-            f"of {unknown}. Create it from the same dataset's profile."
-        )
-    for demand in demands:
-        if not 0 <= num_hot.get(demand.name, 0) <= demand.num_rows:
-            raise ValueError(
-                f"placement table {demand.name}: expected 0..{demand.num_rows} hot rows, got "
-                f"{num_hot[demand.name]}."
-            )
-
-
 def hot_cold_quantities(
     demands: Sequence[TableDemand],
     num_hot: Mapping[str, int],
@@ -166,20 +143,13 @@ def hot_cold_quantities(
         Every key of QUANTITIES.
 
     Raises:
-        ValueError: If a table has no placement, too many hot rows, or a pooled exchange with hot
-            rows or of unpooled features.
+        ValueError: If a table has a pooled exchange of unpooled features.
     """
-    check_tables(demands, num_hot, tables)
     done = dict.fromkeys(QUANTITIES, 0.0)
     dims: dict[str, set[int]] = {name: set() for name in ("cold", "hot", "pooled")}
     for demand in demands:
         placed, hot = tables[demand.name], num_hot.get(demand.name, 0)
         is_pooled = placed.exchange is Exchange.POOLED
-        if is_pooled and hot:
-            raise ValueError(
-                f"placement table {demand.name}: expected no hot rows in a table whose exchange is "
-                f"pooled, got {hot}."
-            )
         if is_pooled and not demand.is_pooled:
             raise ValueError(
                 f"placement table {demand.name} exchange: expected rows, since its features are "
@@ -249,16 +219,7 @@ def table_quantities(
         rows: The rows that a step reads.
         world: Ranks and hosts.
         batch_size: Batch B of a rank.
-
-    Raises:
-        ValueError: If the demand does not have the reads of a host, and the world has such hosts.
     """
-    if world.has_levels and demand.by_host_G is None:
-        raise ValueError(
-            f"demand of table {demand.name} by_host_G: expected the reads of a host for "
-            f"{world.num_hosts} hosts of {world.ranks_per_host} ranks, got none. Build the demand "
-            "for these hosts."
-        )
     num_ids, row_bytes = batch_size * demand.lookups_per_sample, BYTES_PER_FLOAT * demand.dim
     found: dict[str, Any] = {}
 
@@ -355,11 +316,7 @@ def torchrec_quantities(
 
     Returns:
         By rank, every key of QUANTITIES.
-
-    Raises:
-        ValueError: If a table has no sharding, or a shard's rank is not in this world.
     """
-    check_tables(demands, {}, shardings)
     per_rank = [dict.fromkeys(QUANTITIES, 0.0) for _ in range(world.num_ranks)]
     kinds = {(shardings[d.name].kind, d.is_pooled) for d in demands}
     caches = torchrec_caches(demands, shardings, world)
@@ -373,12 +330,6 @@ def torchrec_quantities(
                 _add(done, "replicated_rows", demand.num_rows, row_bytes)
                 done["replicated_groups"] = 1.0
             continue
-        outside = [rank for rank in sharding.ranks if not 0 <= rank < world.num_ranks]
-        if outside:
-            raise ValueError(
-                f"sharding of table {demand.name}: expected ranks in 0..{world.num_ranks - 1}, "
-                f"got {outside[0]}. Plan for this world."
-            )
         blocks = sharding.blocks(world)
         for owners in blocks:  # owners of some columns, with the rows split over them
             of_shard = num_ids / len(owners)
