@@ -13,12 +13,10 @@ update. Ids: ``raw_id`` (value in the log) -> ``row`` (0..num_rows-1) -> ``hot_s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
-from itertools import count
-from math import gcd, isqrt
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -416,101 +414,48 @@ class PipelineSpec:
         return replace(self, kind=kind)
 
 
-_GOLDEN = (5**0.5 - 1) / 2
-# Up to this number of rows the product of two row numbers fits into int64.
-_MAX_EXACT_ROWS = isqrt((1 << 63) - 1)
-# Beyond, a factor is split into its upper and these lower bits; up to 2^41 rows.
-_LOW_BITS = 21
-
 Numbers = TypeVar("Numbers")  # an int64 tensor or array
 
 
 @dataclass(frozen=True)
-class RowOrder:
-    """The order of a table's rows in its shards.
+class RowShares:
+    """The shares of the ranks in the rows of a table that are exchanged.
 
-    TorchRec's row-wise shards are blocks of consecutive rows. In a table whose ids follow
-    popularity, such as those numbered in the order of their first occurrence, the owner of the
-    first block would serve many times the rows of the mean. So row r may be stored as row
-    (r * m + b) mod N of N rows, with m near N over the golden ratio and prime to N: then any range
-    of ids is spread evenly over the blocks. b depends on the table's name, or the most popular rows
-    of all tables were on one rank.
-
-    Row numbers are original ids everywhere else: only the place in a shard depends on the order.
+    Rank (r + shift) mod W owns row r, at place (r + shift) div W of its share: ranks are evenly
+    loaded even if ids follow popularity, such as those numbered in the order of their first
+    occurrence. The shift depends on the table's name, or the most popular rows of all tables were
+    on one rank.
 
     Args:
-        num_rows: Rows of the table.
-        is_spread: Whether rows are spread; otherwise they are stored in the order of their ids.
         table: The table's name.
+        world_size: Number of ranks W.
     """
 
-    num_rows: int
-    is_spread: bool = True
-    table: str = ""
-
-    @staticmethod
-    def mapped(rows: Any, factor: Any, offset: Any, num_rows: Any, *, is_wide: bool) -> Any:
-        """``(rows * factor + offset) % num_rows`` in int64, by element.
-
-        Args:
-            rows: Numbers below ``num_rows``.
-            factor: Numbers below ``num_rows``, or one.
-            offset: The same.
-            num_rows: Rows of each number's table, or of one.
-            is_wide: Whether products may not fit into int64; see ``RowOrder.is_wide``.
-        """
-        if not is_wide:
-            return (rows * factor + offset) % num_rows
-        high, low = factor >> _LOW_BITS, factor & ((1 << _LOW_BITS) - 1)
-        return ((rows * high % num_rows << _LOW_BITS) + rows * low + offset) % num_rows
+    table: str
+    world_size: int
 
     @cached_property
-    def factor(self) -> int:
-        """The multiplier m; 1 for rows in the order of their ids."""
-        if not self.is_spread or self.num_rows < 3:
-            return 1
-        near = round(_GOLDEN * self.num_rows)
-        nearest = (near + sign * away for away in count() for sign in (1, -1))
-        return next(m for m in nearest if gcd(m, self.num_rows) == 1)
+    def shift(self) -> int:
+        """The rank that owns row 0."""
+        return crc32(self.table.encode()) % self.world_size
 
-    @cached_property
-    def offset(self) -> int:
-        """The stored row b of row 0."""
-        return 0 if self.factor == 1 else crc32(self.table.encode()) * self.num_rows >> 32
+    def owners(self, rows: Numbers) -> Numbers:
+        """The rank that owns each row."""
+        found: Any = rows
+        return (found + self.shift) % self.world_size
 
-    @property
-    def weight_name(self) -> str:
-        """The name of a sharded parameter with rows in this order, such as in a state dict."""
-        return "weight" if self.factor == 1 else "spread_weight"
+    def places(self, rows: Numbers) -> Numbers:
+        """The place of each row in its owner's share."""
+        found: Any = rows
+        return (found + self.shift) // self.world_size
 
-    @property
-    def is_wide(self) -> bool:
-        """Whether the product of two row numbers may not fit into int64."""
-        return self.num_rows > _MAX_EXACT_ROWS
+    def num_places(self, num_rows: int) -> int:
+        """The places of a share, the same on every rank; the first and the last may be empty."""
+        return -(-(num_rows + self.shift) // self.world_size)
 
-    def stored(self, rows: Numbers) -> Numbers:
-        """The stored rows of original ones."""
-        if self.factor == 1:
-            return rows
-        found: Numbers = self.mapped(
-            rows, self.factor, self.offset, self.num_rows, is_wide=self.is_wide
-        )
-        return found
-
-    def original(self, rows: Numbers) -> Numbers:
-        """The original rows of stored ones."""
-        if self.factor == 1:
-            return rows
-        inverse = pow(self.factor, -1, self.num_rows)
-        shifted: Any = rows - self.offset  # type: ignore[operator]
-        found: Numbers = self.mapped(
-            shifted % self.num_rows, inverse, 0, self.num_rows, is_wide=self.is_wide
-        )
-        return found
-
-    def rows_at(self, begin: int, end: int) -> slice | npt.NDArray[np.int64]:
-        """The original rows of consecutive stored ones, as an index of an array of the table."""
-        return slice(begin, end) if self.factor == 1 else self.original(np.arange(begin, end))
+    def rows_of(self, rank: int, num_rows: int) -> range:
+        """The rows of a rank, at consecutive places."""
+        return range((rank - self.shift) % self.world_size, num_rows, self.world_size)
 
 
 @dataclass(frozen=True)
@@ -520,34 +465,23 @@ class TablePlacement:
     Args:
         exchange: POOLED only for tables without hot rows: the pooled volume does not depend on how
             many rows are hot, so splitting such a table would save nothing.
-        sharding: Sharding of the rows.
         tier: Memory of the rows; DEVICE or CACHED.
         cache_load_frac: Fraction of the rows with slots in CACHED, in 0..1; else None.
         row_type: Type of the rows in host memory, in CACHED; else fp32. Slots are fp32.
         row_fetch: How rows in CACHED come to the device; not auto.
-        is_spread: Whether row-wise rows are spread over their owners, so that owners are evenly
-            loaded if ids follow popularity (``RowOrder``); has no effect on table-wise rows.
     """
 
     exchange: Exchange = Exchange.ROWS
-    sharding: Sharding = Sharding.ROW_WISE
     tier: Tier = Tier.DEVICE
     cache_load_frac: float | None = None
     row_type: WireType = WireType.fp32
     row_fetch: RowFetch = RowFetch.staged
-    is_spread: bool = False
 
-    def row_order(self, table: str, num_rows: int) -> RowOrder:
-        """The order in which the rows of this table are stored."""
-        is_by_row = self.sharding is Sharding.ROW_WISE and self.exchange is Exchange.ROWS
-        return RowOrder(num_rows, self.is_spread and is_by_row, table)
-
-
-def spread_tables(
-    placed: Mapping[str, TablePlacement], spread: Collection[str]
-) -> dict[str, TablePlacement]:
-    """The same with the rows of some tables spread over their owners, and of no others."""
-    return {name: replace(table, is_spread=name in spread) for name, table in placed.items()}
+    @property
+    def sharding(self) -> Sharding:
+        """Exchanged rows are on all ranks (``RowShares``), a table that is pooled is on one."""
+        is_pooled = self.exchange is Exchange.POOLED
+        return Sharding.TABLE_WISE if is_pooled else Sharding.ROW_WISE
 
 
 @dataclass(frozen=True)
@@ -573,7 +507,7 @@ class Placement:
         row_type: WireType = WireType.fp32,
         row_fetch: RowFetch = RowFetch.staged,
     ) -> Placement:
-        """All tables alike: cold rows exchanged as rows, row-wise, in one tier."""
+        """All tables alike: cold rows exchanged as rows, in one tier."""
         load_frac = cache_load_frac if tier is Tier.CACHED else None
         table = TablePlacement(
             tier=tier, cache_load_frac=load_frac, row_type=row_type, row_fetch=row_fetch
@@ -584,14 +518,6 @@ class Placement:
         """The same with another way of fetching rows in CACHED."""
         tables = {n: replace(table, row_fetch=row_fetch) for n, table in self.tables.items()}
         return replace(self, tables=tables)
-
-    def spread(self, tables: Collection[str]) -> Placement:
-        """The same with the rows of these tables spread over their owners, and of no others."""
-        return replace(self, tables=spread_tables(self.tables, tables))
-
-    def row_order(self, table: str) -> RowOrder:
-        """The order in which a table's rows are stored."""
-        return self.tables[table].row_order(table, self.partition.num_rows[table])
 
     def __post_init__(self) -> None:
         if set(self.tables) != set(self.partition.num_rows):

@@ -36,11 +36,12 @@ from benchmarks.gpu_day.tbe import (
     ZipfIds,
 )
 from hotrec.embedding.cached_rows import CachedRows, RowMover
-from hotrec.embedding.fused_rows import fbgemm_rows, mapped_rows
 from hotrec.embedding.pooling import sum_in_pieces
+from hotrec.embedding.row_store import host_rows
 from hotrec.embedding.slots import TooFewSlotsError
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.report.units import show_bytes, show_count, show_seconds
+from hotrec.runtime.mapped_memory import host_view
 from hotrec.runtime.memory import read_memory
 from hotrec.types import POPULAR_ROW, OptimizerKind
 
@@ -332,6 +333,24 @@ class _Step:
         return {"fetched": counts[3] / num_steps, "conflicts": counts[4] / num_steps}
 
 
+def _host_rows(module: Any, tables: Tables) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The weights and states of all rows in host memory: the host's views, and the device's.
+
+    FBGEMM's own memory where it is on the host; it keeps a row-wise sum on the device.
+    """
+    num_rows, spec = tables.num_tables * tables.num_rows, tables.optimizer
+    shapes = {"weights": (num_rows, tables.dim)}
+    shapes |= dict.fromkeys(spec.state_names, spec.state_shape(num_rows, tables.dim))
+    parts = {}
+    for name, shape in shapes.items():
+        flat = getattr(module, f"{name}_uvm").detach()
+        if flat.numel():
+            parts[name] = host_view(flat).view(shape), flat.view(shape)
+        else:
+            parts[name] = host_rows(shape, torch.float32, module.current_device)
+    return parts
+
+
 class _SlotStep:
     """The same with hotrec's slots, for which rows are moved one batch ahead.
 
@@ -353,16 +372,16 @@ class _SlotStep:
     ) -> None:
         self._tables, self._batches, device = tables, batches, batches[0].device
         self._rate = tables.optimizer.learning_rate
-        host = fbgemm_rows(module, tables.optimizer)
-        self._row_bytes = sum(part[:1].nbytes for part in (host[0], *host[1].values()))
+        parts = _host_rows(module, tables)
+        self._row_bytes = sum(here[:1].nbytes for here, _ in parts.values())
+        weights, *states = (here for here, _ in parts.values())
         self._rows = CachedRows(
-            host,
+            (weights, dict(zip(tables.optimizer.state_names, states, strict=True))),
             tables.num_slots,
             np.empty(0, POPULAR_ROW),
-            torch.optim.SGD([torch.zeros(1)], lr=self._rate),
             tables.optimizer,
             device,
-            mapped_rows(module, tables.optimizer, is_wanted=tables.tier == MAPPED_SLOTS),
+            [seen for _, seen in parts.values()] if tables.tier == MAPPED_SLOTS else None,
             is_distinct=True,
         )
         self._grad = torch.randn(num_ids, tables.dim, device=device) * 1e-3

@@ -16,9 +16,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBag
 from hotrec.planner.plan import TorchrecTables
 from hotrec.routing.features import hot_name
 from hotrec.types import (
-    Exchange,
     Placement,
-    Sharding,
     Tier,
     TorchrecPlan,
     TorchrecTier,
@@ -65,12 +63,6 @@ def placement_constraints(
             constraints[hot_name(name)] = _replicated()
         if num_hot == num_rows:
             continue
-        if table.exchange is Exchange.POOLED and table.sharding is not Sharding.TABLE_WISE:
-            raise ValueError(
-                f"placement table {name}: expected sharding table_wise for an exchange that is "
-                f"pooled (row-wise ships the pooled vectors once per rank), got "
-                f"{table.sharding.value}. Place it table-wise, or exchange its rows."
-            )
         has_slots = table.tier is Tier.CACHED
         kernel = KERNEL_BEHIND_SLOTS[device] if has_slots else TorchrecTier.fused
         constraints[name] = ParameterConstraints(

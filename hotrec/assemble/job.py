@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -25,7 +25,6 @@ from hotrec.config.groups import (
     PlacementConfig,
     RetrievalConfig,
     RetrievalLoss,
-    SavedPlacement,
     ScheduleConfig,
     SequenceConfig,
     TimeOrder,
@@ -33,7 +32,6 @@ from hotrec.config.groups import (
 )
 from hotrec.config.roots import Config, Device, TrainerConfig
 from hotrec.data.chunks import Dataset
-from hotrec.data.encode import tables_of_row_numbers
 from hotrec.data.groups import GroupBy, group_by_of
 from hotrec.data.items import ItemColumn, Negatives, items_to_rank
 from hotrec.embedding.update_rules import OptimizerSpec
@@ -59,12 +57,10 @@ class Job:
     Args:
         config: A validated configuration.
         dataset: The dataset.
-        ordered: Tables whose row numbers are the ids of the log, see ``tables_of_row_numbers``.
     """
 
     config: Config
     dataset: Dataset
-    ordered: Collection[str] = ()
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -85,18 +81,6 @@ class Job:
         """Whether loader workers split ids."""
         placement = self.config.placement
         return isinstance(placement, HotColdConfig) and placement.routes_in_loader
-
-    @property
-    def spread(self) -> tuple[str, ...] | None:
-        """Tables whose rows are spread over their owners; None for those of a saved partition."""
-        placement = self.config.placement
-        if not isinstance(placement, HotColdConfig):
-            return ()
-        if placement.spread_rows is None:
-            is_saved = isinstance(placement, SavedPlacement)
-            return None if is_saved else tuple(sorted(self.ordered))
-        tables = self.dataset.schema.tables if placement.spread_rows else ()
-        return tuple(table.name for table in tables)
 
     @property
     def adaptation(self) -> Adaptation | None:
@@ -136,7 +120,7 @@ def make_job(config: Config, dataset: Dataset) -> Job:
     Raises:
         ValueError: If the configuration names a column or table that the dataset lacks.
     """
-    job = Job(config, dataset, tables_of_row_numbers(dataset))
+    job = Job(config, dataset)
     assert job.spec
     return job
 

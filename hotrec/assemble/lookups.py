@@ -9,7 +9,7 @@ import numpy as np
 from torchrec.distributed.types import ShardingPlan
 
 from hotrec.assemble.torchrec_plan import plan_document, rank_of_shard
-from hotrec.types import Placement, RowOrder, Rows
+from hotrec.types import Exchange, Placement, Rows, RowShares
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ def destinations(
 
     Args:
         plan: The plan of the tables; one that is not in it is replicated.
-        placement: Its hot rows and the order of the others; None for a plan of TorchRec on unsplit
-            tables.
+        placement: Its hot rows and the exchange of the others; None for a plan of TorchRec on
+            unsplit tables.
         counts: Lookups of each row, int64 (R,) by table.
         world_size: Number of ranks W.
     """
@@ -49,18 +49,18 @@ def destinations(
     }
     for table, by_row in counts.items():
         total += int(by_row.sum())
-        order, hot_rows = RowOrder(by_row.size, is_spread=False), np.empty(0, np.int64)
-        if placement is not None:
-            order, hot_rows = placement.row_order(table), placement.partition.hot(table)
-        stored_hot = order.stored(hot_rows)
+        if placement is not None and placement.tables[table].exchange is Exchange.ROWS:
+            share, hot = RowShares(table, world_size), placement.partition.hot(table)
+            for rank in range(world_size):
+                rows = share.rows_of(rank, by_row.size)
+                owned[rank] += int(by_row[rows.start :: rows.step].sum())
+            owned -= np.bincount(share.owners(hot), by_row[hot], minlength=world_size)
+            continue
         shards = shards_of.get(table, ())
         num_columns = max((s["offsets"][1] + s["sizes"][1] for s in shards), default=0)
         for shard in shards:
             (first_row, _), (num_rows, columns) = shard["offsets"], shard["sizes"]
-            end_row = first_row + num_rows
-            hot = hot_rows[(stored_hot >= first_row) & (stored_hot < end_row)]
-            of_shard = by_row[order.rows_at(first_row, end_row)]
-            lookups = int(of_shard.sum()) - int(by_row[hot].sum())
+            lookups = int(by_row[first_row : first_row + num_rows].sum())
             owned[rank_of_shard(shard)] += lookups * columns / num_columns
     if total:
         owned /= total

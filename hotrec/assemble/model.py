@@ -39,7 +39,7 @@ from hotrec.planner.machine import Machine
 from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.runtime.codecs import wire_codecs
 from hotrec.train.dense_sync import check_modules
-from hotrec.types import PipelineKind, Placement, Precision, Schema
+from hotrec.types import Exchange, PipelineKind, Placement, Precision, Schema
 
 META = torch.device("meta")
 # Where the tables of a model are, before sharding.
@@ -133,8 +133,9 @@ def build_unsharded(
             the model does not fit.
     """
     tables, pipeline = spec.tables, plan.pipeline
-    has_sharded = placed is None or placed.partition.total_hot < placed.partition.total_rows
-    check_optimizer(spec.embedding, torch.device(machine.device), has_cold=has_sharded)
+    kinds = [] if placed is None else [table.exchange for table in placed.tables.values()]
+    has_tables = placed is None or Exchange.POOLED in kinds
+    check_optimizer(spec.embedding, torch.device(machine.device), has_tables=has_tables)
     embeddings: Embeddings
     sharders: list[ModuleSharder[nn.Module]]
     constraints: dict[str, ParameterConstraints] | None

@@ -8,12 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchrec.distributed.types import (
-    ShardingPlan,
-)
-
 from hotrec.artifact import Artifact
-from hotrec.assemble.torchrec_plan import plan_document, rank_of_shard
 from hotrec.config.groups import AllHotOrder, OrderAssign, OrderKind
 from hotrec.data.all_hot import (
     AllHotSamples,
@@ -26,13 +21,13 @@ from hotrec.data.chunks import Dataset
 from hotrec.data.days import check_time_order, days_of
 from hotrec.data.items import Negatives, training_items
 from hotrec.data.loader import make_loader, num_steps, step_sequence
-from hotrec.data.locality import Assign, ByOwner, ShardOwner
+from hotrec.data.locality import Assign, ByOwner
 from hotrec.data.tokens import ByTokens, SampleWork
 from hotrec.runtime.cores import num_workers
 from hotrec.runtime.hosts import gather_host_of_rank
-from hotrec.runtime.ranks import Ranks, same_verdict
+from hotrec.runtime.ranks import Ranks, same_verdict, world_size
 from hotrec.train.alternate import AlternatingLoader, Alternation
-from hotrec.types import Exchange, Partition, Placement, Schema, Sharding
+from hotrec.types import Exchange, Partition, Placement, Schema
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +163,6 @@ def choose_assign(
     order: TrainingOrder,
     schema: Schema,
     placement: Placement | None,
-    plan: ShardingPlan,
     work: SampleWork | None = None,
 ) -> Assign | ByTokens | None:
     """The assignment of training samples to ranks; None if they stay as read. Collective.
@@ -177,7 +171,6 @@ def choose_assign(
         order: Order of the run.
         schema: Features and tables of the dataset.
         placement: Placement that passed ``check_assign``.
-        plan: Sharding plan of the tables.
         work: The work of a sample; needed for by_tokens.
     """
     if order.assign is OrderAssign.as_read:
@@ -196,34 +189,13 @@ def choose_assign(
         "workers read the ids of the whole global batch",
         name,
     )
-    return by_owner(schema, placement, plan)
+    return by_owner(schema, placement)
 
 
-def by_owner(schema: Schema, placement: Placement, plan: ShardingPlan) -> ByOwner:
-    """``ByOwner`` for the tables of a plan; a collective.
-
-    Raises:
-        RuntimeError: If the plan shards a table neither row-wise nor table-wise.
-    """
-    shards = {table: _shards(table, plan) for table in owned_tables(placement)}
-    hot_rows = {table: placement.partition.hot(table) for table in shards}
-    orders = {table: placement.row_order(table) for table in shards}
-    return ByOwner(schema, shards, hot_rows, gather_host_of_rank(), orders)
-
-
-def _shards(table: str, plan: ShardingPlan) -> list[ShardOwner]:
-    """The non-empty shards of a table, ordered by row."""
-    tables = plan_document(plan).values()
-    found = [facts for of in tables for name, facts in of.items() if name == table]
-    types = sorted({facts["sharding_type"] for facts in found if facts["shards"]})
-    if types not in ([Sharding.ROW_WISE.value], [Sharding.TABLE_WISE.value]):
-        raise RuntimeError(
-            f"plan table {table}: expected it row-wise or table-wise once, got "
-            f"{types or 'no shards'}. Use the pinned torchrec (see `hotrec doctor`)."
-        )
-    shards = [shard for facts in found for shard in facts["shards"] if shard["sizes"][0]]
-    owners = [ShardOwner(shard["offsets"][0], rank_of_shard(shard)) for shard in shards]
-    return sorted(owners, key=lambda owner: owner.first_row)
+def by_owner(schema: Schema, placement: Placement) -> ByOwner:
+    """``ByOwner`` for the exchanged rows of a placement; a collective."""
+    hot_rows = {table: placement.partition.hot(table) for table in owned_tables(placement)}
+    return ByOwner(schema, hot_rows, world_size(), gather_host_of_rank())
 
 
 def find_all_hot(

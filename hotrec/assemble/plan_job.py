@@ -67,7 +67,6 @@ def make_request(
             may_pool=placement.may_pool,
             may_decline=placement.may_decline,
             fixed_hot=num_overridden(placement.overrides, num_rows),
-            spread=job.spread or (),
         )
         return request_for(job, by_cost)
     return request_for(job, _given_tables(job, machine, profile, saved))
@@ -91,7 +90,7 @@ def _given_tables(
     placement, world_size, place = job.config.placement, machine.world_size, None
     is_fetch_open = False
     if saved is not None:
-        placed = saved if job.spread is None else saved.spread(job.spread)
+        placed = saved
     else:
         assert isinstance(placement, TieredConfig), placement
         rows, dim = job.spec.row_bytes, job.spec.architecture.embedding_dim
@@ -104,14 +103,13 @@ def _given_tables(
             placement.row_fetch,
         )
         popular = partial(_popular, job, partition, profile, world_size)
-        spread = job.spread or ()
-        placed = cold.place(partition, machine.device, popular).spread(spread)
+        placed = cold.place(partition, machine.device, popular)
         is_fetch_open = cold.row_fetch is RowFetch.auto
         if cold.cache_load_frac is None:
 
             def place(load_frac: float) -> Placement:
                 with_slots = replace(cold, cache_load_frac=load_frac)
-                return with_slots.place(partition, machine.device, popular).spread(spread)
+                return with_slots.place(partition, machine.device, popular)
 
     given = GivenTables(placed)
     if not given.has_slots:
@@ -142,7 +140,6 @@ def _popular(
         load_frac=load_frac,
         global_batch_size=job.order.batch_size * world_size,
         world_size=world_size,
-        spread=job.spread or (),
     )
 
 

@@ -194,13 +194,7 @@ class Proposal:
                 decision = replace(decision, chosen=chosen, why=why)
             logger.info("%s", decision.why)
             settled = self._settled(decision.chosen)
-            document = prediction_document(
-                self.situation,
-                decision,
-                partition=settled.partition,
-                counts=self.counted[0].counts,
-                trial=trial,
-            )
+            document = prediction_document(self.situation, decision, trial=trial)
             settled = replace(settled, prediction=document)
         artifact = self.saved
         if artifact is None and settled.placement is not None:

@@ -197,7 +197,7 @@ def build_runner(
         assert placed is not None, case.name
         assert samples is not None, case.name
         batches = samples.assigned(
-            by_owner(subject.spec.schema, placed, trainable.sharding),
+            by_owner(subject.spec.schema, placed),
             len(batches),
             batch_size=subject.batch_size,
             ranks=ranks,

@@ -142,12 +142,10 @@ def _make_case(
             load_frac=load_frac,
             global_batch_size=bench.batch_size * world_size,
             world_size=world_size,
-            spread=spread,
         )
 
-    spread = counts if variant.spread_rows else ()
     cold = ColdRows(variant.cold_tier, variant.cache_load_frac)
-    placement = cold.place(partition, device, popular).spread(spread)
+    placement = cold.place(partition, device, popular)
     return split_case(
         name,
         placement,

@@ -26,16 +26,15 @@ from hotrec.data.batch import Batch
 from hotrec.embedding.cached_rows import RowMover, to_device
 from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.fused import fused_params, leave_out_of_forks
-from hotrec.embedding.fused_rows import FusedRows
 from hotrec.embedding.hot_reduce import HotReducer
 from hotrec.embedding.optimizers import make_dense
 from hotrec.embedding.pooling import output_rows
+from hotrec.embedding.row_store import RowStore, host_rows
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.models.shape import ids_per_sample
 from hotrec.models.task import ClickTask
 from hotrec.models.zoo import build_architecture
 from hotrec.routing.features import RoutedRows
-from hotrec.runtime.mapped_memory import host_view, keep_out_of_forks
 from hotrec.runtime.memory import check_mappable, read_memory
 from hotrec.runtime.wire import Wire
 from hotrec.types import OptimizerKind, RowFetch
@@ -242,11 +241,9 @@ def _row_work(
     num_ids: int,
     dim: int,
 ) -> Work:
-    module = workload.once(
-        "lookup", (tier, is_pooled, dim), lambda: _module(workload, tier, is_pooled, dim)
-    )
     if not is_pooled:
-        return _exchanged_rows(workload, module, is_update, num_ids, dim)
+        return _exchanged_rows(workload, is_update, num_ids, dim)
+    module = workload.once("lookup", (tier, dim), lambda: _module(workload, tier, dim))
     samples = workload.features(workload.own_samples, num_ids)
     grads = [torch.randn_like(_look_up(module, features).detach()) for features in samples]
     turns = cycle(list(zip(samples, grads, strict=True)))
@@ -269,31 +266,41 @@ def _row_work(
     return Work(run, num_items, 4 * dim * num_items, prepare)
 
 
-def _exchanged_rows(
-    workload: CalibrationWorkload, module: Any, is_update: bool, num_ids: int, dim: int
-) -> Work:
+def _exchanged_rows(workload: CalibrationWorkload, is_update: bool, num_ids: int, dim: int) -> Work:
     """Reads or updates of rows that other ranks have asked for."""
-    spec = row_spec(workload)
-    rate = torch.optim.SGD([torch.zeros(1)], lr=spec.learning_rate)
-    rows = FusedRows(module, rate, spec)
+    spec, device = workload.target.spec.embedding, workload.device
     table_rows = [table.num_rows for table in workload.own_samples.schema.tables]
-    begins = table_begins(table_rows).to(workload.device)
+    check_host_tier(table_rows, dim, "device")
+
+    def build() -> RowStore:
+        shape = spec.state_shape(sum(table_rows), dim)
+        states = {name: torch.zeros(shape, device=device) for name in spec.state_names}
+        weights = torch.empty(sum(table_rows), dim, device=device).uniform_(-0.01, 0.01)
+        return RowStore(weights, states, spec)
+
+    rows = workload.once("rows", dim, build)
+    begins = table_begins(table_rows).to(device)
     asked = [flat_rows(features, begins) for features in _requested_rows(workload, num_ids)]
     turns = cycle(asked)
 
-    def prepare() -> Any:
+    def prepare() -> tuple[torch.Tensor, torch.Tensor | None]:
         rows_K = next(turns)
-        if not is_update:
-            return rows_K
-        return rows_K, torch.randn(rows_K.numel(), dim, device=rows_K.device)
+        grads = torch.randn(rows_K.numel(), dim, device=device) if is_update else None
+        return rows_K, grads
+
+    def run(prepared: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        rows_K, grads = prepared
+        if grads is None:
+            rows.read(rows_K)
+        else:
+            rows.update(rows_K, grads, spec.learning_rate, 1)
 
     num_items = sum(rows_K.numel() for rows_K in asked) / len(asked)
-    run = (lambda prepared: rows.update(*prepared)) if is_update else rows.read
     return Work(run, num_items, 4 * dim * num_items, prepare)
 
 
-def _module(workload: CalibrationWorkload, tier: str, is_pooled: bool, dim: int) -> Any:
-    """FBGEMM's module that training uses, with random rows."""
+def _module(workload: CalibrationWorkload, tier: str, dim: int) -> Any:
+    """FBGEMM's module of pooled tables that training uses, with random rows."""
     spec, device = row_spec(workload), workload.device
     table_rows = [table.num_rows for table in workload.own_samples.schema.tables]
     check_host_tier(table_rows, dim, tier)
@@ -304,7 +311,7 @@ def _module(workload: CalibrationWorkload, tier: str, is_pooled: bool, dim: int)
         [(rows, dim, location, compute) for rows in table_rows],
         # Large enough for the rows of the largest batch, or there would be no hits.
         cache_load_factor=min(1.0, max(0.1, 4 * workload.num_ids / sum(table_rows))),
-        pooling_mode=PoolingMode.SUM if is_pooled else PoolingMode.NONE,
+        pooling_mode=PoolingMode.SUM,
         device=device,
         **fused_params(spec),
     )
@@ -328,8 +335,12 @@ def _move_rows(workload: CalibrationWorkload, name: str, num_rows: int, dim: int
 
     def build() -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor]:
         seen = [
-            _host_rows(workload.device, num_all, width) for width in (dim, state_floats) if width
+            host_rows((num_all, width), torch.float32, workload.device)
+            for width in (dim, state_floats)
+            if width
         ]
+        for here, _ in seen:
+            here.fill_(1)  # unwritten pages would share one physical page
         return seen, torch.randperm(num_all, generator=generator)
 
     seen, order = workload.once("mover", dim, build)
@@ -349,22 +360,6 @@ def _move_rows(workload: CalibrationWorkload, name: str, num_rows: int, dim: int
 
     run = fetch if name in FETCHES.values() else return_rows
     return Work(run, num_rows, mover.row_bytes * num_rows, lambda: next(turns).sort().values)
-
-
-def _host_rows(
-    device: torch.device, num_rows: int, width: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows in host memory of FBGEMM's kind: the host's view, and the device's."""
-    shape, memory = (num_rows, width), None
-    if device.type == "cuda":
-        like = torch.empty(0, device=device)
-        memory = torch.ops.fbgemm.new_unified_tensor(like, shape, is_host_mapped=True)
-    # Written, because unwritten pages would share one physical page.
-    seen = torch.ones(shape, device=device, out=memory)
-    if not seen.is_cuda:
-        return seen, seen
-    keep_out_of_forks(seen)
-    return host_view(seen), seen
 
 
 def _slot_bytes(workload: CalibrationWorkload) -> int:

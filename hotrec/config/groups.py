@@ -62,9 +62,6 @@ class HotColdConfig(PlacementConfig):
     adapt_every_steps: int = key(
         "steps between changes of the hot rows by the lookups so far; 0: they stay", 0, ge=0
     )
-    spread_rows: bool | None = key(
-        "spread rows over owners by a fixed permutation; null: with encoding=rows", None
-    )
 
     @property
     def routes_in_loader(self) -> bool:

@@ -332,7 +332,6 @@ class BenchVariant:
     micro_batches: bool = key(MICRO_BATCHES, False)
     levels: Levels = key(LEVELS.format(""), Levels.one)
     assign: OrderAssign = key(ASSIGN, OrderAssign.as_read)
-    spread_rows: bool = key("spread the sharded rows over their owners, as in placement", False)
 
     def rules_in(self, bench: BenchConfig) -> Rules:
         """The rules for a variant of a benchmark."""
@@ -385,11 +384,6 @@ class BenchVariant:
             has_cold or self.assign is OrderAssign.as_read,
             f"assign: expected as_read with the placement {placement.name}, which has no cold rows "
             "that travel, got by_owner. Set placement=hot_cold.",
-        )
-        yield (
-            has_cold or not self.spread_rows,
-            f"spread_rows: expected false with the placement {placement.name}, which has no cold "
-            "rows that travel, got true. Set placement=hot_cold.",
         )
 
 

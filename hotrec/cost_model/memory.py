@@ -49,14 +49,16 @@ NUM_REPLICA_GRADIENTS = 2
 def shard_row_bytes(demand: TableDemand, tier: Tier) -> tuple[int, int]:
     """Device and host memory of a row of a shard, on a machine with devices.
 
-    If the row is on the host, an optimizer state of one float per row stays on the device (FBGEMM's
-    row-wise optimizers).
+    If FBGEMM has the row on the host, an optimizer state of one float per row stays on the device
+    (its row-wise optimizers).
     """
     if tier is Tier.DEVICE:
         return demand.row_bytes, 0
+    if tier is Tier.CACHED:
+        return SLOT_MAP_BYTES, demand.row_bytes
     on_host = BYTES_PER_FLOAT * demand.dim + host_state_bytes(demand)
-    maps = {Tier.HOST_CACHED: CACHE_MAP_BYTES, Tier.CACHED: SLOT_MAP_BYTES}
-    return demand.row_bytes - on_host + maps.get(tier, 0), on_host
+    maps = CACHE_MAP_BYTES if tier is Tier.HOST_CACHED else 0
+    return demand.row_bytes - on_host + maps, on_host
 
 
 def cached_row_bytes(widest: int, *, is_prefetched: bool) -> int:

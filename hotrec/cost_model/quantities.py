@@ -22,9 +22,7 @@ from hotrec.cost_model.demand import (
     expected_distinct,
     expected_of_host,
     expected_urgent,
-    prob_drawn,
 )
-from hotrec.cost_model.histogram import slices
 from hotrec.cost_model.step import (
     BYTES_OF,
     BYTES_PER_FLOAT,
@@ -39,8 +37,6 @@ from hotrec.types import (
     STAGES,
     Exchange,
     PipelineSpec,
-    RowOrder,
-    Rows,
     Sharding,
     TablePlacement,
     Tier,
@@ -413,42 +409,3 @@ def predict_torchrec(
         sent[stage] = float(np.mean(of_ranks.sent_bytes[stage]))
     between = float(np.mean(of_ranks.between_hosts_bytes))
     return StepPrediction(sum(stage_s.values()), stage_s, hidden_s, sent, between)
-
-
-def served_by_shard(
-    counts: Rows,
-    hot_rows: Rows,
-    num_lookups_per_rank: float,
-    world_size: int,
-    order: RowOrder | None = None,
-) -> Floats:
-    """Cold rows that each row-wise shard of a table is expected to serve in a step.
-
-    TorchRec's shards are contiguous, ceil(R / W) rows each, so they are balanced only if row
-    numbers are independent of popularity, or rows are spread. One pass over the rows, a slice at a
-    time.
-
-    Args:
-        counts: Accesses of each row in the profile, int64 (R,).
-        hot_rows: Hot rows, which no shard serves, in any order; int64 (H,).
-        num_lookups_per_rank: Lookups n of the table by a rank.
-        world_size: World size W.
-        order: The order in which rows are stored; None for that of their ids.
-
-    Returns:
-        float64 (W,): distinct rows requested, summed over the requesting ranks.
-    """
-    num_lookups = int(counts.sum())
-    size = -(-counts.size // world_size)
-    hot_rows = np.sort(hot_rows)
-    served = np.zeros(world_size)
-    for part in slices(counts.size):
-        values = np.array(counts[part])
-        start, end = np.searchsorted(hot_rows, [part.start, part.start + values.size])
-        values[hot_rows[start:end] - part.start] = 0
-        read = np.flatnonzero(values)
-        probs = prob_drawn(values[read].astype(np.float64), num_lookups, num_lookups_per_rank)
-        rows = read + part.start
-        shard_of = (rows if order is None else order.stored(rows)) // size
-        served += world_size * np.bincount(shard_of, weights=probs, minlength=world_size)
-    return served

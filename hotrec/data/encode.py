@@ -319,13 +319,6 @@ def value_types_of(dataset: Dataset) -> ValueTypes:
         )
 
 
-def tables_of_row_numbers(dataset: Dataset) -> list[str]:
-    """Tables whose row numbers are the ids of the log, which may follow an order of its own."""
-    with dataset.artifact.parsing():
-        tables = dataset.artifact.content["source"].get("encoding", {}).get("tables", {})
-        return [name for name, table in tables.items() if table["encoding"] == Encoding.rows]
-
-
 def check_encoding(
     dataset: Dataset, spec: SourceSpec, *, of: str, advice: str, may_grow: bool = False
 ) -> Float64s:

@@ -11,26 +11,17 @@ figures behind the rule are in benchmarks/results/locality.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from hotrec.types import RowOrder, Rows, Schema
+from hotrec.types import Rows, RowShares, Schema
 
 NOBODY = -1
 
 # (values int64 (K,), lengths int32 (F * S,), both feature-major, samples per rank int64 (W,)) ->
 # the rank of each sample of the global batch, int64 (S,). The same on every rank.
 Assign = Callable[[Rows, npt.NDArray[np.int32], Rows], Rows]
-
-
-@dataclass(frozen=True)
-class ShardOwner:
-    """A piece of a table: its rows from ``first_row`` to the next piece's first are on ``rank``."""
-
-    first_row: int
-    rank: int
 
 
 def assign_by_owner(
@@ -113,49 +104,30 @@ class ByOwner:
 
     Args:
         schema: The tables and the features that read them.
-        shards: The shards of each table in the order of rows; a missing table has no owners, for
-            example because its rows are not exchanged.
-        hot_rows: int64 (H,) by table; a missing table has none.
+        hot_rows: int64 (H,) by table whose other rows are exchanged (``RowShares``); the rows of a
+            missing table have no owners.
+        world_size: Number of ranks W.
         host_of_rank: The host of every rank; empty for one host.
-        orders: The order in which the rows of tables are stored in their shards; a missing table
-            has that of its ids.
-
-    Raises:
-        ValueError: if a table's shards do not start at row 0, or do not increase.
     """
 
     def __init__(
         self,
         schema: Schema,
-        shards: Mapping[str, Sequence[ShardOwner]],
         hot_rows: Mapping[str, Rows],
+        world_size: int,
         host_of_rank: Sequence[Hashable] = (),
-        orders: Mapping[str, RowOrder] | None = None,
     ) -> None:
         index = {table.name: position for position, table in enumerate(schema.tables)}
         num_rows_T = np.array([table.num_rows for table in schema.tables], np.int64)
-        begin_T = np.cumsum(num_rows_T) - num_rows_T
-        self._num_features = len(schema.features)
+        self._begin_T = begin_T = np.cumsum(num_rows_T) - num_rows_T
+        self._num_features, self._world_size = len(schema.features), world_size
         self._begin_F = begin_T[[index[feature.table] for feature in schema.features]]
-        firsts: list[int] = []
-        ranks: list[int] = []
-        for table, begin in zip(schema.tables, begin_T.tolist(), strict=True):
-            of_table = shards.get(table.name) or (ShardOwner(0, NOBODY),)
-            first_rows = [shard.first_row for shard in of_table]
-            if first_rows[0] != 0 or first_rows != sorted(set(first_rows)):
-                raise ValueError(
-                    f"shards of table {table.name}: expected first rows increasing from 0, got "
-                    f"{first_rows}. Take them from the plan."
-                )
-            firsts += [begin + first_row for first_row in first_rows]
-            ranks += [shard.rank for shard in of_table]
+        shifts = [RowShares(table.name, world_size).shift for table in schema.tables]
+        self._shift_T = np.array(shifts, np.int64) - begin_T
+        self._is_owned_T = np.array([table.name in hot_rows for table in schema.tables])
         number_of = {host: number for number, host in enumerate(dict.fromkeys(host_of_rank))}
         hosts = [number_of[host] for host in host_of_rank]
         self._host_W = np.array(hosts, np.int64) if hosts else None
-        self._first_P, self._rank_P = np.array(firsts, np.int64), np.array(ranks, np.int64)
-        spread = {name: order for name, order in (orders or {}).items() if order.factor != 1}
-        self._begin_T = begin_T
-        self._spread_T = [spread.get(table.name) for table in schema.tables] if spread else []
         self._is_hot_bits = np.zeros(-(-int(num_rows_T.sum()) // 8), np.uint8)
         for name, rows in hot_rows.items():
             key_H = rows + begin_T[index[name]]
@@ -163,22 +135,11 @@ class ByOwner:
 
     def owners(self, key_K: Rows) -> Rows:
         """The rank that owns each row, ``NOBODY`` for hot ones; rows numbered over all tables."""
-        stored_K = self._stored(key_K)
-        owner_K = self._rank_P[np.searchsorted(self._first_P, stored_K, side="right") - 1]
-        owner_K[(self._is_hot_bits[key_K >> 3] & _bit(key_K)) != 0] = NOBODY
-        return owner_K
-
-    def _stored(self, key_K: Rows) -> Rows:
-        """The stored rows, numbered over all tables."""
-        if not self._spread_T:
-            return key_K
-        stored_K = key_K.copy()
         table_K = np.searchsorted(self._begin_T, key_K, side="right") - 1
-        for at, order in enumerate(self._spread_T):
-            if order is not None:
-                is_here, begin = table_K == at, self._begin_T[at]
-                stored_K[is_here] = begin + order.stored(key_K[is_here] - begin)
-        return stored_K
+        owner_K = (key_K + self._shift_T[table_K]) % self._world_size
+        is_hot_K = (self._is_hot_bits[key_K >> 3] & _bit(key_K)) != 0
+        owner_K[is_hot_K | ~self._is_owned_T[table_K]] = NOBODY
+        return owner_K
 
     def __call__(self, values_K: Rows, lengths_FS: npt.NDArray[np.int32], shares_W: Rows) -> Rows:
         """The rank of each sample, int64 (S,); see ``Assign``."""

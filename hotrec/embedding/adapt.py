@@ -24,7 +24,7 @@ from hotrec.embedding.canonical import TensorPart, canonical_parts, plain_name
 from hotrec.embedding.tables import sharded_collections
 from hotrec.routing.popularity import CountedRows, Counts, Popularity
 from hotrec.runtime.ranks import all_gather_object, rank, world_size
-from hotrec.types import RowOrder, Rows
+from hotrec.types import Rows, RowShares
 
 # A swap must gain more lookups than this many standard deviations of the difference of two counts,
 # which are Poisson distributed: otherwise rows would move back and forth by chance.
@@ -90,8 +90,6 @@ class _AdaptedTable:
         key: The canonical name of its weights.
         counter: Counts its rows.
         row_floats: Floats of a row with its optimizer state, divided by those of the row.
-        shards: The first stored row and number of rows that each rank owns, None for none.
-        order: The order in which its rows are stored.
     """
 
     path: str
@@ -99,8 +97,6 @@ class _AdaptedTable:
     key: str
     counter: Popularity
     row_floats: float
-    shards: Sequence[tuple[int, int] | None]
-    order: RowOrder
 
     def hot_keys(self) -> Rows:
         keys: Rows = self.counter.hot_keys[self.name].numpy()
@@ -128,11 +124,7 @@ class _AdaptedTable:
 
     def owner_of(self, rows: Rows) -> Rows:
         """The rank that owns each row, int64 (M,)."""
-        owners, rows = np.full(rows.size, -1), self.order.stored(rows)
-        for index, shard in enumerate(self.shards):
-            if shard is not None:
-                owners[(rows >= shard[0]) & (rows < shard[0] + shard[1])] = index
-        return owners
+        return RowShares(self.name, world_size()).owners(rows)
 
 
 class AdaptiveHotSet:
@@ -174,27 +166,21 @@ class AdaptiveHotSet:
             )
 
     def _find_tables(self) -> list[_AdaptedTable]:
-        """The tables whose rows can move; collective."""
+        """The tables whose rows can move."""
         parts = canonical_parts(self._model, self._optimizer).parts
-        own = {p.name: (p.first[0], p.value.shape[0]) for p in parts if p.is_shard}
         widths: dict[str, list[int]] = {}
         for part in parts:
             if part.rows is not None:
                 of_table = widths.setdefault(part.name.partition("/")[0], [])
                 of_table.append(math.prod(part.shape[1:]))
-        of_ranks = all_gather_object(own)
         tables = []
         for path, counters in self._counters.items():
-            orders = self._collections[path].row_orders()
             for counter in counters:
                 for name, keys in counter.hot_keys.items():
                     key = plain_name(path, self._collections[path].prefix, name)
                     if keys.numel() < counter.tables[name]:
                         floats = sum(widths[key]) / self._dim(path, name)
-                        shards = [shards.get(key) for shards in of_ranks]
-                        tables.append(
-                            _AdaptedTable(path, name, key, counter, floats, shards, orders[name])
-                        )
+                        tables.append(_AdaptedTable(path, name, key, counter, floats))
         return tables
 
     def _dim(self, path: str, table: str) -> int:
@@ -317,7 +303,7 @@ class AdaptiveHotSet:
                 size += chosen.size * math.prod(part.value.shape[1:])
                 if source == rank():
                     shard = shards[part.name]
-                    rows = torch.from_numpy(shard.places(swaps[key].rows[chosen]))
+                    rows = torch.from_numpy(shard.places(swaps[key].rows[chosen])[0])
                     found = shard.value.index_select(0, rows.to(shard.value.device))
                     # Host rows may be in half precision, replicas are not.
                     leaving.append(found.to(part.value.device, part.value.dtype).reshape(-1))
@@ -447,8 +433,7 @@ def choose_swaps(
 
 def _demote(swap: Swaps, replica: TensorPart, shard: TensorPart) -> None:
     """Copy the rows that become cold and that this rank owns from its replica."""
-    place = shard.places(swap.old_rows)
-    own = (place >= 0) & (place < shard.value.shape[0])
+    place, own = shard.places(swap.old_rows)
     slots = torch.from_numpy(swap.slots[own]).to(replica.value.device)
     rows = torch.from_numpy(place[own]).to(shard.value.device)
     values = replica.value.index_select(0, slots)

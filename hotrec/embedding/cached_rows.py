@@ -7,23 +7,20 @@ earlier batches compute. Reads and updates only touch slots.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
 import torch
 
 from hotrec.embedding.flat import put_rows
-from hotrec.embedding.fused_rows import RowsInMemory, fbgemm_rows, mapped_rows
 from hotrec.embedding.random_bits import round_randomly
+from hotrec.embedding.row_store import RowStore
 from hotrec.embedding.slots import Moves, SlotMap, fetches
-from hotrec.embedding.torchrec import Kernel
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.comm_thread import CommunicationFuture, CommunicationThread, OnHost, record_use
 from hotrec.runtime.stages import named_range
-from hotrec.types import POPULAR_ROW, Placement, PopularRows, RowFetch, RowOrder, Rows, Tier
+from hotrec.types import PopularRows, Rows
 
 
 def to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -199,14 +196,11 @@ class RowMover:
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
             for (host, _, _), here in zip(self._parts, returned, strict=True):
-                index, values = rows.to(host.device), here.to(host.device)
-                if host.dtype is values.dtype:
-                    put_rows(host, index, values)
+                if host.dtype is here.dtype:
+                    put_rows(host, rows, here)
                 else:  # as integers, since numpy lacks bf16
-                    rounded = round_randomly(values, key, index)
-                    put_rows(host.view(torch.int16), index, rounded.view(torch.int16))
-            if any(host.is_cuda for host, _, _ in self._parts):  # FBGEMM's state of a float a row
-                torch.cuda.current_stream(self._device).synchronize()
+                    rounded = round_randomly(here, key, rows)
+                    put_rows(host.view(torch.int16), rows, rounded.view(torch.int16))
         self.num_written += rows.numel()
 
     def drain(self) -> None:
@@ -225,19 +219,16 @@ class RowMover:
         return self._gathering, self._fetching, self._filling, self._returning, self._writing
 
 
-class CachedRows:
-    """The rows of a fused FBGEMM module, in host memory, behind slots on a device.
+class CachedRows(RowStore):
+    """Rows in host memory, behind slots on a device, which its own ``weights_RD`` and states are.
 
-    Batches have increasing numbers. ``reserve`` allocates slots for a batch, ``wait`` waits until
-    they are filled, ``read`` and ``update`` take slots, and ``release`` frees the slots of all
-    batches up to a number. ``flush`` writes changed rows back, which state dicts read. One thread
-    at a time may call these.
+    ``flush`` writes changed rows back, which state dicts read. One thread at a time may call the
+    methods.
 
     Args:
         host: Rows and states in host memory.
         num_slots: The number of slots S.
-        popular: Rows of known popularity, distinct; as many as fit are in slots at the start.
-        optimizer: Provides the learning rate.
+        popular: Positions of known popularity, distinct; as many as fit are in slots at the start.
         spec: The update rule.
         device: Where the slots are.
         mapped: Tensors that the device reads directly in host memory, see ``RowMover``.
@@ -249,7 +240,6 @@ class CachedRows:
         host: tuple[torch.Tensor, Mapping[str, torch.Tensor]],
         num_slots: int,
         popular: PopularRows,
-        optimizer: torch.optim.Optimizer,
         spec: OptimizerSpec,
         device: torch.device,
         mapped: Sequence[torch.Tensor | None] | None = None,
@@ -258,17 +248,12 @@ class CachedRows:
     ) -> None:
         weights, states = host
         self._is_rounded = weights.dtype is not torch.float32
-        # The last update, which checkpoints set, too.
-        self.update_count = torch.zeros((), dtype=torch.int64)
-        empty = [
+        slots, *of_slots = (
             torch.zeros((num_slots, *part.shape[1:]), device=device)
             for part in (weights, *states.values())
-        ]
-        self._rows = RowsInMemory(
-            empty[0], dict(zip(states, empty[1:], strict=True)), optimizer, spec
         )
-        self._tensors, self._mapped = ([weights, *states.values()], empty), mapped
-        self._device = device
+        super().__init__(slots, dict(zip(states, of_slots, strict=True)), spec)
+        self._host, self._mapped, self._device = [weights, *states.values()], mapped, device
         self.slots = SlotMap(weights.shape[0], num_slots, popular, device)
         self._is_distinct = is_distinct
         self._started: RowMover | None = None
@@ -280,26 +265,21 @@ class CachedRows:
         """Copy rows, float (K, D), from slots or else from host memory, between steps."""
         if self._started is not None:
             self._started.drain()
-        weights = self.host_tensors[0]
+        weights = self._host[0]
         found_KD = weights.index_select(0, rows_K.to(weights.device)).to(self._device).float()
         if self._first is None:  # otherwise no slot is filled yet
             slots_K = self.slots.slots_of(rows_K)
             here = slots_K >= 0
-            found_KD[here] = self._rows.read(slots_K[here])
+            found_KD[here] = self.read(slots_K[here])
         return found_KD
 
-    @property
-    def learning_rate(self) -> float:
-        return self._rows.learning_rate
-
-    @property
-    def host_tensors(self) -> list[torch.Tensor]:
+    def memory(self) -> list[torch.Tensor]:
         """The rows in host memory, and their states."""
-        return self._tensors[0]
+        return self._host
 
     def tensors(self) -> list[torch.Tensor]:
         """The slots and their map."""
-        return self._tensors[1] + self.slots.tensors()
+        return [*super().memory(), *self.slots.tensors()]
 
     @property
     def written_bytes(self) -> int:
@@ -311,7 +291,7 @@ class CachedRows:
     def _mover(self) -> RowMover:
         # Created when rows first move: a process has few streams.
         if self._started is None:
-            self._started = RowMover(*self._tensors, self._device, self._mapped)
+            self._started = RowMover(self._host, super().memory(), self._device, self._mapped)
         return self._started
 
     def restart(self) -> None:
@@ -366,23 +346,6 @@ class CachedRows:
             self._moved.popleft()[1].wait()
         self.wait_s += time.perf_counter() - start
 
-    def read(self, slots_K: torch.Tensor) -> torch.Tensor:
-        """Copy the rows of slots, float (K, D)."""
-        return self._rows.read(slots_K)
-
-    def update(
-        self,
-        slots_K: torch.Tensor,
-        grad_KD: torch.Tensor,
-        learning_rate: float,
-        num_updates: int,
-        *,
-        is_distinct: bool = False,
-    ) -> None:
-        """Update the rows of slots once, see ``RowsInMemory.update``."""
-        self.update_count.fill_(num_updates)
-        self._rows.update(slots_K, grad_KD, learning_rate, num_updates, is_distinct=is_distinct)
-
     def release(self, number: int, *, is_changed: bool) -> None:
         """Free the slots of all batches up to ``number``, once their updates are done."""
         self.slots.release(number, is_changed=is_changed)
@@ -423,51 +386,3 @@ class CachedRows:
 
 def _parts(rows: torch.Tensor, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     return zip(rows.split(MAX_AT_ONCE), slots.split(MAX_AT_ONCE), strict=True)
-
-
-def is_cached(placement: Placement, tables: Sequence[str]) -> bool:
-    """Whether the cold rows of these tables are behind slots.
-
-    Raises:
-        ValueError: if only some of them are.
-    """
-    cached = [table for table in tables if placement.tables[table].tier is Tier.CACHED]
-    if cached and len(cached) < len(tables):
-        raise ValueError(
-            "placement tier: expected cached for all tables of one dimension or for none, got "
-            f"{len(cached)} of {len(tables)}. Set the same tier for "
-            f"{sorted(set(tables) - set(cached))[0]}."
-        )
-    return bool(cached)
-
-
-def cached_rows_of(
-    kernel: Kernel,
-    spec: OptimizerSpec,
-    placement: Placement,
-    orders: Mapping[str, RowOrder],
-    device: torch.device,
-    *,
-    is_distinct: bool,
-) -> CachedRows:
-    """The rows of a kernel in host memory, behind the slots that the placement gives its tables."""
-    is_mapped, num_slots, popular = False, 0.0, [np.empty(0, POPULAR_ROW)]
-    for shard in kernel.shards:
-        placed = placement.tables[shard.table]
-        is_mapped = is_mapped or placed.row_fetch is RowFetch.mapped
-        num_slots += (placed.cache_load_frac or 0.0) * shard.num_rows
-        of_table = placement.popular_rows.get(shard.table, popular[0]).copy()
-        of_table["row"] = orders[shard.table].stored(of_table["row"])
-        of_table = of_table[shard.holds(of_table["row"])]
-        of_table["row"] += shard.begin - shard.first_row
-        popular.append(of_table)
-    return CachedRows(
-        fbgemm_rows(kernel.fbgemm, spec),
-        math.ceil(num_slots),
-        np.concatenate(popular),
-        kernel.optimizer,
-        spec,
-        device,
-        mapped_rows(kernel.fbgemm, spec, is_wanted=is_mapped),
-        is_distinct=is_distinct,
-    )

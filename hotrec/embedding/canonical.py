@@ -18,11 +18,11 @@ from torchrec.distributed.types import ShardedModule, ShardedTensor
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from hotrec.embedding.fused import update_counters
-from hotrec.embedding.table_memory import cached_rows, fused_modules
+from hotrec.embedding.table_memory import fused_modules
 from hotrec.embedding.tables import modules_of, sharded_collections
 from hotrec.routing.features import hot_name, hot_rows
 from hotrec.runtime.ranks import all_gather_object
-from hotrec.types import RowOrder, Rows
+from hotrec.types import Numbers
 
 # Torch's names of a table's state, where FBGEMM's are used.
 _STATE_NAMES = {"sum": "momentum1", "exp_avg": "momentum1", "exp_avg_sq": "momentum2"}
@@ -37,14 +37,13 @@ class TensorPart:
         name: "<parameter>", or "<parameter>/<state>" for optimizer state.
         shape: The shape of the whole tensor.
         value: The values; writing to them changes the model.
-        first: The position of ``value`` in the whole tensor, by dimension; in the order in which
-            rows are stored.
+        first: The position of ``value`` in the whole tensor, by dimension.
         rows: The rows of ``value`` in the whole tensor, int64 (H,), for a replica of hot rows; None
-            if they are stored consecutively.
+            if they are every ``step``-th from ``first`` on.
         is_shard: Whether no other rank holds these values.
         table: Name of the embedding table; None for dense parameters and their state.
-        order: The order in which the rows of a shard are stored if they are spread over their
-            owners; None for that of the whole tensor.
+        step: The distance of rows in the whole tensor; more than 1 for a rank's share of a table
+            whose rows are exchanged (``hotrec.types.RowShares``).
     """
 
     name: str
@@ -54,19 +53,21 @@ class TensorPart:
     rows: torch.Tensor | None = None
     is_shard: bool = False
     table: str | None = None
-    order: RowOrder | None = None
+    step: int = 1
 
     def own_rows(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """The rows of ``value[begin:end]`` in the whole tensor, int64 (R,)."""
         if self.rows is not None:
             return self.rows[begin:end]
         last = self.value.shape[0] if end is None else min(end, self.value.shape[0])
-        stored = torch.arange(self.first[0] + begin, self.first[0] + last)
-        return stored if self.order is None else self.order.original(stored)
+        return torch.arange(begin, last) * self.step + self.first[0]
 
-    def places(self, rows: Rows) -> Rows:
-        """The places in a shard of rows of the whole tensor; others' rows are outside of it."""
-        return (rows if self.order is None else self.order.stored(rows)) - self.first[0]
+    def places(self, rows: Numbers) -> tuple[Numbers, Any]:
+        """The places in a shard of rows of the whole tensor, and which of these it has, bool."""
+        after: Any = rows - self.first[0]  # type: ignore[operator]
+        places = after // self.step
+        is_here = (after % self.step == 0) & (places >= 0) & (places < self.value.shape[0])
+        return places, is_here
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,12 @@ class TensorParts:
         counters: Update counts, each for all rows of one or more tables.
         weights: The model's state dict, to load once its tensors have been written.
         sharded: Names of the parameters that have shards, on this rank or on others.
-        is_spread: Whether the rows of some are spread, on this rank or on others.
     """
 
     parts: list[TensorPart]
     counters: list[torch.Tensor]
     weights: Mapping[str, Any]
     sharded: frozenset[str]
-    is_spread: bool = False
 
     def has_shards(self, name: str) -> bool:
         """Whether a tensor is sharded; otherwise every rank has all of it or its hot rows."""
@@ -99,15 +98,15 @@ class TensorParts:
 
 @dataclass(frozen=True)
 class _StoredTable:
-    """The canonical name of a table; for a replica, its rows int64 (H,) and the table's.
+    """The canonical name of a table; for a replica or a share, the table's rows and its own.
 
-    For shards of spread rows, also the order in which they are stored.
+    They are ``hot_rows`` int64 (H,) of a replica, and those in ``share``.
     """
 
     name: str
     num_rows: int = 0
     hot_rows: torch.Tensor | None = None
-    order: RowOrder | None = None
+    share: range | None = None
 
 
 def canonical_parts(model: nn.Module, optimizer: KeyedOptimizer | None = None) -> TensorParts:
@@ -126,13 +125,16 @@ def canonical_parts(model: nn.Module, optimizer: KeyedOptimizer | None = None) -
     for key, value in weights.items():
         if isinstance(value, torch.Tensor | ShardedTensor):
             parts += _parts(tables.get(key, _StoredTable(key)), value, of_table=key in tables)
-    is_sharded = [key for key, value in weights.items() if isinstance(value, ShardedTensor)]
-    sharded = frozenset(tables.get(key, _StoredTable(key)).name for key in is_sharded)
+    whole = _StoredTable("")
+    sharded = frozenset(
+        tables.get(key, _StoredTable(key)).name
+        for key, value in weights.items()
+        if isinstance(value, ShardedTensor) or tables.get(key, whole).share is not None
+    )
     counters: list[torch.Tensor] = []
     if optimizer is not None:
         for fused in fused_modules(model):
             counters += update_counters(fused)
-        counters += [cache.update_count for cache in cached_rows(model)]
         for key, state in _states(optimizer):
             param = _param_of(key, weights)
             for full_name, value in state.items():
@@ -147,8 +149,7 @@ def canonical_parts(model: nn.Module, optimizer: KeyedOptimizer | None = None) -
                 else:
                     name = _STATE_NAMES.get(name, name)
                     parts += _parts(tables[param], value, state=name, of_table=True)
-    is_spread = any(table.order is not None for table in tables.values())
-    return TensorParts(parts, counters, weights, sharded, is_spread)
+    return TensorParts(parts, counters, weights, sharded)
 
 
 def _tables(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, _StoredTable]:
@@ -156,13 +157,15 @@ def _tables(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, _StoredTa
     paths = tuple(path for path, _ in modules_of(model, ShardedModule))
     tables = {key: _StoredTable(key) for key in weights if key.startswith(paths)} if paths else {}
     for path, collection in sharded_collections(model):
-        partition, orders = collection.partition, collection.row_orders()
-        for dim, group in collection.router.groups.items():
+        partition = collection.partition
+        for (dim, group), rows_of_dim in zip(
+            collection.router.groups.items(), collection.sharded_rows(), strict=True
+        ):
             prefix = f"{path}rows.dim{dim}.embeddings."
-            for table in group.cold_tables:
-                order, name = orders[table], plain_name(path, collection.prefix, table)
-                tables[f"{prefix}{table}.{order.weight_name}"] = _StoredTable(
-                    name, order=order if order.factor != 1 else None
+            for table, share in rows_of_dim.own_rows().items():
+                name = plain_name(path, collection.prefix, table)
+                tables[f"{prefix}{table}.{rows_of_dim.weight_name}"] = _StoredTable(
+                    name, partition.num_rows[table], share=share
                 )
             for table in group.hot_tables:
                 rows = hot_rows(partition, table)
@@ -221,13 +224,16 @@ def _parts(
             first = tuple(shard.metadata.shard_offsets)[: len(shape)]
             held = shard.tensor.detach()
             held = held.view(-1) if len(shape) == 1 else held
-            yield TensorPart(
-                name, shape, held, first, is_shard=True, table=table_name, order=table.order
-            )
+            yield TensorPart(name, shape, held, first, is_shard=True, table=table_name)
         return
     held = value.detach().view(shape)
-    if table.hot_rows is not None:
+    if table.num_rows:
         shape = (table.num_rows, *shape[1:])
+    if table.share is not None:
+        first = (table.share.start, *(0 for _ in shape[1:]))
+        step = table.share.step
+        yield TensorPart(name, shape, held, first, is_shard=True, table=table_name, step=step)
+        return
     yield TensorPart(name, shape, held, (0,) * len(shape), table.hot_rows, table=table_name)
 
 

@@ -510,7 +510,7 @@ class ColdExchange:
                 arriving.of(at, owners.places[at]),
                 received[at],
                 gradients.learning_rates[index],
-                gradients.num_updates,
+                gradients.num_updates + 1,
                 is_distinct=self._world_size == 1,
             )
         self._mark("row_update")

@@ -100,13 +100,13 @@ def fused_params(spec: OptimizerSpec) -> dict[str, Any]:
     return params
 
 
-def check_optimizer(spec: OptimizerSpec, device: torch.device, *, has_cold: bool) -> None:
-    """Raise ValueError for Adam with cold rows on CPU, where FBGEMM has no Adam."""
-    if spec.kind is OptimizerKind.adam and device.type == "cpu" and has_cold:
+def check_optimizer(spec: OptimizerSpec, device: torch.device, *, has_tables: bool) -> None:
+    """Raise ValueError for Adam of tables that FBGEMM updates on CPU, where it has no Adam."""
+    if spec.kind is OptimizerKind.adam and device.type == "cpu" and has_tables:
         raise ValueError(
-            "optimizer.kind: expected sgd, adagrad or rowwise_adagrad for cold rows on CPU (FBGEMM "
-            "has no Adam there), got adam. Choose one of these, make all rows hot "
-            "(placement=all_hot), or train on CUDA."
+            "optimizer.kind: expected sgd, adagrad or rowwise_adagrad for tables that TorchRec "
+            "shards on CPU (FBGEMM has no Adam there), got adam. Choose one of these, a split of "
+            "the rows without pooled tables (placement=all_cold), or train on CUDA."
         )
 
 
@@ -114,18 +114,6 @@ def update_counters(module: nn.Module) -> list[torch.Tensor]:
     """FBGEMM's counts of a fused module's updates, for Adam: on the device and on the host."""
     found = (getattr(module, name, None) for name in ("iter", "iter_cpu"))
     return [counter for counter in found if counter is not None]
-
-
-def update_count(module: nn.Module) -> int:
-    """The number of updates that a fused module has made so far."""
-    # The host's count is 0 until the first update after loading.
-    return next(filter(None, map(int, reversed(update_counters(module)))), 0)
-
-
-def set_update_count(module: nn.Module, count: int) -> None:
-    """Set the number of previous updates, for Adam's bias correction."""
-    for counter in update_counters(module):
-        counter.fill_(count)
 
 
 def undo_update_count(lookup: nn.Module) -> None:

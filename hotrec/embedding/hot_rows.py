@@ -13,8 +13,8 @@ from hotrec.runtime.ranks import finish_others
 class HotReplicas:
     """This rank's replica of the hot rows of one embedding dimension.
 
-    ``weight`` is the flat parameter float (H * D,) of TorchRec's dense kernel, whose tables have
-    ``num_rows_T`` hot rows. It has no gradient of its own: only rows that a batch reads have one.
+    ``weight`` is flat, float (H * D,), of tables that have ``num_rows_T`` hot rows. It has no
+    gradient of its own: only rows that a batch reads have one.
     """
 
     def __init__(

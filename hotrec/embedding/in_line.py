@@ -109,8 +109,8 @@ class InLine:
             # One rank's own may belong to autograd, and the update overwrites it.
             replica.reduced = slots, grad if self._reducer else grad.clone()
         mark("hot_exchange")
-        rates = [group.owned.learning_rate for group in self._groups]
-        num_updates = max(group.owned.num_updates for group in self._groups)
+        rates = [group.learning_rate for group in self._groups]
+        num_updates = max(group.num_updates for group in self._groups)
         self._cold.send_late(batch, Gradients(grads, rates, num_updates))
         for group in self._groups:
             group.owned.flush()

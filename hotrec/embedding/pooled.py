@@ -35,7 +35,7 @@ class ShardedPooledBags(ShardedEmbeddingBagCollection):
     ) -> None:
         for config in module.embedding_bag_configs():
             # Row-wise sharding sends every pooled vector once per rank; replicas are hot rows.
-            check_sharding(config.name, sharding[config.name], (ShardingType.TABLE_WISE,))
+            check_sharding(config.name, sharding[config.name], ShardingType.TABLE_WISE)
         codecs, fused = wire_codecs(settings.wire_type), fused_params(settings.spec)
         super().__init__(
             module, sharding, settings.env, fused, settings.device, codecs, settings.module_fqn

@@ -140,7 +140,7 @@ class RowsAhead:
         for group in self._groups:
             group.owned.restart()
         self._cold = ColdExchange(self._groups, self._wires, self.depth, self._device, self.window)
-        self._num_updates = max((group.owned.num_updates for group in self._groups), default=0)
+        self._num_updates = max((group.num_updates for group in self._groups), default=0)
         self._known: deque[BatchRows] = deque()  # not requested yet
         self._following: BatchRows | None = None  # requested ahead of its step
         self._num_prefetched = 0
@@ -349,7 +349,7 @@ class RowsAhead:
         assert batch is not None
         grads: list[torch.Tensor] = [leaf.grad for leaf in self._leaves]  # type: ignore[misc]
         self._leaves = []
-        rates = [group.owned.learning_rate for group in self._groups]
+        rates = [group.learning_rate for group in self._groups]
         self._thread.will_use(*grads)
         gradients = Gradients(grads, rates, self._num_updates)
         self._num_updates += 1

@@ -1,27 +1,26 @@
-"""The rows of one embedding dimension as TorchRec shards them: replicas, and rows of owners."""
+"""The rows of one embedding dimension on this rank: replicas, and its share of the others."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.embedding.cached_rows import CachedRows, cached_rows_of, is_cached
-from hotrec.embedding.fused import fused_params
-from hotrec.embedding.fused_rows import FusedRows
+from hotrec.embedding.cached_rows import CachedRows
 from hotrec.embedding.hot_rows import HotReplicas
-from hotrec.embedding.owned_rows import OwnedRows, RequestedRows, RowOwners
-from hotrec.embedding.torchrec import Kernel, RowCollection, kernels
+from hotrec.embedding.owned_rows import RequestedRows, RowOwners
+from hotrec.embedding.row_store import RowOptimizer, RowStore, host_rows
+from hotrec.embedding.torchrec import mark_updated_in_backward
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.hosts import TwoLevelWire
-from hotrec.runtime.ranks import all_gather_object
-from hotrec.types import Placement, RowOrder, Rows, WireType
+from hotrec.types import POPULAR_ROW, Placement, RowFetch, Rows, TablePlacement, Tier, WireType
 
 
 @dataclass(frozen=True)
@@ -36,96 +35,154 @@ class ShardSettings:
     hosts: TwoLevelWire | None = None  # for unpooled rows in two levels
 
 
-# Rows that are copied at once when spread rows take their weights.
+# Rows that are copied at once when owners take their weights.
 _ROWS_AT_ONCE = 1 << 18
-HOT_SHARDINGS = (ShardingType.DATA_PARALLEL,)
-COLD_SHARDINGS = (ShardingType.ROW_WISE, ShardingType.TABLE_WISE)
+_TYPES = {WireType.fp32: torch.float32, WireType.bf16: torch.bfloat16}
 
 
-def check_sharding(table: str, sharding: ParameterSharding, wanted: Sequence[ShardingType]) -> None:
-    """Raise ValueError unless a plan shards a table by one of the wanted sharding types."""
-    types = [kind.value for kind in wanted]
-    if sharding.sharding_type not in types:
+def check_sharding(table: str, sharding: ParameterSharding, wanted: ShardingType) -> None:
+    """Raise ValueError unless a plan shards a table by the wanted sharding type."""
+    if sharding.sharding_type != wanted.value:
         raise ValueError(
-            f"plan table {table}: expected sharding type {' or '.join(map(repr, types))}, got "
+            f"plan table {table}: expected sharding type {wanted.value!r}, got "
             f"{sharding.sharding_type!r}. Constrain the planner with "
             "hotrec.assemble.constraints.placement_constraints."
         )
 
 
-class ShardedRows(RowCollection):
-    """The rows of one embedding dimension, hot tables first, exchanged unpooled."""
+class ShardedRows(nn.Module):
+    """The rows of one embedding dimension, hot tables first, exchanged unpooled.
+
+    Its parameters are ``embeddings.<table>.weight`` of hot tables, and of cold ones this rank's
+    share (``RowShares``). That is named by the rank and the number of ranks, since a tensor does
+    not tell which rows it has: with others, a reader finds no tensor and fails.
+    """
 
     def __init__(
         self,
         module: EmbeddingCollection,
-        sharding: dict[str, ParameterSharding],
-        hot_tables: list[str],
+        sharding: Mapping[str, ParameterSharding],
+        hot_tables: Sequence[str],
         settings: ShardSettings,
         placement: Placement,
     ) -> None:
-        for config in module.embedding_configs():
-            is_hot = config.name in hot_tables
-            wanted = HOT_SHARDINGS if is_hot else COLD_SHARDINGS
-            check_sharding(config.name, sharding[config.name], wanted)
-        env, device, spec = settings.env, settings.device, settings.spec
-        name = settings.module_fqn
-        super().__init__(module, sharding, env, fused_params(spec), device, module_fqn=name)
-        self._num_hot = len(hot_tables)
-        # One rank has whole tables, whose order does not matter.
-        is_alone = env.world_size == 1
-        num_rows = {config.name: config.num_embeddings for config in module.embedding_configs()}
-        cold_tables = [table for table in num_rows if table not in hot_tables]
-        self.orders = {
-            table: RowOrder(num_rows[table], is_spread=False)
-            if is_alone
-            else placement.row_order(table)
-            for table in cold_tables
-        }
-        self._keep_weights(module)
-        self.name_weights(self.orders)
-        self.dim = module.embedding_dim()
-        self.is_cached = is_cached(placement, cold_tables)
-        self.hot: HotReplicas | None = None
-        cold: list[tuple[Kernel, CachedRows | FusedRows]] = []
-        for kernel in kernels(self):
-            if kernel.tables <= set(hot_tables):
-                num_rows_T = [num_rows[table] for table in hot_tables]
-                weights, group = kernel.fbgemm.weights, env.process_group
-                self.hot = HotReplicas(weights, num_rows_T, self.dim, group)
-            elif self.is_cached:
-                made = cached_rows_of(
-                    kernel, spec, placement, self.orders, device, is_distinct=is_alone
-                )
-                cold.append((kernel, made))
-            else:
-                cold.append((kernel, FusedRows(kernel.fbgemm, kernel.optimizer, spec)))
-        self.owned = OwnedRows(cold, self.dim)
-        self.owners: RowOwners | None = None
-        if cold_tables:
-            shards = all_gather_object(self.owned.shards)
-            hosts = None if settings.hosts is None else settings.hosts.hosts
-            self.owners = RowOwners(cold_tables, num_rows, shards, device, hosts, self.orders)
+        super().__init__()
+        self.dim, self._num_hot = module.embedding_dim(), len(hot_tables)
+        self._rank, world_size = settings.env.rank, settings.env.world_size
+        # Of the parameters of shares.
+        self.weight_name = "weight" if world_size == 1 else f"weight_{self._rank}_of_{world_size}"
+        self._num_rows = {c.name: c.num_embeddings for c in module.embedding_configs()}
+        for table in self._num_rows:
+            is_hot = table in hot_tables
+            wanted = ShardingType.DATA_PARALLEL if is_hot else ShardingType.ROW_WISE
+            check_sharding(table, sharding[table], wanted)
+        num_cold = {t: n for t, n in self._num_rows.items() if t not in hot_tables}
+        self.hot = _replicas([self._num_rows[t] for t in hot_tables], self.dim, settings)
+        hosts = None if settings.hosts is None else settings.hosts.hosts
+        owners = RowOwners(num_cold, world_size, settings.device, hosts)
+        self.owners = owners if num_cold else None
+        placed = [placement.tables[table] for table in num_cold]
+        self.is_cached = _is_cached(placed)
+        self._shares = owners.shares
+        self._begins = owners.begins
+        self.owned = self._make_store(owners.num_positions, settings, placement, num_cold)
+        self.optimizer: RowOptimizer | None = None
+        self._register(module, hot_tables, settings)
+
+    def _make_store(
+        self,
+        num_places: int,
+        settings: ShardSettings,
+        placement: Placement,
+        num_rows: Mapping[str, int],
+    ) -> RowStore:
+        spec, device = settings.spec, settings.device
+        shapes = dict.fromkeys(spec.state_names, spec.state_shape(num_places, self.dim))
+        if not self.is_cached:
+            weights = torch.zeros(num_places, self.dim, device=device)
+            states = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
+            return RowStore(weights, states, spec)
+        placed = [placement.tables[table] for table in num_rows]
+        host, seen = host_rows((num_places, self.dim), _TYPES[placed[0].row_type], device)
+        of_states = {n: host_rows(shape, torch.float32, device) for n, shape in shapes.items()}
+        is_mapped = any(table.row_fetch is RowFetch.mapped for table in placed)
+        popular, num_slots = [np.empty(0, POPULAR_ROW)], 0.0
+        for table, num in num_rows.items():
+            num_own = len(self._shares[table].rows_of(self._rank, num))
+            num_slots += (placement.tables[table].cache_load_frac or 0.0) * num_own
+            of_table = placement.popular_rows.get(table, popular[0])
+            of_table = of_table[self._is_own(table, of_table["row"])].copy()
+            of_table["row"] = self._positions(table, of_table["row"])
+            popular.append(of_table)
+        return CachedRows(
+            (host, {name: here for name, (here, _) in of_states.items()}),
+            math.ceil(num_slots),
+            np.concatenate(popular),
+            spec,
+            device,
+            [seen, *(there for _, there in of_states.values())] if is_mapped else None,
+            is_distinct=settings.env.world_size == 1,
+        )
 
     @torch.no_grad()
-    def _keep_weights(self, module: EmbeddingCollection) -> None:
-        """Take the module's weights of spread rows, of which TorchRec has taken the wrong ones."""
-        weights_of: dict[str, Any] = {t: bag.weight for t, bag in module.embeddings.items()}
-        spread = {
-            table: order
-            for table, order in self.orders.items()
-            if order.factor != 1 and not weights_of[table].is_meta
-        }
-        state = self.state_dict() if spread else {}
-        for table, order in spread.items():
-            weights = weights_of[table]
-            for shard in state[f"embeddings.{table}.weight"].local_shards():
-                first_row, num_rows = shard.metadata.shard_offsets[0], shard.tensor.shape[0]
-                stored = torch.arange(first_row, first_row + num_rows, device=weights.device)
-                for rows, part in zip(
-                    stored.split(_ROWS_AT_ONCE), shard.tensor.split(_ROWS_AT_ONCE), strict=True
-                ):
-                    part.copy_(weights[order.original(rows)])
+    def _register(
+        self, module: EmbeddingCollection, hot_tables: Sequence[str], settings: ShardSettings
+    ) -> None:
+        """Make the parameters, with the weights of the module's rows or initial ones."""
+        name = self.weight_name
+        hot = [] if self.hot is None else self.hot.rows.split(self.hot.num_rows_T)
+        held = dict(zip(hot_tables, hot, strict=True))
+        memory, states, cold = self.owned.memory(), {}, {}
+        self.embeddings = nn.ModuleDict()
+        for config in module.embedding_configs():
+            table, own = config.name, slice(None)
+            if table not in held:
+                share = self._shares[table]
+                rows = share.rows_of(self._rank, config.num_embeddings)
+                begin = self._begins[table] + share.places(rows.start)
+                weight, *of_table = (part[begin : begin + len(rows)] for part in memory)
+                held[table], own = weight, slice(rows.start, None, rows.step)
+                key = f"embeddings.{table}.{name}"
+                states[key] = dict(zip(self.owned.states, of_table, strict=True))
+                states[key]["step"] = self.owned.update_count
+            parameter = nn.Parameter(held[table])
+            holder = nn.Module()
+            holder.register_parameter("weight" if table in hot_tables else name, parameter)
+            self.embeddings[table] = holder
+            if table not in hot_tables:
+                mark_updated_in_backward(parameter)
+                cold[f"embeddings.{table}.{name}"] = parameter
+            given = module.embeddings[table].weight
+            if given.is_meta:
+                assert config.init_fn is not None
+                config.init_fn(parameter)
+                continue
+            for to, part in zip(
+                parameter.split(_ROWS_AT_ONCE), given[own].split(_ROWS_AT_ONCE), strict=True
+            ):
+                to.copy_(part)
+        if cold:
+            self.optimizer = RowOptimizer(cold, states, settings.spec.learning_rate)
+
+    def own_rows(self) -> dict[str, range]:
+        """The rows of this rank's share of each cold table."""
+        return {t: s.rows_of(self._rank, self._num_rows[t]) for t, s in self._shares.items()}
+
+    def _is_own(self, table: str, rows: Rows) -> np.ndarray:
+        return self._shares[table].owners(rows) == self._rank
+
+    def _positions(self, table: str, rows: Rows) -> Rows:
+        return self._begins[table] + self._shares[table].places(rows)
+
+    @property
+    def learning_rate(self) -> float:
+        """The current learning rate of the owned rows; 0 without cold tables."""
+        return 0.0 if self.optimizer is None else self.optimizer.learning_rate
+
+    @property
+    def num_updates(self) -> int:
+        """The number of updates of the owned rows so far."""
+        return int(self.owned.update_count)
 
     def num_hot(self, rows: KeyedJaggedTensor) -> int:
         """The number of distinct hot rows of a batch."""
@@ -145,10 +202,32 @@ class ShardedRows(RowCollection):
 
     def refresh_cached_rows(self, written: Mapping[str, Rows]) -> None:
         """Refetch slots after rows in host memory were written, by table, between steps."""
-        nothing = np.empty(0, np.int64)
-        stored = {t: order.stored(written.get(t, nothing)) for t, order in self.orders.items()}
-        for kernel, part in self.owned.kernels:
-            if isinstance(part, CachedRows):
-                for shard in kernel.shards:
-                    rows = stored[shard.table]
-                    part.refresh(rows[shard.holds(rows)] - shard.first_row + shard.begin)
+        own = [
+            self._positions(table, rows[self._is_own(table, rows)])
+            for table, rows in written.items()
+            if table in self._shares
+        ]
+        if own:
+            self.owned.refresh(np.concatenate(own))
+
+
+def _replicas(num_rows_T: list[int], dim: int, settings: ShardSettings) -> HotReplicas | None:
+    if not num_rows_T:
+        return None
+    weight = nn.Parameter(torch.empty(sum(num_rows_T) * dim, device=settings.device))
+    return HotReplicas(weight, num_rows_T, dim, settings.env.process_group)
+
+
+def _is_cached(placed: Sequence[TablePlacement]) -> bool:
+    """Whether the cold rows of the tables of one dimension are behind slots.
+
+    Raises:
+        ValueError: if only some of them are, or their rows have different types.
+    """
+    kinds = sorted({(table.tier.value, table.row_type.value) for table in placed})
+    if len(kinds) > 1:
+        raise ValueError(
+            "placement tier: expected the same tier and type of rows for all tables of one "
+            f"dimension, got {' and '.join(map(str, kinds))}. Set the same ones."
+        )
+    return any(table.tier is Tier.CACHED for table in placed)

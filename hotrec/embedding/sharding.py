@@ -47,19 +47,14 @@ from hotrec.embedding.fused import check_optimizer, fused_params
 from hotrec.embedding.hot_rows import HotReplicas
 from hotrec.embedding.in_line import InLine
 from hotrec.embedding.pooled import ShardedPooledBags
-from hotrec.embedding.sharded_rows import (
-    COLD_SHARDINGS,
-    HOT_SHARDINGS,
-    ShardedRows,
-    ShardSettings,
-)
+from hotrec.embedding.sharded_rows import ShardedRows, ShardSettings
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.routing.features import RoutedFeatures
 from hotrec.routing.popularity import Popularity
 from hotrec.routing.router import Router
 from hotrec.runtime.hosts import TwoLevelWire, gather_hosts
 from hotrec.runtime.stages import mark, named_range
-from hotrec.types import Levels, Partition, RowOrder, Rows, WireType
+from hotrec.types import Levels, Partition, Rows, WireType
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +85,8 @@ class ShardedHotColdCollection(
 ):
     """A sharded ``HotColdCollection``; created by ``HotColdSharder``.
 
-    One ``ShardedRows`` per embedding dimension contains both halves: the hot tables data-parallel,
-    the cold ones row-wise or table-wise. Tables pooled on their owners run in the same stages.
+    One ``ShardedRows`` per embedding dimension contains both halves: replicas of the hot tables,
+    and this rank's share of the cold ones. Tables pooled on their owners run in the same stages.
     """
 
     def __init__(
@@ -147,10 +142,6 @@ class ShardedHotColdCollection(
 
     def _rows(self) -> dict[str, ShardedRows]:
         return dict(self.rows.items())  # type: ignore[arg-type]
-
-    def row_orders(self) -> dict[str, RowOrder]:
-        """The order in which the rows of each table with exchanged rows are stored."""
-        return {t: order for rows in self.sharded_rows() for t, order in rows.orders.items()}
 
     def refresh_cached_rows(self, written: Mapping[str, Rows]) -> None:
         """Refetch slots after rows in host memory were written, by table, between steps."""
@@ -243,7 +234,11 @@ class ShardedHotColdCollection(
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
-        parts = [(f"rows.{name}", rows.fused_optimizer) for name, rows in self._rows().items()]
+        parts: list[tuple[str, KeyedOptimizer]] = [
+            (f"rows.{name}", rows.optimizer)
+            for name, rows in self._rows().items()
+            if rows.optimizer is not None
+        ]
         if self.pooled is not None:
             parts.append(("pooled", self.pooled.fused_optimizer))
         return CombinedOptimizer(parts)
@@ -309,7 +304,7 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdCollection[Any]]):
         """
         device = device or torch.device("cpu")
         has_cold = any(group.cold_tables for group in module.router.groups.values())
-        check_optimizer(self._spec, device, has_cold=has_cold or module.pooled is not None)
+        check_optimizer(self._spec, device, has_tables=module.pooled is not None)
         hosts = None
         if has_cold and self._levels is Levels.two:
             found = gather_hosts()
@@ -330,7 +325,8 @@ class HotColdSharder(BaseEmbeddingSharder[HotColdCollection[Any]]):
         return {name.split(".")[-2]: parameter for name, parameter in named}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        return [kind.value for kind in (*HOT_SHARDINGS, *COLD_SHARDINGS)]
+        kinds = ShardingType.DATA_PARALLEL, ShardingType.ROW_WISE, ShardingType.TABLE_WISE
+        return [kind.value for kind in kinds]
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         if sharding_type == ShardingType.DATA_PARALLEL.value:

@@ -15,6 +15,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from hotrec.embedding.cached_rows import CachedRows
 from hotrec.embedding.fused import leave_out_of_forks
+from hotrec.embedding.sharded_rows import ShardedRows
 from hotrec.embedding.tables import sharded_collections
 from hotrec.embedding.torchrec import kernels
 
@@ -57,6 +58,13 @@ def _tensors(
                         yield STATE, tensor, None
     for kernel in kernels(model):
         yield from _tensors_of(kernel.fbgemm)
+    for rows in sharded_rows(model):
+        if rows.hot is not None:
+            yield HOT_ROWS, rows.hot.rows, None
+        weights, *states = rows.owned.memory()
+        yield COLD_ROWS, weights, None
+        for state in states:
+            yield STATE, state, None
     for cache in cached_rows(model):
         for tensor in cache.tensors():
             yield CACHE, tensor, None
@@ -133,12 +141,14 @@ def fill_empty_tables(model: nn.Module) -> None:
             module.weights_host.data = torch.zeros(1)
 
 
+def sharded_rows(model: nn.Module) -> list[ShardedRows]:
+    """The exchanged rows of a sharded model on this rank, by collection and dimension."""
+    return [rows for _, part in sharded_collections(model) for rows in part.sharded_rows()]
+
+
 def cached_rows(model: nn.Module) -> list[CachedRows]:
     """The rows behind slots of a sharded model, on this rank."""
-    collections = (collection for _, collection in sharded_collections(model))
-    return [
-        cache for part in collections for rows in part.sharded_rows() for cache in rows.owned.caches
-    ]
+    return [rows.owned for rows in sharded_rows(model) if isinstance(rows.owned, CachedRows)]
 
 
 class SlotCounters:

@@ -8,9 +8,7 @@ private names of torch's runtime and of Python that other files use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,11 +17,9 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingSharding
 from torchrec.distributed.train_pipeline import TrainPipelineBase
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
-
-from hotrec.types import RowOrder, Rows
+from torchrec.optim.fused import EmptyFusedOptimizer
 
 # ---- Sharded collections -------------------------------------------------------------------------
 
@@ -45,11 +41,8 @@ def table_configs(collection: nn.Module) -> list[BaseEmbeddingConfig]:
 
 
 def is_torchrecs(module: nn.Module) -> bool:
-    """Whether it is a sharded collection of TorchRec's, with its exchange, or a part of ours."""
-    is_ours = isinstance(module, RowCollection)
-    return not is_ours and isinstance(
-        module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection
-    )
+    """Whether it is a sharded collection of TorchRec's, with its exchange."""
+    return isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection)
 
 
 def is_weighted(collection: ShardedEmbeddingBagCollection) -> bool:
@@ -57,95 +50,7 @@ def is_weighted(collection: ShardedEmbeddingBagCollection) -> bool:
     return bool(collection._is_weighted)
 
 
-class RowCollection(ShardedEmbeddingCollection):
-    """TorchRec's sharded collection of unpooled rows, without its exchange of ids and rows.
-
-    It never sends rank 0's replicated rows to the others, as TorchRec does in both of the first
-    methods: ``shard`` makes replicas equal later, or ``initialize_embeddings`` without a message.
-    """
-
-    _orders: Mapping[str, RowOrder] = MappingProxyType({})
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # TorchRec's pipelines reject a module that has not created it yet.
-        self._has_uninitialized_input_dist = False
-
-    def reset_parameters(self) -> None:
-        """Draw the initial weights of all rows on this rank."""
-        if self._device.type == "meta":
-            return
-        for config in self._embedding_configs:
-            assert config.init_fn is not None
-            config.init_fn(self.embeddings[config.name].weight)
-
-    def name_weights(self, orders: Mapping[str, RowOrder]) -> None:
-        """Name the parameters of sharded tables by the order in which their rows are stored.
-
-        A tensor says nothing about its order: under one name, a reader that expects another order
-        would take each row for another one. So it finds no tensor, and fails.
-        """
-        self._orders = orders
-        names = {_weight(table): _weight(table, order) for table, order in orders.items()}
-        for table, order in orders.items():
-            holder = self.embeddings[table]
-            weight = holder.weight
-            del holder.weight
-            holder.register_parameter(order.weight_name, weight)
-        for _, optimizer in self.fused_optimizer.optimizers:
-            optimizer.params = {names.get(key, key): w for key, w in optimizer.params.items()}
-        self.register_state_dict_post_hook(_name_weights_in)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for table, order in self._orders.items():
-            key = prefix + _weight(table, order)
-            if key not in state_dict:
-                of_table = f"{prefix}embeddings.{table}."
-                found = [other for other in state_dict if other.startswith(of_table)]
-                raise ValueError(
-                    f"state dict: expected {key}, got {found[0] if found else 'none'}. Each order "
-                    "of rows has its own name. Pass hotrec.parallelize the choice with which it "
-                    "was saved, on several ranks if it spreads rows, or use hotrec.save_checkpoint."
-                )
-            state_dict[prefix + _weight(table)] = state_dict.pop(key)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        _name_weights_in(self, state_dict, prefix)
-
-    def init_data_parallel(self) -> None:
-        """Leave replicated rows without DDP; torchrec 1.6 wraps them in its constructor."""
-        for sharding, lookup in zip(
-            self._sharding_type_to_sharding.values(), self._lookups, strict=True
-        ):
-            if isinstance(sharding, DpSequenceEmbeddingSharding):
-                vars(lookup)["module"] = lookup  # which TorchRec takes out of DDP
-
-
-def _weight(table: str, order: RowOrder | None = None) -> str:
-    """The key of a table in the state dict; TorchRec's without an order."""
-    return f"embeddings.{table}.{'weight' if order is None else order.weight_name}"
-
-
-def _name_weights_in(rows: RowCollection, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replace TorchRec's keys in a state dict by those of the orders."""
-    for table, order in rows._orders.items():
-        state_dict[prefix + _weight(table, order)] = state_dict.pop(prefix + _weight(table))
-
-
 # ---- Kernels -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TableShard:
-    """Rows of a table in a kernel: from ``first_row`` on, at ``begin`` among the kernel's rows."""
-
-    table: str
-    first_row: int
-    num_rows: int
-    begin: int
-
-    def holds(self, rows: Rows) -> Any:
-        """Which rows of the table are here, bool of the same shape."""
-        return (rows >= self.first_row) & (rows < self.first_row + self.num_rows)
 
 
 class Kernel:
@@ -158,28 +63,6 @@ class Kernel:
     def fbgemm(self) -> Any:
         """FBGEMM's module, which owns the rows and, unless it is dense, their optimizer state."""
         return self._module.emb_module
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer with the learning rate of the update; fused kernels only."""
-        optimizer: torch.optim.Optimizer = self._module.fused_optimizer
-        return optimizer
-
-    @property
-    def tables(self) -> set[str]:
-        """The names of its tables."""
-        return {table.name for table in self._module.config.embedding_tables}
-
-    @property
-    def shards(self) -> list[TableShard]:
-        """The rows of each table, in FBGEMM's order."""
-        found, begin = [], 0
-        for table in self._module.config.embedding_tables:
-            place = table.local_metadata  # None for a replicated table
-            first_row = place.shard_offsets[0] if place is not None and table.local_rows else 0
-            found.append(TableShard(table.name, first_row, table.local_rows, begin))
-            begin += table.local_rows
-        return found
 
 
 def kernels(module: nn.Module) -> Iterator[Kernel]:
@@ -278,6 +161,11 @@ def rules_in_backward(parameter: torch.Tensor) -> list[Rule]:
     """The rules that ``apply_in_backward`` attached to a parameter, with their arguments."""
     kinds = getattr(parameter, "_optimizer_classes", ())
     return list(zip(kinds, getattr(parameter, "_optimizer_kwargs", ()), strict=True))
+
+
+def mark_updated_in_backward(parameter: nn.Parameter) -> None:
+    """Mark a parameter as TorchRec marks those of its fused kernels, for other optimizers."""
+    parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
 
 
 # ---- Modules -------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from hotrec.cost_model.demand import (
-    Floats,
     TableDemand,
     all_hot_share,
     coverage,
@@ -20,14 +19,13 @@ from hotrec.cost_model.quantities import (
     TableSharding,
     between_hosts_bound_bytes,
     cached_rows,
-    served_by_shard,
 )
 from hotrec.planner.plan import Plan, SplitTables
 from hotrec.planner.predict import Prediction, predict_shardings, predict_split
 from hotrec.planner.propose import Decision, fastest_of
 from hotrec.planner.situation import Situation
 from hotrec.planner.trial import Trial
-from hotrec.types import Partition, RowOrder, Rows, Tier
+from hotrec.types import Tier
 
 ALL_COLD = "all_cold"
 
@@ -36,8 +34,6 @@ def prediction_document(
     situation: Situation,
     decision: Decision,
     *,
-    partition: Partition | None,
-    counts: Mapping[str, Rows],
     trial: Trial | None = None,
 ) -> dict[str, Any]:
     """Returns the document, which is shown on the plan's page and compared with a run.
@@ -45,8 +41,6 @@ def prediction_document(
     Args:
         situation: The situation of the predictions.
         decision: The predictions and the choice.
-        partition: Partition of the chosen split, or None for TorchRec's plans.
-        counts: The profile's int64 (R,) counts by table.
         trial: The measurements of the candidates, by digest, if a trial chose among them.
     """
     costs, predictions = situation.costs, decision.predictions
@@ -84,7 +78,6 @@ def prediction_document(
             _table_entry(situation, demand, split, best, before.get(demand.name))
             for demand in situation.demands
         ],
-        "balance": balance_of_owners(situation, partition, split, counts),
         "expected": None if split is None else _expected(situation, split, predictions[best]),
         "trial": None if trial is None else trial.document(labels),
     }
@@ -177,54 +170,6 @@ def _sent_bytes(
         else None
         for when in ("before", "after")
     }
-
-
-def balance_of_owners(
-    situation: Situation,
-    partition: Partition | None,
-    split: SplitTables | None,
-    counts: Mapping[str, Rows],
-) -> dict[str, Any]:
-    """Expected cold rows that each rank serves in a step, over all row-wise tables.
-
-    And those of the busiest rank over the mean, with all rows in the order of their ids and with
-    all rows spread over their owners; on hosts of several ranks also those of the busiest rail, the
-    ranks of one local rank.
-    """
-    if partition is None or split is None:
-        return {"served_rows": None}
-    world = situation.world
-    planned, ordered, spread = np.zeros((3, world.num_ranks))
-    for demand in situation.demands:
-        name, num_rows = demand.name, demand.num_rows
-        served = {
-            is_spread: served_by_shard(
-                counts[name],
-                partition.hot(name),
-                num_lookups_per_rank=demand.lookups_per_sample * situation.workload.batch_size,
-                world_size=world.num_ranks,
-                order=RowOrder(num_rows, is_spread, name),
-            )
-            for is_spread in (False, True)
-        }
-        planned += served[split.tables[name].row_order(name, num_rows).is_spread]
-        ordered += served[False]
-        spread += served[True]
-    orders = {"planned": planned, "ordered": ordered, "spread": spread}
-    found: dict[str, Any] = {
-        "served_rows": planned.tolist(),
-        "most_over_mean": {name: _most_over_mean(served) for name, served in orders.items()},
-    }
-    if world.has_levels:
-        found["rail_most_over_mean"] = {
-            name: _most_over_mean(served.reshape(-1, world.ranks_per_host).sum(0))
-            for name, served in orders.items()
-        }
-    return found
-
-
-def _most_over_mean(served: Floats) -> float | None:
-    return float(served.max() / served.mean()) if served.any() else None
 
 
 def _expected(

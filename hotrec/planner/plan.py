@@ -17,7 +17,6 @@ from hotrec.types import (
     PipelineKind,
     PipelineSpec,
     RowFetch,
-    Sharding,
     TablePlacement,
     Tier,
     TorchrecPlan,
@@ -174,10 +173,8 @@ def read_table(document: Mapping[str, Any]) -> TablePlacement:
     """
     return TablePlacement(
         Exchange(document["exchange"]),
-        Sharding(document["sharding"]),
         Tier(document["tier"]),
         document["cache_load_frac"],
         WireType(document["row_type"]),
         RowFetch(document["row_fetch"]),
-        is_spread=document["is_spread"],
     )

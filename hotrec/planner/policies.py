@@ -8,7 +8,7 @@ an access are never hot, except in the ``fixed`` tables, whose hot rows
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from hotrec.cost_model.histogram import (
 )
 from hotrec.cost_model.profile import Profile
 from hotrec.planner.counted import ROUNDING, CountedTables, Counts, Groups
-from hotrec.types import POPULAR_ROW, Partition, PopularRows, RowOrder
+from hotrec.types import POPULAR_ROW, Partition, PopularRows, RowShares
 
 
 def choose_all_hot(counts: Counts) -> Partition:
@@ -122,19 +122,17 @@ def choose_popular_rows(
     load_frac: float,
     global_batch_size: int,
     world_size: int,
-    spread: Collection[str] = (),
 ) -> dict[str, PopularRows]:
     """Chooses the initial rows of the slots.
 
-    Each rank, by TorchRec's row-wise shards, starts with the most-read of its cold rows over all
-    tables, as many as it has slots, but without rows that were never looked up.
+    Each rank starts with the most-read of its cold rows (``RowShares``) over all tables, as many as
+    it has slots, but without rows that were never looked up.
 
     Args:
         partition: The hot rows, which have replicas.
         load_frac: Slots, as a fraction of a rank's rows.
         global_batch_size: Samples of a step of all ranks.
         world_size: World size.
-        spread: Tables whose rows are spread over their owners.
 
     Returns:
         By table, in ascending order of the rows.
@@ -144,15 +142,13 @@ def choose_popular_rows(
     for rank in range(world_size):
         num_rows, found = 0, []
         for table, lookups in counts.items():
-            stored = RowOrder(lookups.size, table in spread, table)
-            size = -(-lookups.size // world_size)
-            begin, end = (min(at * size, lookups.size) for at in (rank, rank + 1))
-            block = np.array(lookups[stored.rows_at(begin, end)])
-            hot = stored.stored(partition.hot(table)) - begin
-            block[hot[(hot >= 0) & (hot < block.size)]] = 0
-            num_rows += block.size
-            rows = np.flatnonzero(block)
-            found.append((table, stored.original(rows + begin), block[rows]))
+            share, hot = RowShares(table, world_size), partition.hot(table)
+            own = share.rows_of(rank, lookups.size)
+            of_rank = np.array(lookups[own.start :: own.step])
+            of_rank[(hot[share.owners(hot) == rank] - own.start) // own.step] = 0
+            num_rows += of_rank.size
+            rows = np.flatnonzero(of_rank)
+            found.append((table, rows * own.step + own.start, of_rank[rows]))
         order = np.argsort(-np.concatenate([part for *_, part in found]), kind="stable")
         is_kept = np.zeros(order.size, np.bool_)
         is_kept[order[: math.ceil(load_frac * num_rows)]] = True

@@ -34,7 +34,6 @@ from hotrec.types import (
     Tier,
     TorchrecPlan,
     TorchrecTier,
-    spread_tables,
 )
 
 logger = logging.getLogger(__name__)
@@ -254,7 +253,7 @@ def fastest_split(
         pipeline=pipeline,
         hot_range={name: (number, number) for name, number in by_cost.fixed_hot.items()},
     )
-    split = SplitTables(num_hot, spread_tables(tables, by_cost.spread), request.is_routed_by_loader)
+    split = SplitTables(num_hot, tables, request.is_routed_by_loader)
     prediction = predict_split(split, pipeline, situation)
     return Plan(split, pipeline, request.num_workers), prediction
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -87,14 +87,12 @@ class ByCost:
         may_pool: Whether whole tables may exchange pooled vectors.
         may_decline: Whether TorchRec's own plans may be chosen.
         fixed_hot: Hot rows of tables for which the user chose their number.
-        spread: Tables whose rows are spread over their owners.
     """
 
     hot_budget_bytes: float | None = None
     may_pool: bool = True
     may_decline: bool = True
     fixed_hot: Mapping[str, int] = field(default_factory=dict)
-    spread: Collection[str] = ()
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from hotrec.cost_model.demand import Floats, TableDemand
 from hotrec.cost_model.memory import mean_bytes
 from hotrec.cost_model.quantities import ReadRows, table_quantities
 from hotrec.cost_model.step import QUANTITIES, TIERS, Workload, predict_step
-from hotrec.types import Exchange, PipelineSpec, Rows, Sharding, TablePlacement
+from hotrec.types import Exchange, PipelineSpec, Rows, TablePlacement
 
 # Letters of array shapes: T tables, P options or starts, D dimensions, F flags, Q quantities, S
 # sums, M memories.
@@ -114,15 +114,9 @@ def search_placement(
     num_hot, placed = {}, {}
     for demand, option in zip(demands, best.options, strict=True):
         is_pooled = bool(option.is_pooled_P[0])
-        # Rows of TABLE_WISE tables move as much as those of ROW_WISE ones on the mean rank, so the
-        # choice is made by what is possible: a pooled table lies on one rank, a tiny one cannot be
-        # cut.
-        by_table = is_pooled or demand.num_rows < world.num_ranks
         num_hot[demand.name] = int(option.hot_P[0])
-        placed[demand.name] = TablePlacement(
-            Exchange.POOLED if is_pooled else Exchange.ROWS,
-            Sharding.TABLE_WISE if by_table else Sharding.ROW_WISE,
-        )
+        exchange = Exchange.POOLED if is_pooled else Exchange.ROWS
+        placed[demand.name] = TablePlacement(exchange)
     return num_hot, placed
 
 
@@ -220,7 +214,7 @@ class _Table:
             *(q, any_, all_q - q, all_any - any_, all_urgent - urgent),
             *(host, all_host - host, all_host_urgent - host_urgent),
         )
-        placed = TablePlacement(exchange, Sharding.TABLE_WISE)
+        placed = TablePlacement(exchange)
         done = table_quantities(demand, placed, rows, self.world, self.workload.batch_size)
         work_QP = np.zeros((len(QUANTITIES), hot_P.size))
         for name, number in done.items():

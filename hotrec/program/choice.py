@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +14,12 @@ from hotrec.assemble.torchrec_plan import shardings_by
 from hotrec.cost_model.profile import Profile
 from hotrec.cost_model.step import Workload
 from hotrec.embedding.update_rules import OptimizerSpec
-from hotrec.planner.document import balance_of_owners
 from hotrec.planner.machine import Machine
 from hotrec.planner.partition import most_accessed
 from hotrec.planner.plan import Plan, SplitTables, TorchrecTables
 from hotrec.planner.propose import propose, unpredicted
 from hotrec.planner.request import ByCost, GivenTables, PlanRequest
 from hotrec.planner.situation import (
-    Situation,
     TableShape,
     build_situation,
     choose_costs,
@@ -33,7 +31,6 @@ from hotrec.types import (
     PipelineKind,
     PipelineSpec,
     Placement,
-    Rows,
     TableOutput,
     TorchrecPlan,
 )
@@ -151,17 +148,9 @@ def choose_given(
     kind: PipelineKind,
     tables: Tables,
     machine: Machine,
-    *,
-    spreads_rows: bool,
 ) -> Choice:
-    """The choice for hot rows that the caller chose; no prediction.
-
-    ``spreads_rows`` only concerns a partition: a placement has its own setting for each table.
-    """
-    placement = given
-    if isinstance(placement, Partition):
-        placement = Placement.alike(placement)
-        placement = placement.spread(placement.tables if spreads_rows else ())
+    """The choice for hot rows that the caller chose; no prediction."""
+    placement = Placement.alike(given) if isinstance(given, Partition) else given
     plan = unpredicted(tables.request(GivenTables(placement), kind, "given"), machine)
     why = f"{placement.partition.total_hot} hot rows are given."
     return Choice(plan, why, placement, batch_size=machine.batch_size)
@@ -215,8 +204,6 @@ def choose_by_cost(
     if isinstance(plan.tables, SplitTables):
         policy = f"least step, {measured.name}"
         placement = most_accessed(plan.tables, counted.counts, histograms, policy)
-        if machine.world_size > 1 and not by_cost.spread:
-            _warn_if_uneven(situation, plan.tables, placement.partition, counted.counts)
     return Choice(
         plan,
         decision.why,
@@ -224,15 +211,3 @@ def choose_by_cost(
         batch_size=machine.batch_size,
         step_s=decision.prediction.step_s,
     )
-
-
-def _warn_if_uneven(
-    situation: Situation, split: SplitTables, partition: Partition, counts: Mapping[str, Rows]
-) -> None:
-    most = balance_of_owners(situation, partition, split, counts)["most_over_mean"]
-    if most["ordered"] is not None and most["ordered"] >= UNEVEN:
-        logger.warning(
-            "by the profile, one rank serves %.1f times as many rows as the mean of the ranks, and "
-            "%.2f times if rows are spread over them: pass spread_rows=True to hotrec.parallelize",
-            *(most["ordered"], most["spread"]),
-        )

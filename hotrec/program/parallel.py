@@ -93,7 +93,6 @@ def parallelize(  # noqa: PLR0913
     may_decline: bool = True,
     plan: ShardingPlan | None = None,
     seed: int | None = None,
-    spread_rows: bool = False,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Shard a TorchRec model over the ranks and create its optimizer; a collective.
 
@@ -139,11 +138,6 @@ def parallelize(  # noqa: PLR0913
             memory, also one that keeps them on the host.
         plan: TorchRec's sharding plan for "off"; None for that of ``DistributedModelParallel``.
         seed: Seed of initial weights; None for torch's on rank 0.
-        spread_rows: Whether the rows of row-wise sharded tables are spread over the ranks by a
-            fixed permutation, so that owners are evenly loaded if ids follow popularity; a warning
-            suggests it where the profile shows uneven ones. Their parameters are then in this order
-            and named ``spread_weight`` instead of ``weight``, also in state dicts, which only load
-            with the same setting. A ``Placement`` or a ``Choice`` has its own.
 
     Returns:
         The sharded model and the optimizer of all its parameters, for ``Pipeline``.
@@ -161,7 +155,7 @@ def parallelize(  # noqa: PLR0913
         check_tables(model)
         apply_rule(model, embedding_optimizer)
         for rule in rules_of(model).values():
-            check_optimizer(rule, ranks.device, has_cold=is_plain)
+            check_optimizer(rule, ranks.device, has_tables=is_plain)
         found = split_collections(model, _known_tables(hot), at_least=0 if is_plain else 1)
         return found, InitialTables.of(found)
 
@@ -208,14 +202,13 @@ def parallelize(  # noqa: PLR0913
             packed=[table.name for table in tables_of(list(filter(is_packed, collections)))],
         )
         budget = None if hot_budget_mib is None else hot_budget_mib * MIB
-        spread = [table.name for table in tables.configs] if spread_rows else []
-        by_cost = ByCost(budget, may_decline=may_decline, spread=spread)
+        by_cost = ByCost(budget, may_decline=may_decline)
 
         def choose() -> Choice | None:
             if isinstance(hot, Choice):
                 return hot
             if isinstance(hot, Partition | Placement):
-                return choose_given(hot, kind, tables, found, spreads_rows=spread_rows)
+                return choose_given(hot, kind, tables, found)
             if not ranks.is_first:
                 return None
             assert isinstance(hot, Profile)

@@ -21,7 +21,7 @@ from hotrec.assemble.job import (
     schedule_of,
 )
 from hotrec.assemble.order import check_order, count_epoch_steps
-from hotrec.config.groups import AllColdPlacement, TorchrecPlacement
+from hotrec.config.groups import TorchrecPlacement
 from hotrec.config.roots import Config
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.data.chunks import Dataset
@@ -58,9 +58,9 @@ def check_settings(config: Config, *, device: str) -> None:
             "Correct the name."
         )
     check_placement(config, device)
-    if isinstance(config.placement, TorchrecPlacement | AllColdPlacement):
+    if isinstance(config.placement, TorchrecPlacement):
         embedding, _ = optimizer_specs(config.optimizer)
-        check_optimizer(embedding, torch.device(device), has_cold=True)
+        check_optimizer(embedding, torch.device(device), has_tables=True)
 
 
 def check_with_data(config: Config, dataset: Dataset, *, world_size: int) -> int:

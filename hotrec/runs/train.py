@@ -252,7 +252,7 @@ def _train(job: Job, start: _Start, ranks: Ranks) -> TrainResult:
     if warm is not None:
         warm.load(trainable.model, trainable.optimizer)
     work = _work_of_samples(job)
-    assign = choose_assign(order, job.spec.schema, settled.placement, trainable.sharding, work)
+    assign = choose_assign(order, job.spec.schema, settled.placement, work)
     if ranks.is_first:
         write_plan(trainable.sharding, staged, settled.prediction)
         write_environment(
@@ -524,8 +524,8 @@ def make_candidate(job: Job, settled: SettledPlan, machine: Machine, ranks: Rank
 
     def build() -> tuple[Trainable, Iterable[Batch]]:
         trainable = build_plan(job.spec, settled, machine, ranks)
-        placed, sharding, work = settled.placement, trainable.sharding, _work_of_samples(job)
-        assign = choose_assign(job.order, job.spec.schema, placed, sharding, work)
+        placed, work = settled.placement, _work_of_samples(job)
+        assign = choose_assign(job.order, job.spec.schema, placed, work)
         return trainable, make_train_loader(job.order, ranks, trainable.route, None, None, assign)
 
     plan = settled.plan

@@ -19,7 +19,6 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -42,7 +41,6 @@ from hotrec.embedding.adapt import AdaptiveHotSet
 from hotrec.embedding.canonical import TensorParts, canonical_parts
 from hotrec.runtime.random_state import random_state, set_random_state
 from hotrec.runtime.ranks import (
-    Group,
     all_gather_object,
     rank,
     same_verdict,
@@ -51,7 +49,6 @@ from hotrec.runtime.ranks import (
 )
 from hotrec.train.best import BestQuality, chosen_by
 from hotrec.train.run_log import replace_text
-from hotrec.train.spread_rows import gather_spread
 from hotrec.train.tensor_files import (
     TensorFiles,
     make_index,
@@ -159,15 +156,9 @@ def save_checkpoint(
         **({} if best is None else {"best": best.state_dict()}),
     }
     hot_state = {} if hot_set is None else hot_set.state_dict()
-    with ExitStack() as stack:
-        scratch = stack.enter_context(shared_scratch(target, kind=KIND))
+    with shared_scratch(target, kind=KIND) as scratch:
         same_verdict(lambda: _naming(scratch, lambda: _save_small(scratch, hot_state)))
-        group, spread = None, {}
-        if parts.is_spread:
-            # Not the default one, which may not serve the host.
-            group = stack.enter_context(Group("save rows", backend="gloo")).group
-            spread = gather_spread(parts)
-        shares = same_verdict(lambda: own_shares(parts, rank(), world_size(), spread, group))
+        shares = same_verdict(lambda: own_shares(parts, rank(), world_size()))
         of_ranks = all_gather_object(
             same_verdict(
                 lambda: _naming(scratch, lambda: write_tensors(shares, scratch, TENSORS, rank()))

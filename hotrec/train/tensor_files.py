@@ -10,19 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hotrec.artifact import Artifact, ArtifactError, FileFacts, write_through
 from hotrec.embedding.canonical import TensorPart, TensorParts
-from hotrec.train.spread_rows import OriginalRows, SpreadTensor
 
 MAX_FILE_BYTES = 256 << 20
 _CHUNK_BYTES = 64 << 20
@@ -41,6 +39,7 @@ class FilePiece:
         file: Path of the file in the checkpoint.
         key: Name of the box in the file.
         first: Position of the box in the tensor, by dimension.
+        step: Distance of its rows in the tensor.
         shape: Shape of the box.
         of: Shape of the tensor.
         dtype: Type of its values, such as "float32".
@@ -50,6 +49,7 @@ class FilePiece:
     file: str
     key: str
     first: tuple[int, ...]
+    step: int
     shape: tuple[int, ...]
     of: tuple[int, ...]
     dtype: str
@@ -63,43 +63,27 @@ class Share:
         part: The part.
         begin: The first row, within the part.
         end: The row after the last one.
-        take: Reads rows of the part, by their range, in the layout of the whole tensor.
-        until: The row until which all ranks read together; ``end`` if each reads alone.
+        take: Reads rows of the part, by their range.
     """
 
     part: TensorPart
     begin: int
     end: int
     take: Callable[[int, int], torch.Tensor]
-    until: int
 
 
-def own_shares(
-    parts: TensorParts,
-    rank: int,
-    world_size: int,
-    spread: Mapping[str, SpreadTensor] | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> list[Share]:
+def own_shares(parts: TensorParts, rank: int, world_size: int) -> list[Share]:
     """This rank's share of the tensors of a model, to write; not a collective.
 
     Args:
         parts: The parts on this rank.
         rank: This rank.
         world_size: Number of ranks, which all write.
-        spread: The tensors with spread rows, from ``gather_spread``: reading these is a collective.
-        group: The ranks that read them.
     """
-    spread = spread or {}
-    left = list(spread)  # the others' order, which ranks without rows keep too
     hot = {part.name: part for part in parts.parts if part.rows is not None}
     shares = []
     for part in parts.parts:
         num_rows = part.value.shape[0] if part.value.dim() else 1
-        if part.order is not None:
-            while part.name in left:
-                shares.append(_spread_share(spread[left.pop(0)], hot, group))
-            continue
         if part.is_shard:
             begin, end = 0, num_rows
         elif parts.has_shards(part.name):
@@ -109,26 +93,8 @@ def own_shares(
         else:
             begin, end = (num_rows * r // world_size for r in (rank, rank + 1))
         if begin < end:
-            take = _taker(part, hot.get(part.name), begin, end)
-            shares.append(Share(part, begin, end, take, end))
-    return shares + [_spread_share(spread[name], hot, group) for name in left]
-
-
-def _spread_share(
-    tensor: SpreadTensor,
-    hot: Mapping[str, TensorPart],
-    group: dist.ProcessGroup | None,
-) -> Share:
-    """The share of a tensor with spread rows, whose steps are those of ``_boxes``."""
-    assert group is not None
-    part, num_rows = tensor.part, tensor.part.value.shape[0]
-
-    def read_rows(rows: torch.Tensor) -> torch.Tensor:
-        return _canonical(part.value.index_select(0, rows.to(part.value.device)))
-
-    original = OriginalRows(tensor, read_rows, _rows_of_box(part), group)
-    take = _taker(part, hot.get(part.name), 0, num_rows, lambda low, high: original.read_next())
-    return Share(part, 0, num_rows, take, tensor.most_rows)
+            shares.append(Share(part, begin, end, _taker(part, hot.get(part.name))))
+    return shares
 
 
 def write_tensors(
@@ -159,30 +125,27 @@ def write_tensors(
     def file_name() -> str:
         return f"{folder}/{rank:05d}-{len(files):05d}.safetensors"
 
-    boxes = _boxes(shares)
-    try:
-        for part, first, value in boxes:
-            if sum(tensor.nbytes for tensor in held.values()) + value.nbytes > MAX_FILE_BYTES:
-                flush()
-            key = _key(part, first, value)
-            held[key] = value
-            dtype = str(value.dtype).removeprefix("torch.")
-            pieces.append(
-                FilePiece(part.name, file_name(), key, first, tuple(value.shape), part.shape, dtype)
-            )
-        flush()
-    except Exception:
-        if any(share.part.order is not None for share in shares):
-            for _ in boxes:  # the other ranks wait for rows of this one
-                pass
-        raise
+    for part, first, value in _boxes(shares):
+        if sum(tensor.nbytes for tensor in held.values()) + value.nbytes > MAX_FILE_BYTES:
+            flush()
+        key, shape = _key(part, first, value), tuple(value.shape)
+        held[key] = value
+        dtype = str(value.dtype).removeprefix("torch.")
+        pieces.append(
+            FilePiece(part.name, file_name(), key, first, part.step, shape, part.shape, dtype)
+        )
+    flush()
     return pieces, {file: write_through(directory / file) for file in files}
 
 
 def _key(part: TensorPart, first: Sequence[int], value: torch.Tensor) -> str:
     if tuple(value.shape) == part.shape:
         return part.name
-    ranges = (f"{at}:{at + size}" for at, size in zip(first, value.shape, strict=True))
+    steps = [part.step, *(1 for _ in first[1:])]
+    ranges = (
+        f"{at}:{at + size * step}" + (f":{step}" if step > 1 else "")
+        for at, size, step in zip(first, value.shape, steps, strict=True)
+    )
     return f"{part.name}[{', '.join(ranges)}]"
 
 
@@ -193,57 +156,35 @@ def _boxes(shares: Sequence[Share]) -> Iterator[tuple[TensorPart, tuple[int, ...
         if part.value.dim() == 0:
             yield part, (), share.take(0, 1)
             continue
-        step = _rows_of_box(part)
-        for row in range(share.begin, share.until, step):
-            value = share.take(min(row, share.end), min(row + step, share.end))
-            if row < share.end:
-                yield part, (part.first[0] + row, *part.first[1:]), value
+        row_bytes = prod(part.value.shape[1:]) * part.value.element_size()
+        size = max(1, _CHUNK_BYTES // max(1, row_bytes))
+        for row in range(share.begin, share.end, size):
+            first = part.first[0] + row * part.step
+            yield part, (first, *part.first[1:]), share.take(row, min(row + size, share.end))
 
 
-def _rows_of_box(part: TensorPart) -> int:
-    row_bytes = prod(part.value.shape[1:]) * part.value.element_size()
-    return max(1, _CHUNK_BYTES // max(1, row_bytes))
+def _taker(part: TensorPart, replica: TensorPart | None) -> Callable[[int, int], torch.Tensor]:
+    """Reads rows of a part, by their range in it; hot rows come from the replica.
 
-
-def _taker(
-    part: TensorPart,
-    replica: TensorPart | None,
-    begin: int,
-    end: int,
-    read_shard: Callable[[int, int], torch.Tensor] | None = None,
-) -> Callable[[int, int], torch.Tensor]:
-    """Reads rows of a share, by their range in the part; hot rows come from the replica.
-
-    Other rows come from ``read_shard``, by default from the part's value, where a number is as if
-    it was one row.
+    A number is as if it was one row.
     """
-
-    def read_own(low: int, high: int) -> torch.Tensor:
-        return part.value[low:high] if part.value.dim() else part.value
-
-    read = read_shard or read_own
     if replica is None:
-        return lambda low, high: _canonical(read(low, high))
+        is_number = part.value.dim() == 0
+        return lambda low, high: _canonical(part.value if is_number else part.value[low:high])
     assert replica.rows is not None
     rows_H, slots_H = replica.rows.sort()
-    first = part.first[0]
-    bounds = torch.searchsorted(rows_H, torch.tensor([first + begin, first + end])).tolist()
-    rows_H, slots_H = (value[slice(*bounds)] for value in (rows_H, slots_H))
-
-    def read_hot(low: int, high: int) -> torch.Tensor:
-        return replica.value[slots_H[low:high].to(replica.value.device)].cpu()
-
     if not part.is_shard:  # all rows are hot
-        return lambda low, high: read_hot(low - begin, high - begin)
+        return lambda low, high: _canonical(replica.value[slots_H[low:high]])
+    places_H, is_here = part.places(rows_H)
+    places_H, slots_H = places_H[is_here], slots_H[is_here].to(replica.value.device)
 
     def take(low: int, high: int) -> torch.Tensor:
-        bounds = torch.tensor([first + low, first + high])
-        at, until = torch.searchsorted(rows_H, bounds).tolist()
-        value = _canonical(read(low, high))
+        at, until = torch.searchsorted(places_H, torch.tensor([low, high])).tolist()
+        value = _canonical(part.value[low:high])
         if at == until:
             return value
         value = value.clone()
-        value[rows_H[at:until] - first - low] = read_hot(at, until)
+        value[places_H[at:until] - low] = replica.value[slots_H[at:until]].cpu()
         return value
 
     return take
@@ -293,6 +234,7 @@ class TensorFiles:
                         str(piece["file"]),
                         str(piece["key"]),
                         tuple(map(int, piece["first"])),
+                        int(piece["step"]),
                         tuple(map(int, piece["shape"])),
                         of,
                         dtype,
@@ -363,11 +305,12 @@ class TensorFiles:
             )
 
     def _read(self, part: TensorPart) -> None:
-        if part.rows is not None or part.order is not None:
+        pieces = self._pieces[part.name]
+        if part.rows is not None or max(part.step, *(piece.step for piece in pieces)) > 1:
             self.read_rows(part, part.own_rows())
             return
         self._check_type(part)
-        for piece in self._pieces[part.name]:
+        for piece in pieces:
             self._copy_box(piece, part)
 
     def _copy_box(self, piece: FilePiece, part: TensorPart) -> None:
@@ -382,19 +325,22 @@ class TensorFiles:
         self, piece: FilePiece, part: TensorPart, rows_R: torch.Tensor, places_R: torch.Tensor
     ) -> None:
         """Copy the rows of a piece among ascending ones to their places in a part."""
-        first = piece.first[0]
-        bounds = torch.tensor([first, first + piece.shape[0]])
+        first, step = piece.first[0], piece.step
+        bounds = torch.tensor([first, first + piece.shape[0] * step])
         low, high = torch.searchsorted(rows_R, bounds).tolist()
+        rows_R, places_R = rows_R[low:high], places_R[low:high]
+        if step > 1:
+            is_here = (rows_R - first) % step == 0
+            rows_R, places_R = rows_R[is_here], places_R[is_here]
         columns = _overlap(piece.first[1:], piece.shape[1:], part.first[1:], part.value.shape[1:])
-        if low == high or columns is None:
+        if rows_R.numel() == 0 or columns is None:
             return
         source, target = columns
         saved = self._open(piece)[(slice(None), *source)]
         device = part.value.device
         size = max(1, _CHUNK_BYTES // (4 * prod(piece.shape[1:])))
-        chunks = (of_R[low:high].split(size) for of_R in (rows_R, places_R))
-        for rows, places in zip(*chunks, strict=True):
-            values = saved[rows - first]
+        for rows, places in zip(rows_R.split(size), places_R.split(size), strict=True):
+            values = saved[(rows - first) // step]
             self._check_values(piece, values)
             values = values.to(device, part.value.dtype)
             part.value[(slice(None), *target)].index_copy_(0, places.to(device), values)
@@ -426,7 +372,7 @@ def _check_cover(path: Path, name: str, pieces: Sequence[FilePiece]) -> None:
     if not pieces or found != prod(pieces[0].of):
         raise ArtifactError(f"{expected}, got {found} of its values. Use another checkpoint.")
     open_pieces: list[FilePiece] = []
-    for piece in sorted(pieces, key=lambda piece: piece.first):
+    for piece in sorted(_by_residue(path, pieces), key=lambda piece: piece.first):
         is_box = len(piece.first) == len(piece.shape) == len(piece.of) and all(
             0 <= at <= at + size <= of
             for at, size, of in zip(piece.first, piece.shape, piece.of, strict=True)
@@ -444,6 +390,30 @@ def _check_cover(path: Path, name: str, pieces: Sequence[FilePiece]) -> None:
                 f"{expected}, got the values at {list(piece.first)} twice. Use another checkpoint."
             )
         open_pieces.append(piece)
+
+
+def _by_residue(path: Path, pieces: Sequence[FilePiece]) -> list[FilePiece]:
+    """Pieces with every n-th row as boxes of a tensor with these rows side by side."""
+    steps = {piece.step for piece in pieces}
+    step = max(steps, default=1)
+    if step == 1:
+        return [*pieces]
+    is_inside = all(
+        piece.first and piece.shape and piece.first[0] + (piece.shape[0] - 1) * step < piece.of[0]
+        for piece in pieces
+    )
+    if steps != {step} or not is_inside:
+        raise ArtifactError(
+            f"{path}: expected the rows of {pieces[0].tensor} in pieces of one step inside of it, "
+            f"got steps {sorted(steps)}. Use another checkpoint."
+        )
+    found = []
+    for piece in pieces:
+        row, residue = divmod(piece.first[0], step)
+        of = (step, -(-piece.of[0] // step), *piece.of[1:])
+        first, shape = (residue, row, *piece.first[1:]), (1, *piece.shape)
+        found.append(replace(piece, first=first, shape=shape, of=of))
+    return found
 
 
 def _canonical_type(dtype: torch.dtype) -> str:

@@ -33,7 +33,6 @@ from hotrec.types import (
     Partition,
     PipelineKind,
     Placement,
-    Sharding,
     TablePlacement,
     TorchrecPlan,
 )
@@ -77,13 +76,12 @@ def counted(_: Mapping[str, int]) -> hotrec.Profile:
 
 
 def mixed(rows: Mapping[str, int]) -> Placement:
-    """Of each exchange and sharding one, with hot rows and without."""
+    """Of each exchange two, with hot rows and without."""
     hot = {
         name: of for name, of in programs.some_hot(rows).hot_rows.items() if name in ("user", "tag")
     }
-    pooled = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
-    by_table = TablePlacement(sharding=Sharding.TABLE_WISE)
-    placed = {"user": TablePlacement(), "item": pooled, "tag": by_table, "shop": pooled}
+    pooled = TablePlacement(Exchange.POOLED)
+    placed = {"user": TablePlacement(), "item": pooled, "tag": TablePlacement(), "shop": pooled}
     return Placement(Partition(rows, hot), placed)
 
 

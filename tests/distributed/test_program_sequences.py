@@ -20,7 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 import hotrec
 from hotrec.embedding.tables import sharded_collections
-from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
+from hotrec.types import Exchange, Partition, Placement, TablePlacement
 from tests.distributed import programs
 from tests.distributed.programs import LOOK_AHEAD, Batch, Check, Choice, Model, Program, mine, whole
 from tests.distributed.test_program_forms import sum_rows, unpooled
@@ -87,7 +87,7 @@ def trains(name: str, choice: Choice, **given: Any) -> None:
 def pooled_item(rows: Mapping[str, int]) -> Placement:
     """Bags as TorchRec exchanges them beside sequences, which have no such exchange."""
     placed = dict.fromkeys(rows, TablePlacement())
-    placed["item"] = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
+    placed["item"] = TablePlacement(Exchange.POOLED)
     return Placement(Partition(rows, {"seen": np.arange(7)}), placed)
 
 

@@ -20,7 +20,7 @@ NUM_DENSE = 3
 PARTITIONS = ("all_hot", "all_cold", "half", "random", "one_table_hot", "one_row")
 # Rows of all tables row-wise; table by table row-wise, table-wise or pooled; every table that a
 # coin chooses table-wise, the others row-wise; all tables pooled.
-PLACEMENTS = ("row_wise", "mixed", "table_wise", "pooled")
+PLACEMENTS = ("row_wise", "mixed", "pooled")
 # TorchRec's own plans of unsplit tables, of which its planner, or a coin, cuts some into columns.
 TORCHREC_PLANS = tuple(
     f"torchrec {name}" for name in ("planner", "table_wise", "hand_tuned", "column_wise")
@@ -75,7 +75,6 @@ class Case:
             least, with a share ``popular`` known beforehand.
         torchrec_tier: Where the rows of TorchRec's own plans are.
         row_type: In which cold rows are kept behind slots.
-        is_spread: Whether rows are spread over their owners.
         output: "bags", "sequences" or "packed".
         is_weighted: Whether ids of bags have weights.
         route_in_loader: Whether ids are routed before the pipeline.
@@ -115,7 +114,6 @@ class Case:
     popular: float = 0.0
     row_type: str = "fp32"
     row_fetch: str = "staged"
-    is_spread: bool = False
     output: str = "bags"
     is_weighted: bool = False
     is_uniform_dim: bool = True
@@ -373,7 +371,7 @@ def draw_cases(
         "seed": [int(rng.integers(1 << 30)) for _ in range(num)],
         "partition": deal(*PARTITIONS),
         "optimizer": deal(*["sgd", "adagrad", "rowwise_adagrad"] * 3, "adam"),
-        "placement": deal(*PLACEMENTS, "row_wise", "mixed", "table_wise"),
+        "placement": deal(*PLACEMENTS, "row_wise", "row_wise", "mixed"),
         "pipeline": deal(*PIPELINES, *PIPELINES[-3:]),
         "window": deal(0, 0, 1, 3),
         "levels": deal("one", *["two"] * 3) if len(set(hosts)) > 1 else deal("one"),
@@ -382,7 +380,6 @@ def draw_cases(
         "slots": deal(0.02, 0.6, 1.0),
         "popular": deal(0.0, 0.3, 0.5),
         "row_fetch": deal("staged", "mapped"),
-        "is_spread": deal(True, False),
         "output": deal("bags", "bags", "sequences", "packed"),
         "is_weighted": deal(True, False),
         "is_uniform_dim": deal(True, False),
@@ -415,11 +412,11 @@ def fit(case: Case) -> Case:
 
     if case.skip:  # cold rows are trained in the backward pass
         put(pipeline="in_line", partition="all_hot", micro_batches=False, depth=1)
-    if case.optimizer == "adam" and case.device == "cpu":  # for which cold rows need a GPU
-        put(partition="all_hot", placement="row_wise")
+    if case.optimizer == "adam" and case.device == "cpu":  # where FBGEMM has none
+        put(placement="row_wise")
     if case.is_torchrecs and case.output == "bags":
         put(partition="all_cold", tier="device", levels="one", micro_batches=False, depth=1)
-        put(is_spread=False, route_in_loader=False, twin="")
+        put(route_in_loader=False, twin="")
         if case.pipeline == "look_ahead":
             put(pipeline="sparse_dist")
         # FBGEMM has a sum for each row of each piece of columns.
@@ -427,27 +424,23 @@ def fit(case: Case) -> Case:
             put(placement="torchrec table_wise")
     is_ahead = case.pipeline == "look_ahead"
     if case.output != "bags":  # no rows are pooled on their owners
-        put(is_weighted=False)
-        if case.placement != "table_wise":
-            put(placement="row_wise")
+        put(is_weighted=False, placement="row_wise")
     if case.tier == "cached" and (not is_ahead or case.partition == "all_hot"):
         put(tier="device")
     if case.tier == "cached":
         put(steps=10)
-    if case.partition == "all_hot" or (case.tier == "cached" and case.placement != "table_wise"):
-        put(placement="row_wise")
-    if case.placement in ("mixed", "pooled") and case.micro_batches:
-        put(placement="table_wise")
-    if case.placement in ("table_wise", "pooled"):
-        put(is_spread=False)
-    if case.is_spread and case.output != "bags":
+    if (
+        case.partition == "all_hot"
+        or case.tier == "cached"
+        or (case.placement in ("mixed", "pooled") and case.micro_batches)
+    ):
         put(placement="row_wise")
     # The first table, whatever its rows are, has to have hot and cold ones.
     if case.partition not in ("half", "one_row") or case.placement in ("mixed", "pooled"):
         put(adapt=False)
     if case.adapt:  # counted by the ranks
         put(route_in_loader=False, order="as_read", steps=8, batches="drift")
-    is_exchanged = case.partition != "all_hot" and case.placement in ("row_wise", "table_wise")
+    is_exchanged = case.partition != "all_hot" and case.placement == "row_wise"
     is_owned = is_exchanged or case.order != "by_owner"
     if case.num_ranks == 1 or not is_owned or case.output == "packed":
         put(order="as_read")

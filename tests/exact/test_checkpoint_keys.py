@@ -30,7 +30,6 @@ PLACEMENTS: tuple[dict[str, Any], ...] = (
     {"partition": "all_hot"},
     {"placement": "mixed", "partition": "random"},
     {"placement": "pooled"},
-    {"is_spread": True},
     {"tier": "cached", "row_type": "bf16", "slots": 1.0, "pipeline": "look_ahead"},
     *({"placement": plan, "partition": "all_cold"} for plan in TORCHREC_PLANS),
 )

@@ -42,17 +42,14 @@ _SPLIT = {"partition": "half", "placement": "row_wise"}
 _SLOTS = {**_SPLIT, "tier": "cached", "pipeline": "look_ahead", "slots": 0.6}
 # What each side of a route is, in turn, beside what is drawn.
 SIDES: tuple[dict[str, Any], ...] = (
-    {**_SPLIT, "adapt": True, "is_spread": False, "tier": "device"},
-    {**_SPLIT, "adapt": True, "is_spread": True, "tier": "device"},
+    {**_SPLIT, "adapt": True, "tier": "device"},
     {**_SLOTS, "adapt": True, "popular": 0.3},
-    {**_SLOTS, "adapt": False, "is_spread": False},
-    {**_SLOTS, "adapt": False, "is_spread": True},
+    {**_SLOTS, "adapt": False},
     {**_SLOTS, "adapt": False, "row_type": "bf16", "window": 3},
     {**_SLOTS, "adapt": False, "row_type": "bf16"},
-    {**_SPLIT, "adapt": False, "is_spread": True, "tier": "device"},
+    {**_SPLIT, "adapt": False, "tier": "device"},
     {"partition": "random", "placement": "mixed", "output": "bags"},
     {"partition": "half", "placement": "pooled", "output": "bags"},
-    {"partition": "half", "placement": "table_wise"},
     {"partition": "all_cold", "placement": "row_wise"},
     *({"placement": plan, "output": "bags"} for plan in TORCHREC_PLANS),
 )
@@ -94,7 +91,7 @@ class Route:
         return self.kind != "other_optimizer"
 
 
-def draw_routes(num: int, seed: int = 9881) -> list[Route]:
+def draw_routes(num: int, seed: int = 117) -> list[Route]:
     """Routes in which every side is saved and loaded as often, by other ranks and choices."""
     rng = np.random.default_rng([seed, num])
     deal, sides = partial(deal_to, num, rng), deal_to(2 * num, rng, *SIDES)
@@ -107,8 +104,6 @@ def draw_routes(num: int, seed: int = 9881) -> list[Route]:
     routes = []
     for side, other, hosts, hosts_then, kind, optimizer, dense, output, *more in dealt:
         steps, steps_then, labels = more
-        if optimizer == "adam":
-            side = other = {"partition": "all_hot"}
         if kind == "as_it_was":
             other, hosts_then = side, hosts
         # Of weighted bags FBGEMM's CPU kernels take the mean without weights in backward.

@@ -60,7 +60,6 @@ from hotrec.types import (
     Precision,
     RowFetch,
     Schema,
-    Sharding,
     Table,
     TablePlacement,
     Tier,
@@ -105,17 +104,14 @@ def make_placement(case: Case) -> Placement:
         is_pooled = case.placement == "pooled" or (
             case.placement == "mixed" and bool(rng.random() < 0.4)
         )
-        is_table_wise = case.placement != "row_wise" and bool(rng.random() < 0.6)
         if is_pooled:
             hot.pop(name)
         placements[name] = TablePlacement(
             exchange=Exchange.POOLED if is_pooled else Exchange.ROWS,
-            sharding=Sharding.TABLE_WISE if is_pooled or is_table_wise else Sharding.ROW_WISE,
             tier=Tier(case.tier),
             cache_load_frac=case.slots if case.tier == "cached" else None,
             row_type=WireType[case.row_type],
             row_fetch=RowFetch[case.row_fetch],
-            is_spread=case.is_spread,
         )
     for name, rows in partition.num_rows.items():  # the batches read low rows most
         known = rng.permutation(int(case.popular * rows))
@@ -232,7 +228,7 @@ class Training:
                 features=tuple(Feature(name, table_of[name]) for name in names),
                 tables=tuple(Table(table.name, table.num_rows) for table in tables),
             )
-            return by_owner(schema, self.placement, self.model.plan)
+            return by_owner(schema, self.placement)
         return None
 
     def batch(self, step: int) -> Batch:

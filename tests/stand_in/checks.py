@@ -19,7 +19,7 @@ from hotrec.calibrate.probes import all_probes
 from hotrec.calibrate.workload import CalibrationWorkload, group_alone
 from hotrec.config.groups import AdamConfig
 from hotrec.embedding.slots import SlotMap
-from hotrec.embedding.table_memory import fused_modules
+from hotrec.embedding.table_memory import cached_rows
 from hotrec.runtime.ranks import Ranks, broadcast_object
 from hotrec.types import POPULAR_ROW, OptimizerKind
 from tests.distributed.test_calibrate import tiny_target
@@ -194,14 +194,12 @@ def mapped_tables_are_out_of_forks() -> None:
         pipeline = "look_ahead" if tier == "cached" else "sparse_dist"
         training = Training(Run(pipeline, optimizer="adam", tier=tier, num_rows=num_rows), device())
         num_pages = 0
-        for module in fused_modules(training.model):
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-                if name.endswith("_uvm"):
-                    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-                    end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
-                    for page in range(begin, end - mmap.PAGESIZE + 1, 64 * mmap.PAGESIZE):
-                        num_pages += 1
-                        assert "dc" in (flags_at(page) or []), (tier, name)
+        for tensor in (part for cache in cached_rows(training.model) for part in cache.memory()):
+            begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
+            for page in range(begin, end - mmap.PAGESIZE + 1, 64 * mmap.PAGESIZE):
+                num_pages += 1
+                assert "dc" in (flags_at(page) or []), tier
         assert (num_pages > 0) == (tier != "device"), tier
         training.close()
 

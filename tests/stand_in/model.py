@@ -42,7 +42,6 @@ from hotrec.types import (
     PipelineKind,
     PipelineSpec,
     Placement,
-    Sharding,
     TablePlacement,
     Tier,
 )
@@ -165,8 +164,7 @@ class Training:
         of_table = TablePlacement(tier=Tier(run.tier), cache_load_frac=load)
         placed = dict.fromkeys(run.num_rows, of_table)
         if run.pooled:
-            changes = {"exchange": Exchange.POOLED, "sharding": Sharding.TABLE_WISE}
-            placed[run.pooled] = replace(of_table, **changes)  # type: ignore[arg-type]
+            placed[run.pooled] = replace(of_table, exchange=Exchange.POOLED)
         placement = Placement(partition, placed)
         tables = configs(run)
         make: Any = HotColdEmbeddingBagCollection

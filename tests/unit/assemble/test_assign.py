@@ -7,18 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torchrec.distributed.types import ShardingPlan
 
 from hotrec.assemble.job import order_of
 from hotrec.assemble.order import TrainingOrder, check_assign, check_order, choose_assign
 from hotrec.data.chunks import Dataset
 from hotrec.data.tokens import ByTokens, SampleWork
-from hotrec.types import Exchange, Partition, Placement, Sharding, TablePlacement
+from hotrec.types import Exchange, Partition, Placement, TablePlacement
 from tests.unit.assemble.configs import config_of
 from tests.unit.data.logs import ONE_HOT_SCHEMA, SCHEMA, write_dataset
 
 NUM_ROWS = {"t_a": 10, "t_b": 1000}
-POOLED = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
+POOLED = TablePlacement(Exchange.POOLED)
 
 
 def order(*words: str) -> TrainingOrder:
@@ -56,7 +55,7 @@ def test_by_tokens_takes_any_plan_but_needs_lengths(
     for placement in (None, placement_of((0, 0)), placement_of((10, 1000))):
         check_assign(by_tokens, placement)
         with caplog.at_level(logging.INFO):
-            found = choose_assign(by_tokens, SCHEMA, placement, ShardingPlan({}), work)
+            found = choose_assign(by_tokens, SCHEMA, placement, work)
         assert found == ByTokens(("a", "b", "bag"), work)
     assert "order.assign=by_tokens" in caplog.text
     for name, schema in (("bags", SCHEMA), ("ids", ONE_HOT_SCHEMA)):

@@ -12,8 +12,7 @@ from hotrec.assemble.plan_job import make_request, samples_in_flight
 from hotrec.cost_model.profile import Profile
 from hotrec.data.chunks import Dataset
 from hotrec.planner.machine import Machine
-from hotrec.planner.request import ByCost, GivenTables, PlanRequest
-from hotrec.types import Partition, Placement
+from hotrec.planner.request import GivenTables, PlanRequest
 from tests.unit.assemble.configs import config_of
 from tests.unit.data.logs import ONE_HOT_SCHEMA, write_dataset
 
@@ -33,28 +32,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 def request_of(dataset: Dataset, *words: str, **given: Any) -> PlanRequest:
     config = config_of("trainer.batch_size=32", f"paths.dataset={dataset.artifact.path}", *words)
     return make_request(Job(config, dataset), ON, PROFILE, **given)
-
-
-@pytest.mark.parametrize(
-    ("word", "expected"), [("null", ["t_a"]), ("false", []), ("true", sorted(NUM_ROWS))]
-)
-@pytest.mark.parametrize("kind", ["cost", "all_cold", "saved"])
-def test_rows_are_spread_in_tables_of_row_numbers(
-    dataset: Dataset, kind: str, word: str, expected: list[str]
-) -> None:
-    words, saved = [f"placement={kind}", f"placement.spread_rows={word}"], None
-    if kind == "saved":
-        words.append("paths.partition=p")
-        saved = Placement.alike(Partition(NUM_ROWS)).spread(["t_b"])
-        expected = ["t_b"] if word == "null" else expected  # as it was saved
-    job = Job(config_of(*words), dataset, ["t_a"])
-    tables = make_request(job, ON, PROFILE, saved=saved).tables
-    if isinstance(tables, ByCost):
-        assert sorted(tables.spread) == expected
-    else:
-        assert isinstance(tables, GivenTables)
-        placed = tables.placement.tables
-        assert sorted(name for name, table in placed.items() if table.is_spread) == expected
 
 
 def test_slots_are_chosen_unless_their_number_is_given(dataset: Dataset) -> None:

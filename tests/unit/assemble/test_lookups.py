@@ -13,7 +13,7 @@ from torchrec.distributed.types import (
 )
 
 from hotrec.assemble.lookups import destinations
-from hotrec.types import Partition, Placement
+from hotrec.types import Partition, Placement, RowShares
 
 COUNTS = {
     "rows": np.array([40, 10, 0, 20, 30]),  # row-wise, three rows and two
@@ -48,22 +48,23 @@ PLAN = ShardingPlan(
 )
 
 
-@pytest.mark.parametrize(
-    ("hot", "rank_0", "rank_1"),
-    [
-        ({}, 50 + 60, 50 + 20 + 20),
-        # The rows that are read most are read where the sample is.
-        ({"rows": [0, 4], "wide": [0]}, 10 + 15, 20 + 20 + 5),
-    ],
-)
-def test_cold_rows_are_read_where_their_shard_is(
-    hot: dict[str, list[int]], rank_0: int, rank_1: int
-) -> None:
+def test_rows_of_torchrecs_plans_are_read_where_their_shard_is() -> None:
+    found = destinations(PLAN, None, COUNTS, 2)
+    assert found.owned == pytest.approx((110 / 400, 90 / 400))
+    assert found.replicated == pytest.approx(200 / 400)
+
+
+@pytest.mark.parametrize("hot", [{}, {"rows": [0, 4], "wide": [0]}])
+def test_cold_rows_are_read_by_their_owners(hot: dict[str, list[int]]) -> None:
     everything = hot | {"hot": [0, 1]}
     partition = Partition(
         {name: counts.size for name, counts in COUNTS.items()},
         {name: np.array(rows) for name, rows in everything.items()},
     )
+    expected = np.zeros(2)
+    for name, counts in COUNTS.items():
+        for row in set(range(counts.size)) - set(everything.get(name, ())):
+            expected[RowShares(name, 2).owners(row)] += counts[row]
     found = destinations(PLAN, Placement.alike(partition), COUNTS, 2)
-    assert found.owned == pytest.approx((rank_0 / 400, rank_1 / 400))
-    assert found.replicated == pytest.approx(1 - (rank_0 + rank_1) / 400)
+    assert found.owned == pytest.approx(expected / 400)
+    assert found.replicated == pytest.approx(1 - expected.sum() / 400)

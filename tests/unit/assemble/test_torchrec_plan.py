@@ -52,7 +52,6 @@ from hotrec.types import (
     Partition,
     PipelineSpec,
     Placement,
-    Sharding,
     TablePlacement,
     Tier,
     TorchrecPlan,
@@ -69,8 +68,8 @@ PLACEMENT = Placement(
     {
         "small": TablePlacement(),
         "big": TablePlacement(tier=Tier.CACHED, cache_load_frac=0.3),
-        "owned": TablePlacement(sharding=Sharding.TABLE_WISE),
-        "pooled": TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE),
+        "owned": TablePlacement(),
+        "pooled": TablePlacement(Exchange.POOLED),
     },
 )
 
@@ -113,7 +112,7 @@ def test_a_placement_becomes_a_plan(device: str, behind_slots: str) -> None:
         "small_hot": ("data_parallel", "dense"),  # wholly hot: no cold half
         "big_hot": ("data_parallel", "dense"),
         "big": ("row_wise", behind_slots),
-        "owned": ("table_wise", "fused"),
+        "owned": ("row_wise", "fused"),
         "pooled": ("table_wise", "fused"),
     }
     # All rows, in original ids, whatever is hot.

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from hotrec.cost_model.costs import World
 from hotrec.cost_model.memory import memory_by_rank
 from hotrec.cost_model.quantities import TableSharding
-from hotrec.types import Sharding, TablePlacement, Tier
+from hotrec.types import Exchange, TablePlacement, Tier
 from tests.unit.cost_model import samples
 
-TABLE_WISE = TablePlacement(sharding=Sharding.TABLE_WISE)
+POOLED = TablePlacement(Exchange.POOLED)
 
 
 def make_demand(name, num_rows, *, dim=4, state_bytes=4):
@@ -65,13 +65,13 @@ def test_torchrec_plans_by_hand():
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=5),
     world_size=st.sampled_from([1, 2, 4]),
-    sharding=st.sampled_from(list(Sharding)),
+    exchange=st.sampled_from(list(Exchange)),
 )
-def test_every_row_is_somewhere(sizes, world_size, sharding):
+def test_every_row_is_somewhere(sizes, world_size, exchange):
     demands = [make_demand(f"t{i}", size) for i, size in enumerate(sizes)]
-    tables = {d.name: TablePlacement(sharding=sharding) for d in demands}
+    tables = {d.name: TablePlacement(exchange) for d in demands}
     found = memory(demands, {}, tables, world_size, is_routed_on_device=False)
-    router = 4 * sum(sizes) * world_size
+    router = 4 * sum(sizes) * world_size * (exchange is Exchange.ROWS)
     assert sum(map(sum, found)) == pytest.approx(20 * sum(sizes) + router)
     on_cpu = memory(demands, {}, tables, world_size, device="cpu")
     assert sum(map(sum, on_cpu)) == pytest.approx(20 * sum(sizes) + router)

@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hotrec.cost_model.costs import REQUIRED, Costs, Line, Link, World
-from hotrec.cost_model.demand import expected_distinct, expected_urgent, prob_drawn
+from hotrec.cost_model.demand import expected_distinct, expected_urgent
 from hotrec.cost_model.quantities import (
     TableSharding,
     between_hosts_bound_bytes,
     hot_cold_quantities,
-    served_by_shard,
     torchrec_quantities,
 )
 from hotrec.cost_model.step import QUANTITIES, SPARSE_DIST, Workload, predict_step
@@ -23,15 +22,13 @@ from hotrec.types import (
     Levels,
     PipelineKind,
     PipelineSpec,
-    RowOrder,
-    Sharding,
     TableOutput,
     TablePlacement,
     Tier,
 )
 from tests.unit.cost_model import samples
 
-POOLED = TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE)
+POOLED = TablePlacement(Exchange.POOLED)
 WORKLOAD = Workload(batch_size=4, dense_flops=0.0, bottom_frac=0.0, num_dense_values=0)
 ONE_TIER = Costs(
     *("test", "built-in", "cuda", {name: Line(1e-6, 1e-9, 1e-10) for name in REQUIRED}),
@@ -185,15 +182,3 @@ def test_kinds_of_sharding_by_hand(output):
     for of in torchrec_quantities([demand], {"b": TableSharding("data_parallel", ())}, world, 4):
         assert (of["replicated_ids"], of["replicated_bytes"]) == (12, 4 * 32)
         assert not any(v for name, v in of.items() if not name.startswith("replicated"))
-
-
-@pytest.mark.parametrize("order", [None, RowOrder(100)])
-def test_a_shard_serves_the_cold_rows_that_it_stores(order, monkeypatch):
-    monkeypatch.setattr("hotrec.cost_model.histogram.SLICE_ROWS", 7)
-    counts = np.sort(np.random.default_rng(0).integers(0, 9, 100))[::-1]  # by falling popularity
-    rows, hot = np.arange(100), np.arange(5, 20)
-    served = served_by_shard(counts, hot, 30, 3, order=order)
-    chances = prob_drawn(counts.astype(float), counts.sum(), 30) * ~np.isin(rows, hot)
-    shard_of = (rows if order is None else order.stored(rows)) // 34
-    assert served == pytest.approx(3 * np.bincount(shard_of, chances, minlength=3))
-    assert (served.max() / served.mean() < 1.1) == (order is not None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hotrec.data.all_hot import write_all_hot
 from hotrec.data.chunks import Dataset
 from hotrec.data.loader import num_steps
-from hotrec.data.locality import ByOwner, ShardOwner
+from hotrec.data.locality import ByOwner
 from hotrec.data.tokens import ByTokens, SampleWork
 from hotrec.types import Partition
 from tests.unit.data.logs import (
@@ -29,9 +29,7 @@ from tests.unit.data.logs import (
 
 SIZES = {"train": 45, "valid": 9, "test": 0}
 HOT = {"t_a": np.arange(9), "t_b": np.arange(900)}
-BY_OWNER = ByOwner(
-    SCHEMA, {"t_a": [ShardOwner(0, 0), ShardOwner(5, 1)], "t_b": [ShardOwner(0, 1)]}, HOT
-)
+BY_OWNER = ByOwner(SCHEMA, HOT, 2)
 BY_TOKENS = ByTokens(SCHEMA.feature_names, SampleWork(1, {"bag": 1}))
 ASSIGN = {"by_owner": BY_OWNER, "by_tokens": BY_TOKENS}
 CUTS = ["all", "all_hot", "mixed", *ASSIGN]

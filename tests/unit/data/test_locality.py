@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from hotrec.data.all_hot import write_all_hot
 from hotrec.data.chunks import Dataset
-from hotrec.data.locality import NOBODY, ByOwner, ShardOwner, assign_by_owner
+from hotrec.data.locality import NOBODY, ByOwner, assign_by_owner
 from hotrec.data.tokens import ByTokens, SampleWork, assign_by_work
-from hotrec.types import Feature, Partition, RowOrder, Schema, Table
+from hotrec.types import Feature, Partition, RowShares, Schema, Table
 from tests.unit.data.logs import (
     SCHEMA,
     assert_holds,
@@ -32,12 +32,7 @@ def int64(*values: int) -> np.ndarray:
 def owner_of_everything(
     schema: Schema, world_size: int, hot: dict[str, np.ndarray], hosts: Sequence[int] = ()
 ) -> ByOwner:
-    shards = {}
-    for table in schema.tables:
-        block = -(-table.num_rows // world_size)
-        ranks = range(-(-table.num_rows // block))
-        shards[table.name] = [ShardOwner(rank * block, rank) for rank in ranks]
-    return ByOwner(schema, shards, hot, hosts)
+    return ByOwner(schema, {t.name: int64() for t in schema.tables} | hot, world_size, hosts)
 
 
 def test_samples_go_to_hosts_first() -> None:
@@ -71,36 +66,26 @@ def test_every_rank_gets_its_share(num_samples, num_ranks, num_ids, seed) -> Non
     assert np.bincount(of_hosts, minlength=num_ranks).tolist() == shares.tolist()
 
 
-def test_owners_are_those_of_the_shards_and_hot_rows_have_none() -> None:
+def test_rows_have_the_owners_of_their_shares_and_hot_rows_have_none() -> None:
     schema = Schema(
         dense=(),
         features=(Feature("x", "b"), Feature("y", "a"), Feature("z", "pooled")),
         tables=(Table("a", 10), Table("pooled", 3), Table("b", 7)),
     )
-    shards = {"a": [ShardOwner(0, 0), ShardOwner(4, 1), ShardOwner(8, 2)], "b": [ShardOwner(0, 2)]}
-    by_owner = ByOwner(schema, shards, {"a": int64(9, 0), "b": int64(6)})
-    of_a = [-1, 0, 0, 0, 1, 1, 1, 1, 2, -1]
-    of_b = [2, 2, 2, 2, 2, 2, -1]
+    hot = {"a": int64(9, 0), "b": int64(6)}
+    by_owner = ByOwner(schema, hot, 3)
+    shifts = [RowShares(table, 3).shift for table in "ab"]
+    assert shifts == [0, 2]
+    of_a, of_b = [-1, 1, 2, 0, 1, 2, 0, 1, 2, -1], [2, 0, 1, 2, 0, 1, -1]
     assert by_owner.owners(np.arange(20)).tolist() == [*of_a, -1, -1, -1, *of_b]
-    # Rows 0 to 9 of a are stored as 0 7 4 1 8 5 2 9 6 3.
-    spread = ByOwner(schema, shards, {"a": int64(9, 0), "b": int64(6)}, (), {"a": RowOrder(10)})
-    of_a = [-1, 1, 1, 0, 2, 1, 0, 2, 1, -1]
-    assert spread.owners(np.arange(20)).tolist() == [*of_a, -1, -1, -1, *of_b]
     # Feature-major: x reads b, y reads a, z reads a table without owners.
-    values, lengths = int64(0, 6, 5, 3, 1), np.array([1, 1, 2, 0, 1, 0], np.int32)
+    values, lengths = int64(0, 6, 4, 3, 1), np.array([1, 1, 2, 0, 1, 0], np.int32)
     for assign in (by_owner, pickle.loads(pickle.dumps(by_owner))):
-        # Sample 0 reads b's 0 of rank 2, and a's 5 and 3.
+        # Sample 0 reads b's 0 of rank 2, and a's 4 and 3 of ranks 1 and 0.
         assert assign(values, lengths, int64(0, 1, 1)).tolist() == [1, 2]
     # Sample 0 goes to the host of ranks 0 and 1, though rank 2 owns as much of it.
-    on_hosts = ByOwner(schema, shards, {"a": int64(9, 0), "b": int64(6)}, ["x", "x", ("y", 1)])
+    on_hosts = ByOwner(schema, hot, 3, ["x", "x", ("y", 1)])
     assert on_hosts(values, lengths, int64(1, 0, 1)).tolist() == [0, 2]
-
-
-@pytest.mark.parametrize("first_rows", [[1], [0, 5, 5], [0, 6, 3]])
-def test_shards_that_leave_rows_out_are_refused(first_rows) -> None:
-    shards = {"t_a": [ShardOwner(first_row, 0) for first_row in first_rows]}
-    with pytest.raises(ValueError, match=r"shards of table t_a: expected first rows increasing"):
-        ByOwner(SCHEMA, shards, {})
 
 
 WORK = SampleWork(5, {"a": 1, "bag": 2}, {"bag": 3})

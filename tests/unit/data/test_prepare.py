@@ -27,7 +27,6 @@ from hotrec.config.data import (
 )
 from hotrec.data.chunks import Dataset
 from hotrec.data.days import check_time_order
-from hotrec.data.encode import tables_of_row_numbers
 from hotrec.data.prepare import prepare
 from hotrec.data.vocabulary import read_vocabulary
 from tests.helpers.ranks import run_ranks
@@ -429,23 +428,6 @@ def test_an_id_that_is_no_row_is_refused(tmp_path, line, got, column):
     with pytest.raises(ValueError, match=f"log.csv line 4: .* 10 .* {column}, got {got}"):
         run(rows_spec([path], 10), tmp_path / "d")
     assert not (tmp_path / "d").exists()
-
-
-def test_tables_of_row_numbers_are_known(tmp_path):
-    pq.write_table(pa.table({"click": [1, 0, 1], "user": [4, 0, 2]}), tmp_path / "log.parquet")
-    spec = SourceSpec(
-        SourceFormat.parquet,
-        [str(tmp_path / "log.parquet")],
-        labelled("click"),
-        split=WHOLE,
-        table_defaults=TableSpec(Encoding.rows),
-    )
-    dataset = run(spec, tmp_path / "d")
-    assert dataset.schema.table("user").num_rows == 5
-    assert dataset.block("train", 0).features["user"].tolist() == [4, 0, 2]
-    assert tables_of_row_numbers(dataset) == ["user"]
-    hashed = replace(spec, table_defaults=TableSpec(Encoding.hashing, num_rows=9))
-    assert tables_of_row_numbers(run(hashed, tmp_path / "hashed")) == []
 
 
 def test_days_are_recorded_for_a_log_in_order_of_time(tmp_path):

@@ -30,10 +30,9 @@ def make_rows(
     weights = torch.arange(NUM_ROWS).float()[:, None].repeat(1, DIM)
     state = torch.zeros(NUM_ROWS)
     spec = OptimizerSpec(OptimizerKind.rowwise_adagrad, learning_rate=1.0)
-    optimizer: Any = SimpleNamespace(param_groups=[{"lr": 1.0}])
     host = (weights, {"momentum1": state})
     rows = CachedRows(
-        host, num_slots, np.array(list(popular), POPULAR_ROW), optimizer, spec, torch.device("cpu")
+        host, num_slots, np.array(list(popular), POPULAR_ROW), spec, torch.device("cpu")
     )
     return rows, SimpleNamespace(weights=weights, state=state)
 
@@ -203,7 +202,7 @@ def test_another_pipeline_reads_rows_and_does_not_train_them() -> None:
         model(some_features()).sum().backward()
     rows, _ = make_rows()
     found = rows.look_up(torch.tensor([2, 0]))
-    torch.testing.assert_close(found, rows.host_tensors[0][[2, 0]].float())
+    torch.testing.assert_close(found, rows.memory()[0][[2, 0]].float())
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 31])

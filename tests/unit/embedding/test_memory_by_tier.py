@@ -12,7 +12,7 @@ from hotrec.embedding.optimizers import make_optimizer
 from hotrec.embedding.table_memory import fused_modules, memory_by_tier
 from hotrec.embedding.update_rules import OptimizerSpec
 from hotrec.runtime.ranks import Ranks
-from hotrec.types import Exchange, OptimizerKind, Partition, Placement, Sharding, TablePlacement
+from hotrec.types import Exchange, OptimizerKind, Partition, Placement, TablePlacement
 from tests.unit.embedding.setups import bag, shard_here
 
 NUM_ROWS = {"t": 50, "u": 30, "pooled": 40}
@@ -24,7 +24,7 @@ PLACEMENT = Placement(
     {
         "t": TablePlacement(),
         "u": TablePlacement(),
-        "pooled": TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE),
+        "pooled": TablePlacement(Exchange.POOLED),
     },
 )
 
@@ -53,4 +53,4 @@ def test_hot_cold_and_pooled_rows(one_rank: Ranks, kind: OptimizerKind) -> None:
     state_bytes = 4 * STATE_FLOATS[kind] * (num_hot + num_cold)
     assert state_bytes <= host["optimizer_state"] <= state_bytes + counters
     assert 4 * 80 <= host["router"] <= 4 * 80 + 1024
-    check_flags(model, 2)
+    check_flags(model, 1)

@@ -9,7 +9,7 @@ from hotrec.cost_model.demand import TableDemand
 from hotrec.cost_model.quantities import hot_cold_quantities
 from hotrec.cost_model.step import QUANTITIES, Workload, predict_step
 from hotrec.planner.search import POOLED_LOADS, Limits, pooled_imbalance
-from hotrec.types import Exchange, Sharding, TablePlacement
+from hotrec.types import Exchange, TablePlacement
 
 GROUPS = ("cold_groups", "hot_groups", "pooled_groups", "replicated_groups")
 
@@ -173,10 +173,8 @@ def _options(demand, world, limits, is_cpu):
         is_pooled = exchange is Exchange.POOLED
         if is_pooled and whole > (limits.host_bytes if is_cpu else limits.device_bytes):
             continue
-        by_table = is_pooled or size < ranks
-        sharding = Sharding.TABLE_WISE if by_table else Sharding.ROW_WISE
         for hot in range(1 if is_pooled else size + 1):
-            placed = TablePlacement(exchange, sharding)
+            placed = TablePlacement(exchange)
             numbers = {demand.name: hot}, {demand.name: placed}
             yield hot, placed, memory_of([demand], *numbers, ranks, is_cpu=is_cpu)
 

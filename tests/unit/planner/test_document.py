@@ -14,7 +14,7 @@ from hotrec.planner.propose import Decision, fastest_split
 from hotrec.planner.request import ByCost, PlanRequest
 from hotrec.planner.situation import Situation
 from hotrec.types import PipelineKind, PipelineSpec, WireType
-from tests.unit.planner.situations import COUNTS, skewed_situation
+from tests.unit.planner.situations import skewed_situation
 
 # Some of the rows are hot.
 BY_COST = ByCost(may_pool=False, hot_budget_bytes=10_000)
@@ -35,7 +35,7 @@ def test_bytes_by_table_add_up_to_those_of_the_plan(kind: PipelineKind, wire: Wi
     of = skewed_situation()
     chosen, prediction = fastest(of, PipelineSpec(kind, wire))
     decision = Decision(chosen, "It is fastest.", {chosen: prediction})
-    document = as_read(of, decision, partition=None, counts=COUNTS)
+    document = as_read(of, decision)
     [plan] = document["plans"].values()
     assert (document["pipeline"], plan["wire"]) == (kind.value, wire.value)
     dense_bytes = 100_000 * (4 if wire is WireType.fp32 else 2)  # 2 (W-1)/W of each

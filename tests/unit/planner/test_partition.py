@@ -12,7 +12,6 @@ from hotrec.types import (
     Exchange,
     Partition,
     Placement,
-    Sharding,
     TablePlacement,
     Tier,
 )
@@ -34,7 +33,7 @@ POPULAR = {
 }
 TABLES = {
     "file": TablePlacement(tier=Tier.CACHED, cache_load_frac=0.3),
-    "t/x": TablePlacement(Exchange.POOLED, Sharding.TABLE_WISE),
+    "t/x": TablePlacement(Exchange.POOLED),
     "big": TablePlacement(),
 }
 

@@ -14,7 +14,6 @@ from hotrec.types import (
     PipelineKind,
     PipelineSpec,
     RowFetch,
-    Sharding,
     TablePlacement,
     Tier,
     TorchrecPlan,
@@ -29,7 +28,6 @@ SPLIT = SplitTables(
         "a": TablePlacement(),
         "b": TablePlacement(
             Exchange.ROWS,
-            Sharding.ROW_WISE,
             Tier.CACHED,
             0.25,
             row_type=WireType.bf16,
@@ -90,11 +88,11 @@ def test_each_field_is_in_the_digest() -> None:
     placed = SPLIT.tables["b"]
     # Slots are of tables whose rows are exchanged row-wise.
     for name, table in changed(placed).items():
-        if name in ("exchange", "sharding", "tier"):
+        if name in ("exchange", "tier"):
             table = replace(table, tier=Tier.CACHED, row_fetch=RowFetch.staged)
         tables = {**SPLIT.tables, "b": table}
         plans.append(replace(split, tables=replace(SPLIT, tables=tables)))
-    assert len(changed(placed)) == 7
+    assert len(changed(placed)) == 5
     plans += [replace(torchrec, tables=tables) for tables in changed(torchrec.tables).values()]
     plans.append(replace(torchrec, num_workers=None))
     assert len({plan.digest for plan in plans}) == len(plans)

@@ -245,19 +245,15 @@ def test_configured_policies(placement):
 
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize(
-    ("load_frac", "spread", "expected"),
+    ("load_frac", "expected"),
     [
-        # Rank 0 has a0 to a2 and b0, b1; rank 1 has a3 to a5 and b2; of one slot each.
-        (0.2, [], {"a": [3], "b": [1]}),
-        (0.5, [], {"a": [0, 2, 3, 4], "b": [1]}),
-        (1.0, [], {"a": [0, 2, 3, 4], "b": [0, 1, 2]}),
-        # Rows of a are stored in reverse, so rank 0 has a3 to a5 and rank 1 has a0 to a2.
-        (0.2, ["a"], {"a": [0], "b": [1]}),
+        # Rank 0 has a1, a3, a5 and b1; rank 1 has a0, a2, a4 and b0, b2.
+        (0.2, {"a": [0], "b": [1]}),
+        (0.5, {"a": [0, 2, 3, 4], "b": [1]}),
+        (1.0, {"a": [0, 2, 3, 4], "b": [0, 1, 2]}),
     ],
 )
-def test_each_rank_begins_with_its_most_looked_up_cold_rows(
-    load_frac, spread, expected, batch_size
-):
+def test_each_rank_begins_with_its_most_looked_up_cold_rows(load_frac, expected, batch_size):
     counts = {"a": np.array([9, 8, 7, 6, 5, 0]), "b": np.array([4, 10, 1])}
     found = choose_popular_rows(
         Partition({"a": 6, "b": 3}, {"a": np.array([1])}),
@@ -265,7 +261,6 @@ def test_each_rank_begins_with_its_most_looked_up_cold_rows(
         load_frac=load_frac,
         global_batch_size=batch_size,
         world_size=2,
-        spread=spread,
     )
     assert {name: rows["row"].tolist() for name, rows in found.items()} == expected
     for table, rows in found.items():  # with the probability that a batch reads them

@@ -66,7 +66,6 @@ def prediction(*, num_ranks: int = 4, ranks_per_host: int = 2) -> dict[str, Any]
             table("tag", 800, 0, exchange="pooled", sharding="table_wise", coverage_frac=0.0),
             table("day", 7, 7, torchrec_sharding="data_parallel", coverage_frac=1.0),
         ],
-        "balance": {"served_rows": [float(500 + 10 * rank) for rank in range(num_ranks)]},
         "expected": {
             "coverage_frac": 0.8125,
             "cold_rows": 3210.0,
