@@ -33,7 +33,7 @@ from hotrec.cli.store import USER_CONF, read_config
 from hotrec.config.data import TEXT_FORMATS, ColumnKind, SourceFormat, columns_of
 from hotrec.config.roots import Config, PredictConfig
 from hotrec.config.validate import validate
-from hotrec.data.encode import sources_of
+from hotrec.data.encoding import sources_of
 from hotrec.data.infer import infer, to_yaml
 from hotrec.data.memory import to_arrow, write_table
 from hotrec.data.sample import read_sample

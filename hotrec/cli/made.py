@@ -23,9 +23,9 @@ from hotrec.cli.store import USER_CONF
 from hotrec.config.roots import Config
 from hotrec.config.text import as_document
 from hotrec.data.chunks import Dataset
-from hotrec.data.encode import check_encoding
+from hotrec.data.encoding import check_encoding
+from hotrec.data.files import find_files
 from hotrec.data.generation import generations_of
-from hotrec.data.readers import find_files
 from hotrec.runtime.run_dir import RECORD
 
 logger = logging.getLogger(__name__)

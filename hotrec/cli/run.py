@@ -38,7 +38,7 @@ from hotrec.config.roots import Config
 from hotrec.cost_model.store import KIND as COSTS
 from hotrec.cost_model.store import check_host, read_costs
 from hotrec.data.chunks import DATASET
-from hotrec.data.readers import find_files
+from hotrec.data.files import find_files
 from hotrec.planner.names import TORCHREC
 from hotrec.report.compared import COMPARED_JSON
 from hotrec.runtime.run_dir import (

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hotrec.artifact import Artifact, ArtifactError, Verify, commit_artifact, read_artifact
-from hotrec.types import Feature, Schema
+from hotrec.types import Feature, Rows, Schema
 
 DATASET = "dataset"
 SPLITS = ("train", "valid", "test")
@@ -73,6 +73,11 @@ class ChunkInfo:
 
     file: str
     num_samples: int
+
+
+def offsets_of(lengths: npt.NDArray[Any]) -> Rows:
+    """Offsets of concatenated bags, including the end."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def id_type(num_rows: int) -> pa.DataType:

@@ -15,8 +15,7 @@ import numpy as np
 
 from hotrec.artifact import ArtifactError
 from hotrec.data.chunks import SPLITS, Dataset, Integers
-from hotrec.data.columns import Float64s
-from hotrec.types import Rows
+from hotrec.types import Float64s, Rows
 
 _MS_PER_HOUR, _MS_PER_DAY = 3_600_000, 86_400_000
 _LARGEST_DAY = 10**9

@@ -13,6 +13,12 @@ from typing import Any
 
 import pyarrow as pa
 
+from hotrec.config.data import SourceFormat
+
+_SUFFIXES = {
+    SourceFormat.parquet: (".parquet", ".pq"),
+    SourceFormat.arrow: (".arrow", ".feather", ".ipc"),
+}
 _COMPRESSIONS = {".bz2": "bz2", ".gz": "gzip", ".lz4": "lz4", ".zst": "zstd"}
 # The first bytes of files of other formats.
 _BEGINNINGS = {
@@ -33,6 +39,24 @@ _KINDS = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
 }
+
+
+def find_files(patterns: list[str], log_format: SourceFormat, *, key: str = "files") -> list[Path]:
+    """The files that match paths, directories and patterns, in order; remote ones as UPaths.
+
+    Raises:
+        ValueError: if one of them matches no file, or see ``find_paths``.
+    """
+    files: list[Path] = []
+    for pattern in patterns:
+        found = find_paths(pattern, _SUFFIXES.get(log_format), key=key)
+        if not found:
+            raise ValueError(
+                f"{key}: expected files of format {log_format.name} at {pattern!r} "
+                f"(current directory {Path.cwd()}), got none. Correct the path or the pattern."
+            )
+        files += found
+    return files
 
 
 def find_paths(pattern: str, suffixes: tuple[str, ...] | None, *, key: str) -> list[Path]:

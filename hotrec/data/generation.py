@@ -20,11 +20,10 @@ import numpy as np
 from hotrec.artifact import Verify, link_file
 from hotrec.config.data import EPOCH, SourceSpec, SplitKind, TimeUnit, tables_of
 from hotrec.data.chunks import ChunkInfo, Dataset, Integers, Jagged, write_chunk
-from hotrec.data.columns import Float64s
 from hotrec.data.days import Times
-from hotrec.data.encode import check_encoding
+from hotrec.data.encoding import check_encoding
 from hotrec.data.vocabulary import Vocabulary, read_whole_vocabulary
-from hotrec.types import Rows
+from hotrec.types import Float64s, Rows
 
 TRAIN = "train"
 _ADVICE = (

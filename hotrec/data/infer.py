@@ -19,19 +19,17 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-import pyarrow as pa
 
 from hotrec.config.data import CRITEO_DENSE, EPOCH, FEATURE_KINDS, SourceFormat, TimeUnit, time_ms
 from hotrec.config.names import MAX_NAME_BYTES, is_reserved
 from hotrec.data.alone import Bools, alone_auc, codes_of_numbers
 from hotrec.data.columns import (
     MS_PER_UNIT,
-    Float64s,
-    Texts,
+    Ids,
+    ids_from_arrow,
     labels_from_texts,
     lists_from_texts,
     numbers_from_texts,
-    texts_from_arrow,
     times_from_arrow,
     times_from_texts,
     whole_ids,
@@ -39,6 +37,7 @@ from hotrec.data.columns import (
 from hotrec.data.names import LABEL_NAMES, names_ids, names_ids_of, names_times, names_vectors
 from hotrec.data.sample import Sample
 from hotrec.data.value_types import are_epochs
+from hotrec.types import Float64s
 
 _MS_PER_HOUR, _MS_PER_DAY = 3_600_000, 86_400_000
 _LONG_LIST, _FEW_VALUES = 100, 50
@@ -136,32 +135,33 @@ def _without(texts: pl.Series, nulls: set[str]) -> pl.Series:
 # Values as ``prepare`` reads them. Of numbers NaN is one that is none, and null a missing one.
 
 
-def _read(values: pl.Series, read: Callable[[Texts], Float64s]) -> pl.Series:
-    """Texts as numbers, each different one read once."""
-    texts = values.unique().drop_nulls()
-    found = read(Texts(texts.to_arrow().cast(pa.string()), np.arange(len(texts))))
-    numbers = pl.Series(np.where(np.isfinite(found), found, math.nan), dtype=pl.Float64)
-    return values.replace_strict(texts, numbers, default=None, return_dtype=pl.Float64)
+def _or_nan(numbers: Float64s) -> pl.Series:
+    found = pl.Series(numbers, nan_to_null=True)
+    return found.set(found.is_infinite(), math.nan)
+
+
+def _texts(values: pl.Series) -> Ids:
+    return ids_from_arrow(values.to_arrow())[0]
 
 
 def numbers_of(values: pl.Series) -> pl.Series:
     """Numbers, or texts of them."""
     if values.dtype == pl.String:
-        return _read(values, numbers_from_texts)
+        return _or_nan(numbers_from_texts(_texts(values)))
     numbers = values.cast(pl.Float64)
     return numbers.set(numbers.is_infinite(), math.nan)
 
 
 def labels_of(texts: pl.Series) -> pl.Series:
     """Texts as labels 0 and 1."""
-    return _read(texts, labels_from_texts)
+    return _or_nan(labels_from_texts(_texts(texts)))
 
 
 def times_of(values: pl.Series) -> pl.Series:
     """Typed times, or texts in ISO 8601, as milliseconds since 1970."""
     if values.dtype != pl.String:
         return pl.Series(times_from_arrow(values.to_arrow()), nan_to_null=True)
-    return _read(values, times_from_texts)
+    return _or_nan(times_from_texts(_texts(values)))
 
 
 def are_all(read: Callable[[pl.Series], pl.Series], values: pl.Series) -> bool:
@@ -171,23 +171,13 @@ def are_all(read: Callable[[pl.Series], pl.Series], values: pl.Series) -> bool:
 
 def ids_of(values: pl.Series) -> pl.Series | None:
     """Values as ids; None if some are numbers but not integers."""
-    texts = whole_ids(texts_from_arrow(values.to_arrow()))
-    codes = pa.array(texts.codes, mask=texts.codes < 0)
-    return None if texts.odd.size else pl.Series(values.name, texts.values.take(codes))
+    ids, is_odd = ids_from_arrow(values.to_arrow())
+    return None if is_odd.any() else whole_ids(ids).values().alias(values.name)
 
 
 def lists_of(texts: pl.Series, separator: str) -> pl.Series:
     """Texts as lists of ids."""
-    different = texts.unique().drop_nulls()
-    lists = lists_from_texts(
-        Texts(different.to_arrow().cast(pa.string()), np.arange(len(different))), separator
-    )
-    items = whole_ids(lists.items)
-    found = pa.LargeListArray.from_arrays(lists.offsets, items.values.take(pa.array(items.codes)))
-    places = texts.replace_strict(
-        different, range(len(different)), default=None, return_dtype=pl.Int64
-    )
-    return pl.Series(texts.name, found, pl.List(pl.String)).gather(places).alias(texts.name)
+    return whole_ids(lists_from_texts(_texts(texts), separator)).values().alias(texts.name)
 
 
 def _look(values: pl.Series) -> Column:

@@ -12,14 +12,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 import pyarrow as pa
 
 from hotrec.config.data import (
     DERIVED_FROM_TIMES,
+    FEATURE_KINDS,
     ColumnKind,
     ColumnSpec,
     Derive,
@@ -31,37 +32,28 @@ from hotrec.config.data import (
     columns_of,
     is_list_of_numbers,
 )
-from hotrec.data.chunks import Jagged
-from hotrec.data.columns import (
-    Float64s,
-    Lists,
-    NumberLists,
-    RawBlock,
-    Texts,
-    offsets_of,
-    whole_ids,
-)
-from hotrec.data.encode import needs_numbers, sources_of
-from hotrec.data.gather import gather_bags
-from hotrec.data.hashing import Hashes, find_sorted, hash_numbers, hash_text
+from hotrec.data.chunks import offsets_of
+from hotrec.data.columns import ID, LINE, NUMBER, Ids, RawBlock, whole_ids
+from hotrec.data.encoding import sources_of
+from hotrec.data.expr import columns_read_by
+from hotrec.data.files import find_files
+from hotrec.data.hashing import hash_numbers
 from hotrec.data.histories import Histories
 from hotrec.data.readers import (
     LogFormat,
     Wanted,
     column_names,
     count_samples,
-    find_files,
     partition_of,
     read_blocks,
 )
 from hotrec.data.value_types import ValueType, ValueTypes
 from hotrec.runtime.ranks import rank
-from hotrec.types import Rows
 
 _LOGGER = logging.getLogger(__name__)
 _COLUMN_ADVICE = "Correct the name, or the separator of the file."
 _NUM_SHOWN, _SHOWN_LENGTH = 100, 60
-_LOG = ""  # the log itself, among the names of side tables
+_LOG, _KEY = "", "key"  # the log among the names of side tables; keys to join
 TRAIN, VALID, TEST = range(3)  # positions in hotrec.data.chunks.SPLITS
 
 
@@ -169,10 +161,6 @@ def open_log(
 
 def _exprs(spec: SourceSpec, known: tuple[str, ...], *, needs_label: bool) -> dict[str, str]:
     """The computed columns; without labels also without those whose columns the log lacks."""
-    if not spec.expr:
-        return {}
-    from hotrec.data.expr import columns_read_by  # polars is only needed for these
-
     found = {}
     for name, sql in spec.expr.items():
         key, columns = f"data.source.expr.{name}", columns_read_by(name, sql)
@@ -220,7 +208,7 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
         single[place].append(side.on)
         _require(keys[name], known[name], f"data.source.joins.{name}.key")
     for name, column in columns.items():
-        source = column.source or name
+        source, is_plain = column.source or name, column.derive is Derive.none
         if source in listed:
             continue
         place = _place_of(source, offered, f"data.source.columns.{name}.source")
@@ -229,10 +217,10 @@ def _wanted(spec: SourceSpec, known: dict[str, tuple[str, ...]]) -> dict[str, Wa
                 f"data.source.columns.{name}: expected a {column.kind} in the log itself, got "
                 f"column {source!r} of the joined table {place}. Join it into the files of the log."
             )
-        if needs_numbers(column):
+        if column.kind not in FEATURE_KINDS or not (column.is_list or is_plain):
             numbers[place].append(source)
             readings[place].setdefault(source, column)
-        elif column.derive is not Derive.none:
+        elif not is_plain:
             lists[place].append(source)
             readings[place].setdefault(source, column)
         else:
@@ -352,16 +340,13 @@ def _place_of(
 
 @dataclass(frozen=True)
 class SideTable:
-    """A side table in memory, found by the hashes of its keys."""
+    """A side table in memory."""
 
     on: str  # the key column in the log, or in a side table joined before
     key: str
     key_type: ValueType | None
-    hashes: Hashes  # of the keys, increasing
-    rows: Rows  # the row of each of these keys
-    ids: Mapping[str, Texts | Lists]
-    numbers: Mapping[str, Float64s]
-    lists: Mapping[str, NumberLists]
+    frame: pl.DataFrame  # its columns as in a block, and its keys
+    texts: Mapping[str, pa.Array]
     value_types: ValueTypes
 
     def check_key(self, own_type: ValueType) -> None:
@@ -383,97 +368,50 @@ def read_side_table(
         ValueError: if a key occurs twice, or as ``read_blocks``.
     """
     ids_of = tuple(dict.fromkeys((key, *wanted.ids)))
-    wanted = replace(wanted, ids=ids_of, single=(*wanted.single, key))
-    blocks = [block for file in files for block in read_blocks(file, log_format, wanted)]
-    ids = {column: _concatenated([b.ids[column] for b in blocks]) for column in wanted.ids}
-    numbers = {c: np.concatenate([b.numbers[c] for b in blocks]) for c in wanted.numbers}
-    lists = {column: _concatenated([b.lists[column] for b in blocks]) for column in wanted.lists}
+    with_key = replace(wanted, ids=ids_of, single=(*wanted.single, key))
+    blocks = [block for file in files for block in read_blocks(file, log_format, with_key)]
     value_types = sum((block.value_types for block in blocks), start=ValueTypes())
     key_type = value_types.pop(key, None)
-    keys = ids[key]
-    assert isinstance(keys, Texts), f"{key}: expected one key per row, as the reader has checked"
-    present = np.nonzero(keys.codes >= 0)[0]
-    hashes = hash_text(whole_ids(keys).values)[keys.codes[present]]
-    order = np.argsort(hashes, kind="stable")
-    hashes = hashes[order]
-    if (hashes[1:] == hashes[:-1]).any():
-        twice = order[int(np.argmax(hashes[1:] == hashes[:-1]))]
-        value = keys.values[int(keys.codes[present[twice]])].as_py()
+    frames = [block.frame for block in blocks]
+    texts: dict[str, pa.Array] = {}
+    for column in ids_of:
+        of_blocks = [block.texts[column].cast(pa.large_string()) for block in blocks]
+        texts[column] = pa.concat_arrays(of_blocks)
+        starts = offsets_of(np.array([len(of) for of in of_blocks]))
+        frames = [
+            frame.with_columns(pl.col(f"{ID}{column}") + pl.lit(int(start), pl.Int32))
+            for frame, start in zip(frames, starts, strict=False)
+        ]
+    frame = pl.concat(frames).drop(LINE)
+    keys = whole_ids(Ids(texts[key], frame[f"{ID}{key}"])).values()
+    frame = frame.with_columns(keys.alias(_KEY)).drop_nulls(_KEY)
+    twice = frame.filter(frame[_KEY].is_duplicated())
+    if len(twice):
         raise ValueError(
-            f"joins.{name} ({files[0]}): expected each {key} once, got {value!r} more than once. "
-            "Remove the repeated rows."
+            f"joins.{name} ({files[0]}): expected each {key} once, got {twice[_KEY][0]!r} more "
+            "than once. Remove the repeated rows."
         )
-    key_type = None if key in numbers else key_type
-    rows = present[order]
-    return SideTable(on, key, key_type, hashes, rows, ids, numbers, lists, value_types)
-
-
-def _concatenated(parts: list[Any]) -> Any:
-    """Concatenated columns of one kind. Values may repeat from part to part."""
-    is_texts = isinstance(parts[0], Texts)
-    sizes = [len(part.values) if is_texts else part.offsets.size - 1 for part in parts]
-    starts = offsets_of(np.array(sizes))
-    codes = [np.where(p.codes < 0, -1, p.codes + s) for p, s in zip(parts, starts, strict=False)]
-    if is_texts:
-        return Texts(pa.concat_arrays([part.values for part in parts]), np.concatenate(codes))
-    lengths = np.concatenate([np.diff(part.offsets) for part in parts])
-    if isinstance(parts[0], NumberLists):
-        values = np.concatenate([part.values for part in parts])
-        return NumberLists(values, offsets_of(lengths), np.concatenate(codes))
-    items = _concatenated([part.items for part in parts])
-    return Lists(items, offsets_of(lengths), np.concatenate(codes))
+    key_type = None if key in wanted.numbers else key_type
+    frame = frame if key in wanted.ids else frame.drop(f"{ID}{key}")
+    return SideTable(on, key, key_type, frame, texts, value_types)
 
 
 def join(block: RawBlock, table: SideTable) -> RawBlock:
     """Add the side table's columns to a block; keys without an entry get missing values.
 
-    If the block has a column of the same name, it keeps its own.
-
     Raises:
         ValueError: if the keys of the two have different types.
     """
-    own_type = None if table.on in block.numbers else block.value_types.get(table.on)
+    is_number = f"{NUMBER}{table.on}" in block.frame.columns
+    own_type = None if is_number else block.value_types.get(table.on)
     if own_type is not None and own_type.name != "text":  # other blocks may have other texts
         table.check_key(own_type)
-    key = block.ids[table.on]
-    assert isinstance(key, Texts), f"join on {table.on}: expected keys as text"
-    places = find_sorted(table.hashes, hash_text(whole_ids(key).values))
-    # A null among the values has a hash too, which must not match.
-    places = np.where(key.values.is_null().to_numpy(zero_copy_only=False), -1, places)
-    rows = np.append(np.append(table.rows, -1)[places], -1)[key.codes]
-    own = block.ids.keys() | block.numbers.keys() | block.lists.keys()
-    ids, lists = (
-        {name: _taken(column, rows) for name, column in of.items() if name not in own}
-        for of in (table.ids, table.lists)
-    )
-    numbers = {
-        name: np.concatenate([values, np.full((1, *values.shape[1:]), np.nan)])[rows]
-        for name, values in table.numbers.items()
-        if name not in own
-    }
-    return replace(
-        block,
-        ids={**block.ids, **ids},
-        numbers={**block.numbers, **numbers},
-        lists={**block.lists, **lists},
-        value_types=ValueTypes({**table.value_types, **block.value_types}),
-    )
-
-
-def _taken(column: Any, rows: Rows) -> Any:
-    """A column of the samples with these rows of a side table."""
-    codes = np.append(column.codes, -1)[rows]
-    # Only the values this block uses, or each block would look up the whole side table.
-    used, codes = np.unique(codes, return_inverse=True)
-    if used.size and used[0] < 0:
-        used, codes = used[1:], codes - 1
-    if isinstance(column, Texts):
-        return Texts(column.values.take(pa.array(used)), codes)
-    if isinstance(column, NumberLists):
-        places, lengths = gather_bags(Jagged(np.arange(column.values.size), column.offsets), used)
-        return NumberLists(column.values[places], offsets_of(lengths), codes)
-    items, lengths = gather_bags(Jagged(column.items.codes, column.offsets), used)
-    return Lists(Texts(column.items.values, items), offsets_of(lengths), codes)
+    keys = whole_ids(block.ids(table.on)).values().alias(_KEY)
+    frame = block.frame.with_columns(keys)
+    frame = frame.join(table.frame, on=_KEY, how="left", maintain_order="left").drop(_KEY)
+    value_types = ValueTypes({**table.value_types, **block.value_types})
+    texts = {**table.texts, **block.texts}
+    return replace(block, frame=frame, texts=texts, value_types=value_types)
 
 
 # Splits.
@@ -492,7 +430,7 @@ class Splitter:
         spec = self.spec
         match spec.kind:
             case SplitKind.time:
-                values = block.numbers[spec.column]
+                values = block.numbers(spec.column)
                 valid_from, test_from = spec.bounds
             case SplitKind.fraction:
                 hashes = hash_numbers(spec.seed, file, block.lines)

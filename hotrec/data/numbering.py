@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 
 from hotrec.data.chunks import one_array
@@ -89,3 +90,7 @@ class TextNumbers:
         found = np.flatnonzero(is_used)
         texts = one_array(self._texts.take(pa.array(found))).cast(pa.string())
         return texts, positions[numbers]
+
+    def values(self, numbers: pl.Series) -> pl.Series:
+        """The text of each number."""
+        return pl.Series(self._texts, dtype=pl.String).gather(numbers)

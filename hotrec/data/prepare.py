@@ -46,23 +46,25 @@ from hotrec.data.chunks import (
     commit_dataset,
     write_arrow,
 )
-from hotrec.data.columns import Float64s, Lists, RawBlock, Texts
+from hotrec.data.columns import Ids, RawBlock
 from hotrec.data.days import Times, count_by_split
 from hotrec.data.encode import (
     check_row_numbers,
     count_missing,
-    dense_columns,
     dense_values,
     encode_block,
+    labels_of,
+    raw_feature,
+    say_missing,
+    select_samples,
+)
+from hotrec.data.encoding import (
+    dense_columns,
     encoding_document,
     feature_columns,
     label_names,
-    labels_of,
     moments_of,
-    raw_feature,
-    say_missing,
     scaling_of,
-    select_samples,
     value_types_of,
 )
 from hotrec.data.generation import (
@@ -86,14 +88,13 @@ from hotrec.data.vocabulary import (
     RowNumbers,
     ValueCounter,
     build_vocabulary,
-    count_ids,
     read_vocabulary,
     read_whole_vocabulary,
     write_vocabulary,
 )
 from hotrec.runtime import ranks as distributed
 from hotrec.runtime.progress import Progress
-from hotrec.types import Feature, Rows, Schema, Table
+from hotrec.types import Feature, Float64s, Rows, Schema, Table
 
 _LOGGER = logging.getLogger(__name__)
 _COUNTS_DIR = "counts"
@@ -151,14 +152,14 @@ class _Job:
         """Whether each sample is not later than the training split that is extended."""
         if self.earlier is None or self.times is None:
             return np.zeros(len(block), bool)
-        is_old: npt.NDArray[np.bool_] = block.numbers[self.times] <= self.earlier.times.last_ms
+        is_old: npt.NDArray[np.bool_] = block.numbers(self.times) <= self.earlier.times.last_ms
         return is_old
 
     def first_early(self, file: int, block: RawBlock) -> tuple[float, str] | None:
         """Time and place of the first sample that is earlier than the end of that split."""
         assert self.earlier is not None
         assert self.times is not None
-        times = block.numbers[self.times]
+        times = block.numbers(self.times)
         is_early = times < self.earlier.times.last_ms
         if not is_early.any():
             return None
@@ -392,7 +393,7 @@ def _count_file(
             *(num_old, job.log.files[file].name),
         )
     for name, counter in old_counters.items():
-        counters[name].add_counted(counter.counts())
+        counters[name].add(counter.counts())
     return old + facts
 
 
@@ -402,7 +403,7 @@ def _count_samples(
     file: int,
     block: RawBlock,
     split_of: Integers,
-    ids: Mapping[str, Texts | Lists],
+    ids: Mapping[str, Ids],
     is_counted: npt.NDArray[np.bool_],
     counters: Mapping[str, ValueCounter],
 ) -> FileFacts:
@@ -420,9 +421,12 @@ def _count_samples(
     in_training[is_counted] = is_train
     for name, table in job.tables.items():
         if table in counters:
-            count_ids(ids[name], counters[table], in_training)
+            of_training = Ids(ids[name].texts, ids[name].codes.filter(in_training))
+            texts, codes = of_training.flat()[0].used()
+            counts = np.bincount(codes[codes >= 0], minlength=len(texts))
+            counters[table].add(Counted.of(texts, counts).select(counts > 0))
     if job.times is not None:
-        times = hash_numbers(0, train.numbers[job.times].view(np.int64))
+        times = hash_numbers(0, train.numbers(job.times).view(np.int64))
         facts = replace(facts, sum_of_times=int(times.sum()))
     return so_far + replace(
         facts,
@@ -443,7 +447,7 @@ def _times_of(job: _Job, file: int, block: RawBlock, split_of: Integers) -> Time
         is_unique = [other.name for other in job.log.files].count(path.name) == 1
         day = path.name if is_unique else f"{path.parent.name}/{path.name}"
         return Times(days={day: count_by_split(split_of)})
-    times = block.numbers[job.times]
+    times = block.numbers(job.times)
     return Times.of(times, split_of, block.lines, path.name, job.spec.split.utc_offset_h)
 
 
@@ -522,7 +526,7 @@ def _build_encoders(job: _Job, largest: dict[str, int]) -> dict[str, RowEncoder]
             for rank in range(distributed.world_size()):
                 path = job.scratch / _COUNTS_DIR / f"{name}-{rank}.arrow"
                 table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-                counter.add_counted(Counted.from_table(table))
+                counter.add(Counted.from_table(table))
             vocabulary = build_vocabulary(
                 counter.counts(),
                 tables[name].min_count,
@@ -647,11 +651,12 @@ def _write_file(
     unknown = dict.fromkeys(HELD_OUT, UnknownIds())
     split_of: Integers
 
-    def count(column: str, ids: Texts | Lists, rows: Integers | Jagged) -> None:
+    def count(column: str, ids: Ids, rows: Integers | Jagged) -> None:
+        is_id = ids.codes.is_not_null().to_numpy()
         for split in HELD_OUT:
             is_counted = split_of == SPLITS.index(split)
             if is_counted.any():
-                unknown[split] += UnknownIds({column: count_unknown(ids, rows, is_counted)})
+                unknown[split] += UnknownIds({column: count_unknown(is_id, rows, is_counted)})
 
     for raw in read_ahead(job.log.blocks(file)):
         split_of = job.splitter.split_of(raw, file)

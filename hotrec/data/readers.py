@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import numpy as np
-import numpy.typing as npt
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -28,17 +29,21 @@ from hotrec.config.data import (
     TimeUnit,
 )
 from hotrec.data import json_lines, text
-from hotrec.data.chunks import one_array
 from hotrec.data.columns import (
+    ID,
+    LARGEST,
+    LINE,
     MS_PER_UNIT,
-    Float64s,
-    Lists,
-    NumberLists,
+    NUMBER,
+    NUMBERS,
+    Ids,
+    Mask,
     RawBlock,
-    Texts,
+    any_of_lists,
     ids_from_arrow,
     is_list,
     is_text,
+    items_of,
     labels_from_texts,
     number_lists_from_arrow,
     number_lists_from_texts,
@@ -47,10 +52,10 @@ from hotrec.data.columns import (
     stored,
     times_from_arrow,
     times_from_texts,
-    vectors_from_arrow,
-    vectors_from_texts,
+    vectors_of,
 )
-from hotrec.data.files import beginning_of, find_paths, is_local, is_partition, open_file
+from hotrec.data.expr import columns_read_by, compute
+from hotrec.data.files import beginning_of, is_local, is_partition, open_file
 from hotrec.data.value_types import (
     ValueType,
     ValueTypes,
@@ -59,18 +64,13 @@ from hotrec.data.value_types import (
     type_of_ids,
     type_of_times,
 )
+from hotrec.types import Float64s, Rows
 
-_SUFFIXES = {
-    SourceFormat.parquet: (".parquet", ".pq"),
-    SourceFormat.arrow: (".arrow", ".feather", ".ipc"),
-}
 _NO_PARTITION = ("", "__HIVE_DEFAULT_PARTITION__")
 _NUMBER = ColumnSpec(ColumnKind.dense)
-Mask = npt.NDArray[np.bool_]
 _ARROW_MAGIC_BYTES = 8  # with padding
 _ROWS_PER_BLOCK = 131_072
 _NUM_SHOWN, _SHOWN, _FEW = 8, 80, 100
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -129,24 +129,6 @@ class LogFormat:
     on_bad_line: OnBadLine = OnBadLine.error
     block_bytes: int = 8 << 20
     exprs: Mapping[str, str] = field(default_factory=dict)  # of computed columns, by name
-
-
-def find_files(patterns: list[str], log_format: SourceFormat, *, key: str = "files") -> list[Path]:
-    """The files that match paths, directories and patterns, in order; remote ones as UPaths.
-
-    Raises:
-        ValueError: if one of them matches no file, or see ``find_paths``.
-    """
-    files: list[Path] = []
-    for pattern in patterns:
-        found = find_paths(pattern, _SUFFIXES.get(log_format), key=key)
-        if not found:
-            raise ValueError(
-                f"{key}: expected files of format {log_format.name} at {pattern!r} "
-                f"(current directory {Path.cwd()}), got none. Correct the path or the pattern."
-            )
-        files += found
-    return files
 
 
 def column_names(path: Path, log_format: LogFormat) -> tuple[str, ...]:
@@ -274,10 +256,6 @@ def _with_partition(table: pa.Table, partition: Mapping[str, str | None]) -> pa.
 
 
 def _columns_read_by(exprs: Mapping[str, str]) -> list[str]:
-    if not exprs:
-        return []
-    from hotrec.data.expr import columns_read_by  # polars is only needed for these
-
     return [column for name, sql in exprs.items() for column in columns_read_by(name, sql)]
 
 
@@ -289,8 +267,6 @@ def _with_exprs(
     log_format: LogFormat,
 ) -> tuple[pa.Table, text.Parsed]:
     """A block with its computed columns, without rows for which one cannot be computed."""
-    from hotrec.data.expr import compute
-
     is_error = log_format.on_bad_line is OnBadLine.error
     are_texts = log_format.format in TEXT_FORMATS
     table, bad = compute(table, exprs, are_texts=are_texts, until_bad=is_error)
@@ -376,10 +352,9 @@ def _block(
     table: pa.Table, parsed: text.Parsed, wanted: Wanted, path: Path, on_bad_line: OnBadLine
 ) -> RawBlock:
     lines = parsed.lines
-    ids: dict[str, Texts | Lists] = {}
-    numbers: dict[str, Float64s] = {}
+    columns: dict[str, Any] = {LINE: lines}
+    texts: dict[str, pa.Array] = {}
     is_bad = np.zeros(lines.size, bool)
-    lists: dict[str, NumberLists] = {}
     types: dict[str, tuple[str, pa.Array]] = {}
     for name in dict.fromkeys((*wanted.ids, *wanted.numbers, *wanted.lists)):
         try:
@@ -397,30 +372,29 @@ def _block(
         if value_type is not None:
             types[name] = value_type, column
         if name in wanted.ids and reading.raw is not None:
-            ids[name] = reading.raw
+            columns[f"{ID}{name}"], texts[name] = reading.raw.codes, reading.raw.texts
         if reading.numbers is not None:
-            numbers[name] = reading.numbers
+            columns[f"{NUMBER}{name}"] = reading.numbers
         if reading.lists is not None:
-            lists[name] = reading.lists
-        is_bad_here = reading.is_bad(name, wanted)
-        if is_bad_here.any() and on_bad_line is OnBadLine.error:
-            at = int(np.argmax(is_bad_here))
+            columns[f"{NUMBERS}{name}"] = reading.lists
+        if reading.is_bad.any() and on_bad_line is OnBadLine.error:
+            at = int(np.argmax(reading.is_bad))
             expected, remedy = _expected(name, wanted)
             expected = f"{expected} in column {name}"
             raise _bad_line_error(path, int(lines[at]), expected, reading.got(at), remedy)
-        is_bad |= is_bad_here
+        is_bad |= reading.is_bad
     # Skipped samples have no say in what the values of a column mean.
     used = np.flatnonzero(~is_bad)
     value_types = ValueTypes()
     for name, (value_type, column) in types.items() if used.size else ():
         seen = f"{_example(column, used)} of type {column.type}"
         value_types[name] = ValueType(value_type, seen, f"{path}")
-    kept = {name: one_array(stored(table.column(name))) for name in wanted.kept}
-    block = RawBlock(lines, ids, numbers, len(parsed.bad), kept, lists, value_types)
+    kept = {name: stored(table.column(name)) for name in wanted.kept}
+    block = RawBlock(pl.DataFrame(columns), texts, len(parsed.bad), kept, value_types)
     return block.keep(~is_bad) if is_bad.any() else block
 
 
-def _example(column: pa.Array, samples: npt.NDArray[np.int64]) -> str:
+def _example(column: pa.Array, samples: Rows) -> str:
     """The first value of a few samples, for a message; "" if there is none."""
     values = column.take(pa.array(samples[:_FEW])).drop_null()
     while is_list(values.type) or pa.types.is_dictionary(values.type):
@@ -436,122 +410,98 @@ def _example(column: pa.Array, samples: npt.NDArray[np.int64]) -> str:
 
 @dataclass(frozen=True)
 class _Reading:
-    """A column as ids and as numbers, where it is read as these."""
+    """A column as texts, numbers and lists of numbers, where it is read as these.
 
-    raw: Texts | Lists | None
+    Args:
+        raw: The texts, or lists of them.
+        numbers: The numbers, or vectors.
+        lists: The lists of numbers.
+        is_bad: Which samples cannot be used.
+        ms_per_unit: The factor of numbers that are times.
+    """
+
+    raw: Ids | None
     numbers: Float64s | None
-    lists: NumberLists | None = None
-    is_time: bool = False  # in a unit, not of a type of times
+    lists: pl.Series | None
+    is_bad: Mask
     ms_per_unit: float = 1.0
-
-    def is_bad(self, name: str, wanted: Wanted) -> Mask:
-        """Which samples cannot be used, bool (n,)."""
-        if self.lists is not None:
-            is_odd = _with_any(np.abs(self.lists.values) > _LARGEST, self.lists)
-            return is_odd | _has_odd_ids(self.raw) if name in wanted.ids else is_odd
-        if self.numbers is None:
-            return _has_odd_ids(self.raw)
-        values = self.numbers
-        if name in wanted.labels:
-            return ~np.isfinite(values)
-        if name in wanted.weights:
-            return ~((values >= 0) & (values <= _LARGEST))
-        is_bad: Mask = np.any(np.abs(values) > _LARGEST, axis=tuple(range(1, values.ndim)))
-        if self.is_time and are_epochs(values).any():
-            is_bad |= times_of_another_unit(values)
-        if name in wanted.required:
-            return is_bad | np.isnan(values)
-        return is_bad | _has_odd_ids(self.raw) if name in wanted.ids else is_bad
 
     def got(self, at: int) -> str:
         """The value of a sample, for a message."""
-        if isinstance(self.raw, Texts) and self.raw.codes[at] >= 0:
-            value = self.raw.values[int(self.raw.codes[at])].as_py()
-            return "nothing" if value is None else repr(value[:_SHOWN])
-        if isinstance(self.raw, Lists) and self.raw.codes[at] >= 0:
-            start, end = self.raw.offsets[self.raw.codes[at] :][:2]
-            items = self.raw.items.codes[start:end][:_NUM_SHOWN]
-            shown = [None if i < 0 else self.raw.items.values[int(i)].as_py() for i in items]
-            return f"{end - start} values: {shown}"
-        value = math.nan if self.numbers is None else self.numbers[at]
-        if np.ndim(value):
+        raw = self.raw
+        value = None if raw is None else Ids(raw.texts, raw.codes[at : at + 1]).values()[0]
+        if isinstance(value, str):
+            return repr(value[:_SHOWN])
+        if isinstance(value, pl.Series):
+            return f"{len(value)} values: {value[:_NUM_SHOWN].to_list()}"
+        number = math.nan if self.numbers is None else self.numbers[at]
+        if np.ndim(number):
             return "a vector of another length, or with inf or nan"
         # NaN means a missing value here; an original NaN is infinite.
-        got = "nothing" if np.isnan(value) else f"{value / self.ms_per_unit}"
+        got = "nothing" if np.isnan(number) else f"{number / self.ms_per_unit}"
         return "inf or nan" if got == "inf" else got
 
 
 def _value_type(kind: pa.DataType, reading: _Reading, name: str, wanted: Wanted) -> str | None:
     """What the values of a column mean, if there are any and types differ in it."""
     may_be_lists = name not in wanted.single and not is_list(kind)
-    kind, raw = _item_type(kind), reading.raw
-    values = None if raw is None else raw.values if isinstance(raw, Texts) else raw.items.values
+    while is_list(kind) or pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    values = None if reading.raw is None else reading.raw.texts
     if name in wanted.times and reading.numbers is not None:
         return type_of_times(kind, values, reading.numbers, wanted.times[name])
     return None if values is None else type_of_ids(kind, values, may_be_lists=may_be_lists)
 
 
-def _item_type(kind: pa.DataType) -> pa.DataType:
-    while is_list(kind) or pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    return kind
-
-
-def _has_odd_ids(raw: Texts | Lists | None) -> Mask:
-    """Samples with a non-integer number as an id, bool (n,)."""
-    assert raw is not None, "a column is read as ids, as numbers or as both"
-    odd = raw.odd if isinstance(raw, Texts) else raw.items.odd
-    if not odd.size:
-        return np.zeros(raw.codes.size, bool)
-    if isinstance(raw, Texts):
-        return np.isin(raw.codes, odd)
-    return _with_any(np.isin(raw.items.codes, odd), raw)
-
-
-def _with_any(is_odd_K: Mask, lists: Lists | NumberLists) -> Mask:
-    """Samples with an odd item in their list, bool (n,)."""
-    num_odd = np.add.accumulate(np.append(0, is_odd_K))
-    is_odd = num_odd[lists.offsets[1:]] > num_odd[lists.offsets[:-1]]
-    return np.append(is_odd, False)[lists.codes]
-
-
 def _read(column: pa.Array, name: str, wanted: Wanted) -> _Reading:
-    if name in wanted.lists:
-        how = wanted.column(name)
-        raw = ids_from_arrow(column) if name in wanted.ids or not is_list(column.type) else None
-        if isinstance(raw, Texts):
-            lists = number_lists_from_texts(raw, how.separator)
-        else:
-            lists = number_lists_from_arrow(column)
-        return _Reading(raw, None, lists)
-    how, unit = wanted.column(name), wanted.times.get(name)
-    is_time = unit is not None and pa.types.is_temporal(column.type)
-    is_number = name in wanted.numbers
-    reads_text = is_text(column.type) or (wanted.is_text(name) and not how.width)
-    raw = ids_from_arrow(column) if (reads_text and not is_time) or name in wanted.ids else None
-    if not is_number:
-        return _Reading(raw, None)
-    if is_time:
-        return _Reading(raw, times_from_arrow(column))
-    if how.width:
-        numbers = (
-            vectors_from_texts(raw, how.separator, how.width)
-            if isinstance(raw, Texts)
-            else vectors_from_arrow(column, how.width)
+    how, unit, kind = wanted.column(name), wanted.times.get(name), column.type
+    is_time = unit is not None and pa.types.is_temporal(kind)
+    is_number, are_lists = name in wanted.numbers, name in wanted.lists
+    reads_text = is_text(kind) or pa.types.is_null(kind)
+    reads_text |= not is_list(kind) if are_lists else wanted.is_text(name) and not how.width
+    raw, is_bad = None, np.zeros(len(column), bool)
+    if name in wanted.ids or (reads_text and not is_time):
+        raw, is_odd = ids_from_arrow(column)
+        is_bad = is_odd if name in wanted.ids or not is_number else is_bad
+    if are_lists or how.width:
+        lists = (
+            number_lists_from_arrow(column)
+            if raw is None or raw.is_list
+            else number_lists_from_texts(raw, how.separator)
         )
-        return _Reading(raw, numbers)
-    if not isinstance(raw, Texts):
+        if not are_lists:
+            vectors = vectors_of(lists, how.width)
+            return _Reading(raw, vectors, None, is_bad | (np.abs(vectors) > LARGEST).any(axis=1))
+        items, offsets = items_of(lists)
+        is_large = np.abs(items.to_numpy()) > LARGEST
+        return _Reading(raw, None, lists, is_bad | any_of_lists(is_large, offsets))
+    if not is_number:
+        return _Reading(raw, None, None, is_bad)
+    scale = 1.0
+    if is_time:
+        numbers = times_from_arrow(column)
+    elif raw is None or raw.is_list:
         numbers = numbers_from_arrow(column)
     elif name in wanted.labels:
-        return _Reading(raw, labels_from_texts(raw))
+        numbers = labels_from_texts(raw)
     elif unit == TimeUnit.iso:
-        return _Reading(raw, times_from_texts(raw))
+        numbers = times_from_texts(raw)
     else:
         numbers = numbers_from_texts(raw)
-    if unit is None:
-        return _Reading(raw, numbers)
-    scale = MS_PER_UNIT[TimeUnit(unit)]
-    return _Reading(raw, numbers * scale, is_time=True, ms_per_unit=scale)
+    if unit not in (None, TimeUnit.iso) and not is_time:
+        scale = MS_PER_UNIT[TimeUnit(unit)]
+        numbers = numbers * scale
+    if name in wanted.labels:
+        is_bad = ~np.isfinite(numbers)
+    elif name in wanted.weights:
+        is_bad = ~((numbers >= 0) & (numbers <= LARGEST))
+    else:
+        is_bad = is_bad | (np.abs(numbers) > LARGEST)
+        if unit not in (None, TimeUnit.iso) and not is_time and are_epochs(numbers).any():
+            is_bad |= times_of_another_unit(numbers)
+        if name in wanted.required:
+            is_bad |= np.isnan(numbers)
+    return _Reading(raw, numbers, None, is_bad, scale)
 
 
 def _expected(name: str, wanted: Wanted) -> tuple[str, str]:

@@ -16,12 +16,11 @@ import pyarrow as pa
 
 from hotrec.config.data import SourceFormat
 from hotrec.data import text
-from hotrec.data.files import beginning_of, locate
+from hotrec.data.files import beginning_of, find_files, locate
 from hotrec.data.readers import (
     LogFormat,
     column_names,
     count_samples,
-    find_files,
     open_arrow,
     open_parquet,
     partition_of,

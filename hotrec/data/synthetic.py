@@ -23,8 +23,16 @@ import numpy.typing as npt
 from hotrec.artifact import Artifact, scratch_directory
 from hotrec.config.data import SyntheticSpec
 from hotrec.config.validate import validate
-from hotrec.data.chunks import DATASET, SPLITS, Block, ChunkWriter, Integers, Jagged, commit_dataset
-from hotrec.data.columns import offsets_of
+from hotrec.data.chunks import (
+    DATASET,
+    SPLITS,
+    Block,
+    ChunkWriter,
+    Integers,
+    Jagged,
+    commit_dataset,
+    offsets_of,
+)
 from hotrec.data.days import day_document
 from hotrec.data.kept import check_not_grown
 from hotrec.runtime.progress import Progress

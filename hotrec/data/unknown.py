@@ -14,8 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hotrec.data.chunks import HELD_OUT, Dataset, Integers, Jagged
-from hotrec.data.columns import Lists, Texts
-from hotrec.data.gather import gather_bags
 from hotrec.types import Rows
 
 # Minimum shares for which columns are named in a line of text.
@@ -32,11 +30,6 @@ class UnknownIds:
     """
 
     counts: Mapping[str, Rows] = field(default_factory=dict)
-
-    @staticmethod
-    def of(column: str, raw: Texts | Lists, rows: Integers | Jagged) -> UnknownIds:
-        """The counts of one column, with the arguments of ``show`` of ``encode_inputs``."""
-        return UnknownIds({column: count_unknown(raw, rows)})
 
     def __add__(self, other: UnknownIds) -> UnknownIds:
         counts = dict(self.counts)
@@ -85,44 +78,21 @@ class UnknownIds:
         )
 
 
-def count_unknown(
-    raw: Texts | Lists, rows: Integers | Jagged, is_counted: Mask | None = None
-) -> Rows:
+def count_unknown(is_id: Mask, rows: Integers | Jagged, is_counted: Mask | None = None) -> Rows:
     """Count the ids of a column for ``UnknownIds``, int64 (2,).
 
     Args:
-        raw: The column as it was read.
-        rows: The rows of its ids; row 0 is for unknown ones.
+        is_id: Whether each id, or each item of all lists, is one, and not missing.
+        rows: Their rows; row 0 is for unknown ones.
         is_counted: Whether to count each sample; None for all.
     """
-    if isinstance(raw, Lists):
-        assert isinstance(rows, Jagged)
-        has_id = np.ones(rows.values.size, bool)
-        is_item = _is_present(raw.items)
-        if not is_item.all():
-            bags = Jagged(is_item.astype(np.int64), np.append(raw.offsets, raw.offsets[-1]))
-            samples = np.where(raw.codes < 0, raw.offsets.size - 1, raw.codes)
-            has_id = gather_bags(bags, samples)[0].astype(bool)
-        if is_counted is not None:
-            has_id &= np.repeat(is_counted, np.diff(rows.offsets))
-        values = rows.values
-    else:
-        assert not isinstance(rows, Jagged)
-        has_id = _is_present(raw)
-        if is_counted is not None:
-            has_id &= is_counted
-        values = rows
-    counts = [np.count_nonzero(has_id), np.count_nonzero(has_id & (values == 0))]
+    values = rows.values if isinstance(rows, Jagged) else rows
+    if is_counted is not None:
+        is_id = is_id & np.repeat(
+            is_counted, np.diff(rows.offsets) if isinstance(rows, Jagged) else 1
+        )
+    counts = [np.count_nonzero(is_id), np.count_nonzero(is_id & (values == 0))]
     return np.array(counts, np.int64)
-
-
-def _is_present(texts: Texts) -> Mask:
-    """Whether each value is one, and not missing."""
-    is_present: Mask = texts.codes >= 0
-    if texts.values.null_count:
-        is_value = texts.values.is_valid().to_numpy(zero_copy_only=False)
-        is_present &= np.append(is_value, False)[texts.codes]
-    return is_present
 
 
 def unknown_ids_of(dataset: Dataset) -> dict[str, UnknownIds]:

@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hotrec.config.data import TimeUnit
+from hotrec.types import Float64s
 
 Mask = npt.NDArray[np.bool_]
-Float64s = npt.NDArray[np.float64]
 
 # 1990 to 2100, in milliseconds since 1970.
 _FROM_MS, _UNTIL_MS = 6.3e11, 4.1e12

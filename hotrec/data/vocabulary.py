@@ -7,7 +7,7 @@ values first one rank would serve nearly all lookups. The same order makes the v
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hotrec.data.chunks import one_array, write_arrow
-from hotrec.data.columns import Lists, Texts
 from hotrec.data.hashing import Hashes, find_sorted, hash_text
 from hotrec.types import Rows
 
@@ -77,19 +76,8 @@ class ValueCounter:
         self._pending: list[Counted] = []
         self._num_pending = 0
 
-    def add(
-        self, values: pa.Array, counts: npt.NDArray[np.int64], hashes: Hashes | None = None
-    ) -> None:
-        """Add counts; values may repeat, nulls and zeros are ignored."""
-        is_counted = counts > 0
-        if values.null_count:
-            is_counted &= values.is_valid().to_numpy(zero_copy_only=False)
-        counted = Counted(hash_text(values) if hashes is None else hashes, values, counts)
-        counted = counted if is_counted.all() else counted.select(is_counted)
-        self.add_counted(replace(counted, values=counted.values.cast(pa.large_string())))
-
-    def add_counted(self, part: Counted) -> None:
-        """Add the counts that another counter returned."""
+    def add(self, part: Counted) -> None:
+        """Add counts."""
         self._pending.append(part)
         self._num_pending += part.counts.size
         # Geometric: each value takes part in O(log) merges.
@@ -106,24 +94,6 @@ class ValueCounter:
             self._merged = _merged([self._merged, *self._pending])
         self._pending = []
         self._num_pending = 0
-
-
-def count_ids(
-    column: Texts | Lists,
-    counter: ValueCounter,
-    is_counted: npt.NDArray[np.bool_] | None = None,
-) -> None:
-    """Count the value, or every item of the list, of each sample, or of some samples."""
-    size = len(column.values) if isinstance(column, Texts) else column.offsets.size - 1
-    codes = column.codes if is_counted is None else column.codes[is_counted]
-    counts = np.bincount(codes[codes >= 0], minlength=size)
-    if isinstance(column, Lists):
-        # All items of a list get the count of the list.
-        weights, column = np.repeat(counts, np.diff(column.offsets)), column.items
-        is_item = column.codes >= 0
-        size = len(column.values)
-        counts = np.bincount(column.codes[is_item], weights[is_item], size).astype(np.int64)
-    counter.add(column.values, counts, column.hashes)
 
 
 @dataclass(frozen=True)
@@ -282,53 +252,10 @@ class RowEncoder:
 
 
 class RowNumbers(RowEncoder):
-    """Encodes texts that are row numbers already, as checked by ``find_rows``."""
+    """Encodes texts that are row numbers already, which is checked before."""
 
     def rows(self, values: pa.Array) -> Rows:
         """int64 (n,): the values as numbers, -1 if not a row number."""
         is_number = pc.match_substring_regex(values, _ROW_NUMBER).fill_null(False)
         rows: Rows = pc.if_else(is_number, values, "-1").cast(pa.int64()).to_numpy()
         return rows
-
-
-@dataclass(frozen=True)
-class FoundRows:
-    """The row numbers of a column.
-
-    Args:
-        largest: The largest of them; -1 without any.
-        outside: The first sample with an id that is not a row number of the table, and this id,
-            None for a missing one; None if there is no such sample.
-    """
-
-    largest: int
-    outside: tuple[int, str | None] | None
-
-
-def find_rows(column: Texts | Lists, num_rows: int) -> FoundRows:
-    """Read a column as row numbers below ``num_rows``; a missing list has none."""
-    texts = column if isinstance(column, Texts) else column.items
-    # A missing value has the code -1, the last entry.
-    values = np.append(RowNumbers().rows(texts.values), -1)
-    samples = _first_samples(column)
-    codes, samples = texts.codes[samples >= 0], samples[samples >= 0]
-    rows = values[codes]
-    is_outside = (rows < 0) | (rows >= num_rows)
-    if not is_outside.any():
-        return FoundRows(int(rows.max(initial=-1)), None)
-    at = np.flatnonzero(is_outside)
-    first = at[np.argmin(samples[at])]
-    text = None if codes[first] < 0 else texts.values[int(codes[first])].as_py()
-    return FoundRows(int(rows.max()), (int(samples[first]), text))
-
-
-def _first_samples(column: Texts | Lists) -> Rows:
-    """For each item the first sample that has its list, -1 if none has; for texts the sample."""
-    if isinstance(column, Texts):
-        return np.arange(column.codes.size)
-    lengths = np.diff(column.offsets)
-    first = np.full(lengths.size, -1)
-    is_list = column.codes >= 0
-    # Of several samples with the same list the last assignment wins.
-    first[column.codes[is_list][::-1]] = np.flatnonzero(is_list)[::-1]
-    return np.repeat(first, lengths)

@@ -52,7 +52,7 @@ from hotrec.config.data import (
 )
 from hotrec.config.roots import Config, ExportConfig, RowType
 from hotrec.data.chunks import Dataset
-from hotrec.data.encode import sources_of
+from hotrec.data.encoding import sources_of
 from hotrec.data.hashing import Hashes, hash_text
 from hotrec.data.kept import open_generation
 from hotrec.data.loader import make_loader

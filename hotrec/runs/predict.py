@@ -30,26 +30,29 @@ from hotrec.config.data import (
 )
 from hotrec.config.roots import Config, PredictConfig
 from hotrec.data.chunks import Floats, Integers, Jagged
-from hotrec.data.columns import Float64s, Lists, RawBlock, Texts
+from hotrec.data.columns import Ids as RawIds
+from hotrec.data.columns import RawBlock
 from hotrec.data.encode import (
     NUM_TELLING,
     ShowColumn,
     check_row_numbers,
     count_missing,
     encode_inputs,
-    feature_columns,
     labels_of,
+    say_missing,
+)
+from hotrec.data.encoding import (
+    feature_columns,
     read_encoding,
     read_times,
-    say_missing,
     sources_of,
     value_types_of,
 )
+from hotrec.data.files import find_files
 from hotrec.data.loader import padded_size
 from hotrec.data.log import Log, open_log
 from hotrec.data.prepare import read_ahead
-from hotrec.data.readers import find_files
-from hotrec.data.unknown import UnknownIds, unknown_ids_of
+from hotrec.data.unknown import UnknownIds, count_unknown, unknown_ids_of
 from hotrec.data.value_types import ValueTypes
 from hotrec.data.vocabulary import RowEncoder
 from hotrec.models.plain import Ids, PlainModel, TableRows
@@ -57,6 +60,7 @@ from hotrec.runs.export import Trained, check_place, dense_weights, open_trained
 from hotrec.runtime.ranks import all_gather_object, rank, same_verdict, shared_scratch, world_size
 from hotrec.train.checkpoint import open_tensors
 from hotrec.train.evaluate import Quality, measure_all
+from hotrec.types import Float64s
 
 logger = logging.getLogger(__name__)
 
@@ -346,20 +350,18 @@ def read_model(trained: Trained) -> PlainModel:
 class _Counted:
     """A file's unknown ids with an example, and its samples without a value, by column."""
 
-    def __init__(self, encoders: Mapping[str, RowEncoder]) -> None:
+    def __init__(self) -> None:
         self.unknown = UnknownIds()
         self.examples: dict[str, str] = {}
         self.missing: Counter[str] = Counter()
-        self._encoders = encoders
 
-    def show(self, column: str, raw: Texts | Lists, rows: Integers | Jagged) -> None:
+    def show(self, column: str, ids: RawIds, rows: Integers | Jagged) -> None:
         """Count a column of a block, see ``encode_inputs``."""
-        found = UnknownIds.of(column, raw, rows)
-        self.unknown += found
-        if column not in self.examples and found.counts[column][1]:
-            values = (raw if isinstance(raw, Texts) else raw.items).values.drop_null()
-            (at, *_) = np.flatnonzero(self._encoders[column].rows(values) == 0)
-            self.examples[column] = values[int(at)].as_py()
+        is_id = ids.codes.is_not_null().to_numpy()
+        self.unknown += UnknownIds({column: count_unknown(is_id, rows)})
+        values = rows.values if isinstance(rows, Jagged) else rows
+        for at in np.flatnonzero(is_id & (values == 0))[:1]:
+            self.examples.setdefault(column, ids.texts[ids.codes[int(at)]].as_py())
 
 
 def _score_own_files(scorer: _Scorer, scratch: Path) -> tuple[int, int, UnknownIds, Counter[str]]:
@@ -368,7 +370,7 @@ def _score_own_files(scorer: _Scorer, scratch: Path) -> tuple[int, int, UnknownI
     num_samples = num_skipped = 0
     unknown, missing = UnknownIds(), Counter[str]()
     for number in range(len(scorer.log.files))[rank() :: world_size()]:
-        file, counted = scorer.log.files[number], _Counted(scorer.encoders)
+        file, counted = scorer.log.files[number], _Counted()
         target = scratch / SCORES / f"{number:05d}.parquet"
         num_scored, num_bad = _score_file(scorer, number, target, counted)
         if not num_scored:
@@ -416,7 +418,7 @@ def _scores_of(scorer: _Scorer, block: RawBlock, logits: Floats) -> pa.Table:
             values = labels_of(block, scorer.log.columns)[:, label]
             columns[scorer.label_columns[label]] = pa.array(values.astype(np.int8))
     if scorer.weight is not None:
-        columns[_WEIGHT] = pa.array(block.numbers[scorer.weight].astype(np.float32))
+        columns[_WEIGHT] = pa.array(block.numbers(scorer.weight).astype(np.float32))
     for name, values in block.kept.items():
         is_text = pa.types.is_dictionary(values.type) or pa.types.is_null(values.type)
         columns[name] = values.cast(pa.string()) if is_text else values

@@ -20,7 +20,6 @@ from hotrec.config.data import (
 )
 from hotrec.data.batch import Batch
 from hotrec.data.chunks import Block, ChunkWriter, Jagged, commit_dataset
-from hotrec.data.columns import Lists, Texts
 from hotrec.data.loader import make_loader
 from hotrec.types import Feature, Schema, Table
 
@@ -88,16 +87,6 @@ def write_bad_id(path: Path, feature: str, row: int, schema: Schema = SCHEMA) ->
     else:
         ids[15] = row
     write_blocks(path, {"train": [block]}, 8, schema)
-
-
-def plain(column: Texts | Lists) -> list[Any]:
-    """A raw column as Python values."""
-    if isinstance(column, Texts):
-        values: list[Any] = column.values.to_pylist()
-    else:
-        items, ends = plain(column.items), column.offsets[1:]
-        values = [items[start:end] for start, end in zip(column.offsets[:-1], ends, strict=True)]
-    return [None if code < 0 else values[code] for code in column.codes]
 
 
 def bag(ids: Any, sample: int) -> list[int]:

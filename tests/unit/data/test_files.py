@@ -16,8 +16,8 @@ import pytest
 
 from hotrec.config.data import ColumnKind, ColumnSpec, SourceFormat
 from hotrec.data.chunks import Dataset
+from hotrec.data.files import find_files
 from hotrec.data.prepare import prepare
-from hotrec.data.readers import find_files
 from hotrec.data.sample import read_sample
 from tests.unit.data.logs import delimited_spec
 

@@ -32,7 +32,8 @@ from hotrec.config.validate import validate
 from hotrec.data import histories as module
 from hotrec.data import readers
 from hotrec.data.chunks import Dataset
-from hotrec.data.encode import check_encoding, encode_inputs, read_encoding
+from hotrec.data.encode import encode_inputs
+from hotrec.data.encoding import check_encoding, read_encoding
 from hotrec.data.prepare import prepare
 from hotrec.data.vocabulary import read_vocabulary
 from hotrec.runs.predict import _open_input

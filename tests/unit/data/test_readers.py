@@ -30,16 +30,16 @@ from hotrec.config.data import (
 )
 from hotrec.data import text
 from hotrec.data.columns import RawBlock
+from hotrec.data.files import find_files
 from hotrec.data.readers import (
     LogFormat,
     Wanted,
     column_names,
     count_samples,
-    find_files,
     partition_of,
     read_blocks,
 )
-from tests.unit.data.logs import criteo_line, plain
+from tests.unit.data.logs import criteo_line
 
 CRITEO = Wanted(ids=CRITEO_FEATURES, numbers=("label", *CRITEO_DENSE), labels=("label",))
 SKIP = {"on_bad_line": OnBadLine.skip}
@@ -48,7 +48,8 @@ SKIP = {"on_bad_line": OnBadLine.skip}
 def values(blocks: list[RawBlock], name: str) -> list:
     found = []
     for block in blocks:
-        found += plain(block.ids[name]) if name in block.ids else block.numbers[name].tolist()
+        are_ids = f"id:{name}" in block.frame.columns
+        found += block.ids(name).values().to_list() if are_ids else block.numbers(name).tolist()
     return found
 
 
@@ -287,11 +288,11 @@ def test_texts_in_any_form(tmp_path, texts, wanted, expected):
     for table in tables:
         path = write_table(tmp_path / "log", table, SourceFormat.arrow)
         [block] = read(path, LogFormat(SourceFormat.arrow), wanted)
-        np.testing.assert_array_equal(block.numbers["x"], expected)
+        np.testing.assert_array_equal(block.numbers("x"), expected)
     with (tmp_path / "log.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("x", "u"), *((text, "u") for text in texts)])
     [block] = read(tmp_path / "log.csv", LogFormat(SourceFormat.delimited, ","), wanted)
-    np.testing.assert_array_equal(block.numbers["x"], expected)
+    np.testing.assert_array_equal(block.numbers("x"), expected)
 
 
 IDS = pa.array([7, None, 12], pa.int64())
@@ -329,9 +330,9 @@ def test_values_of_any_type(tmp_path, as_file, array, wanted, expected):
     path = write_table(tmp_path / "log", pa.table({"x": array}), as_file)
     [block] = read_blocks(path, LogFormat(as_file), wanted)
     if wanted is ID:
-        assert plain(block.ids["x"]) == expected
+        assert block.ids("x").values().to_list() == expected
     else:
-        np.testing.assert_array_equal(block.numbers["x"], expected)
+        np.testing.assert_array_equal(block.numbers("x"), expected)
 
 
 # What cannot be read is named by its line, or skipped.

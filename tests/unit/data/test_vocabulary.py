@@ -1,21 +1,26 @@
 from collections import Counter
 
+import numpy as np
 import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotrec.data import vocabulary as module
-from hotrec.data.columns import texts_from_arrow
 from hotrec.data.hashing import hash_text
 from hotrec.data.vocabulary import (
     EMPTY,
+    Counted,
     RowEncoder,
     ValueCounter,
     build_vocabulary,
-    count_ids,
 )
 
 VALUES = st.lists(st.one_of(st.none(), st.sampled_from("abcdefgh")), max_size=30)
+
+
+def counted(values: list[str | None]) -> Counted:
+    counts = Counter(value for value in values if value is not None)
+    return Counted.of(pa.array([*counts], pa.string()), np.array([*counts.values()], np.int64))
 
 
 @settings(deadline=None)
@@ -26,7 +31,7 @@ def test_counts_are_exact_however_they_come(blocks, merges_often):
     module._MIN_PENDING = 0 if merges_often else pending
     try:
         for block in blocks:
-            count_ids(texts_from_arrow(pa.array(block, pa.string())), counter)
+            counter.add(counted(block))
     finally:
         module._MIN_PENDING = pending
     expected = Counter(value for block in blocks for value in block if value is not None)
@@ -86,7 +91,7 @@ def test_rows_are_given_and_taken_by_the_rule(days, min_count, max_rows, more_ro
     for generation, values in enumerate(days):
         allowed = max_rows + (more_rows if max_rows and generation > 1 else 0)
         counter = ValueCounter()
-        count_ids(texts_from_arrow(pa.array(values, pa.string())), counter)
+        counter.add(counted(values))
         vocabulary = build_vocabulary(
             counter.counts(), min_count, allowed, earlier=vocabulary, generation=generation
         )
