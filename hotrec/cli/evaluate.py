@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.assemble.job import chosen_device
-from hotrec.cli.store import read_config
-from hotrec.cli.watched import watched_ranks
-from hotrec.config.roots import Config, EvaluateConfig
+from hotrec.cli.watched import read_trained, watched_ranks
+from hotrec.config.roots import EvaluateConfig
 from hotrec.runs.evaluate import evaluate_run
 from hotrec.runs.train import placement_name
-from hotrec.runtime.ranks import broadcast_object, same_verdict
-from hotrec.runtime.run_dir import CONFIG_FILE, find_trained
 
 
 def run(config: EvaluateConfig, run_dir: Path) -> dict[str, Any]:
@@ -21,10 +18,7 @@ def run(config: EvaluateConfig, run_dir: Path) -> dict[str, Any]:
     start_s = time.perf_counter()
     device = chosen_device(config.device)
     with watched_ranks(run_dir, device=device) as ranks:
-        found = same_verdict(lambda: find_trained(config.run_dir) if ranks.is_first else None)
-        trained_dir = broadcast_object(found)
-        assert trained_dir is not None  # rank 0 has found it
-        trained = same_verdict(lambda: read_config(trained_dir / CONFIG_FILE, Config))
+        trained_dir, trained = read_trained(config.run_dir, ranks)
         result = evaluate_run(config, trained, trained_dir, ranks)
     return {
         "command": "evaluate",

@@ -7,13 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hotrec.cli.store import read_config
-from hotrec.cli.watched import watched_ranks
-from hotrec.config.roots import Config, PredictConfig
+from hotrec.cli.watched import read_trained, watched_ranks
+from hotrec.config.roots import PredictConfig
 from hotrec.runs.evaluate import is_best
 from hotrec.runs.predict import ScoredFiles, predict_run
-from hotrec.runtime.ranks import broadcast_object, same_verdict
-from hotrec.runtime.run_dir import CHECKPOINTS, CONFIG_FILE, find_trained
+from hotrec.runtime.run_dir import CHECKPOINTS
 
 logger = logging.getLogger(__name__)
 _NUM_SHOWN = 12
@@ -26,10 +24,7 @@ def run(config: PredictConfig, run_dir: Path) -> dict[str, Any]:
     start_s = time.perf_counter()
     # Ranks exchange objects and files, no tensors, so gloo is enough on any machine.
     with watched_ranks(run_dir, device="cpu") as ranks:
-        found = same_verdict(lambda: find_trained(config.run_dir) if ranks.is_first else None)
-        trained_dir = broadcast_object(found)
-        assert trained_dir is not None  # found by rank 0
-        trained = same_verdict(lambda: read_config(trained_dir / CONFIG_FILE, Config))
+        trained_dir, trained = read_trained(config.run_dir, ranks)
         scored = predict_run(config, trained, trained_dir)
     elapsed_s = time.perf_counter() - start_s
     if ranks.is_first:

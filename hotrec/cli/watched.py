@@ -7,8 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hotrec.cli.output import CommandFailed, log_trace, print_error, print_once
+from hotrec.cli.store import read_config
+from hotrec.config.roots import Config
 from hotrec.runtime.postmortem import memory_snapshot, set_up_flight_recorder
-from hotrec.runtime.ranks import Ranks, process_group
+from hotrec.runtime.ranks import Ranks, broadcast_object, process_group, same_verdict
+from hotrec.runtime.run_dir import CONFIG_FILE, find_trained
 from hotrec.runtime.watchdog import EXIT_CODE
 from hotrec.runtime.watchdog.watchdog import LostRank, Watchdog
 
@@ -59,3 +62,15 @@ def watched_ranks(
             log_trace(lost)
             print_error(lost, wants_trace=False)
             raise CommandFailed(EXIT_CODE) from lost
+
+
+def read_trained(run_dir: str, ranks: Ranks) -> tuple[Path, Config]:
+    """The directory of a finished run and its configuration, found by rank 0; collective.
+
+    Raises:
+        ValueError: On every rank, if there is no such run.
+    """
+    found = same_verdict(lambda: find_trained(run_dir) if ranks.is_first else None)
+    directory = broadcast_object(found)
+    assert directory is not None  # rank 0 has found it
+    return directory, same_verdict(lambda: read_config(directory / CONFIG_FILE, Config))

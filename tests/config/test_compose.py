@@ -17,7 +17,7 @@ from hotrec.config.text import as_document, as_yaml
 from tests.helpers.samples import sample
 
 GROUPS = (
-    *("data", "model", "placement", "optimizer", "order", "pipeline", "trainer"),
+    *("data", "model", "placement", "optimizer", "order", "pipeline"),
     "experiment",
 )
 # What these commands and models have no default for.

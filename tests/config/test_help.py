@@ -70,7 +70,7 @@ def test_every_key_and_choice_is_on_the_page(monkeypatch: pytest.MonkeyPatch) ->
     rows = [line.strip("|").split(" | ") for line in source[0].splitlines() if line[:3] == "| `"]
     meanings = {cells[0].strip(" `"): cells[1].strip(" .") for cells in rows if len(cells) > 1}
     keys = {key.name for root in ROOTS.values() for _, of in keys_by_section(root) for key in of}
-    groups = ("experiment", "data", "placement", "pipeline", "trainer", "plans")
+    groups = ("experiment", "data", "placement", "pipeline", "plans")
     names = keys | {f"hotrec {name}" for name in COMMANDS}
     names |= {choice for group in groups for choice in options_of(group)}
     assert {name for name in names if not meanings.get(name)} == set()

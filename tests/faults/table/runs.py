@@ -147,7 +147,7 @@ def _resume_cases() -> Iterator[Case]:
     yield works("resume/half-checkpoint", GO_ON, half, check=_tidy(f"{ONE}/checkpoints"), **OWN)
     retired = forge.several(forge.copied(DATASET, "data/tiny/.dataset.0a1b2c3d.old"), forge.damaged(DATASET, "deleted"))
     yield works("resume/dataset-retired", PLAN, retired, check=same_artifact(DATASET), outputs=("data/tiny",))
-    for own, words in ((DATASET, PREPARE), (PROFILED, PREPARE), (PARTITION, PLAN)):
+    for own, words in ((DATASET, PREPARE), (PROFILED, f"{PREPARE} data.synthetic.seed=9"), (PARTITION, PLAN)):
         stale = forge.damaged(f"data/tiny/.{Path(own).name}.0a1b2c3d.tmp", "directory")
         yield works(f"resume/{Path(own).name}-after-a-kill", words, stale, check=_tidy("data/tiny"), outputs=("data/tiny",))
 
@@ -173,7 +173,7 @@ def _tidy(below: str) -> Callable[[Made], Complaint]:
 
 KILLED: dict[str, tuple[str, str, str, Any]] = {
     "prepare": (PREPARE, "data/tiny", "data/tiny/.dataset*.tmp", same_artifact(DATASET)),
-    "profile": (PREPARE, "data/tiny", "data/tiny/.dataset-profile*.tmp", same_artifact(PROFILED)),
+    "profile": (f"{PREPARE} data.synthetic.seed=9", "data/tiny", "data/tiny/.dataset-profile*.tmp", whole_artifact(PROFILED)),
     "plan": (PLAN, "data/tiny", "data/tiny/.partition*.tmp", same_artifact(PARTITION)),
     "export": (EXPORT_AGAIN, "data/served", "data/served/.model*.tmp", same_artifact(SERVED)),
     "predict": (PREDICT, "data/new", "data/new/.scores*.tmp", whole_artifact("data/new/scores")),
