@@ -13,6 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -342,3 +346,27 @@ def other_tables() -> None:
 
 def test_all_ranks_hear_of_tables_that_differ() -> None:
     run_ranks(other_tables, 2)
+
+
+def test_a_table_of_bags_and_of_sequences_is_refused(one_rank: Any) -> None:
+    class TwoKinds(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sequences = EmbeddingCollection([unpooled("item", "item", 40)])
+
+    with pytest.raises(ValueError, match=r"^tables \['item'\]: expected "):
+        hotrec.parallelize(TwoKinds(), programs.some_hot(), **programs.RULES)
+
+
+def test_replicated_sequences_are_refused_on_a_cpu(one_rank: Any) -> None:
+    """TorchRec returns wrong rows of them there."""
+    model = nn.Sequential(EmbeddingCollection([unpooled("seen", "item", 40)]))
+    sharding = ParameterConstraints(
+        sharding_types=[ShardingType.DATA_PARALLEL.value],
+        compute_kernels=[EmbeddingComputeKernel.DENSE.value],
+    )
+    topology = Topology(world_size=1, compute_device="cpu")
+    planner = EmbeddingShardingPlanner(topology=topology, constraints={"seen": sharding})
+    plan = planner.plan(model, [EmbeddingCollectionSharder()])
+    with pytest.raises(ValueError, match=r"^table seen plan: .* got data_parallel"):
+        hotrec.parallelize(model, "off", plan=plan, **programs.RULES)

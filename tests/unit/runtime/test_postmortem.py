@@ -1,4 +1,4 @@
-"""What a run leaves behind; tests/distributed/test_watchdog.py has the ranks that are left."""
+"""What a run leaves behind; tests/e2e/test_faults.py has the ranks that are left."""
 
 from __future__ import annotations
 

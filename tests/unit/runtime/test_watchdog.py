@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hotrec.runtime import watchdog as marks
 from hotrec.runtime.ranks import Ranks
-from hotrec.runtime.stages import mark
 from hotrec.runtime.watchdog import (
-    CHECKPOINT,
     COMMUNICATION,
     EVALUATION,
     MAIN,
-    PROGRESS,
-    STEP,
     Place,
     enter,
-    leave,
     place_of_thread,
 )
 from hotrec.runtime.watchdog.record import (
@@ -36,8 +28,6 @@ from hotrec.runtime.watchdog.record import (
     Verdict,
     find_behind,
     started_at,
-    tell,
-    tell_stuck,
 )
 from hotrec.runtime.watchdog.watchdog import Watchdog, is_exchange_error
 
@@ -59,29 +49,6 @@ def beat(rank: int, **fields: Any) -> Record:
         is_unlimited=False,
     )
     return known._replace(**fields)
-
-
-def test_progress_of_stages_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = [100.0]
-    monkeypatch.setattr(marks, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    progress = PROGRESS
-    progress.restart()
-    place = Place("forward", "model.py:7 forward", is_waiting=True)
-    enter(MAIN, STEP, 41)
-    mark("row_lookup")
-    enter(COMMUNICATION, "rows_exchange")
-    assert (progress.stage, progress.step) == (STEP, 41)
-    assert progress.counts == {MAIN: 2, COMMUNICATION: 1}
-    for said in ("step 41", "row_lookup", "model.py:7 forward", "rows_exchange"):
-        assert said in progress.describe(place)
-    now_s[0] += 7
-    assert progress.age_s == 7
-    mark("dense")
-    assert progress.age_s == 0
-    enter(MAIN, CHECKPOINT, 40)
-    leave(COMMUNICATION)
-    assert "checkpoint of step 40" in progress.describe(Place())
-    assert progress.counts == {MAIN: 3}
 
 
 def test_place_of_a_thread() -> None:
@@ -121,20 +88,6 @@ def test_place_of_a_thread() -> None:
 def test_who_is_behind(fields: list[dict[str, Any]], behind: list[int]) -> None:
     beats = [beat(rank, **of_rank) for rank, of_rank in enumerate(fields)]
     assert [late.rank for late in find_behind(beats)] == behind
-
-
-def test_messages_name_rank_step_and_place() -> None:
-    beats = {0: beat(0, is_waiting=True), 1: beat(1)}
-    late = (r"step 41: .*rank 1\b", "place 1", r"rank 0\b.*place 0")
-    for message, expected in (
-        (tell(beat(0), "this, got ", [f"{beat(1).name} in place 1"], beat(0)), late),
-        (tell_stuck(beats, "this"), (*late, "61 s")),
-        (tell_stuck({0: beat(0), 1: beat(1)}, "this"), ("all are alive", "place 0", "place 1")),
-        (tell_stuck({1: beat(1)}, "this"), ("step 41: ", "rank 1", "61 s", "place 1")),
-        (tell(beat(1, step=None), "this, got ", ["that"]), ("^before the first step: this",)),
-    ):
-        for text in expected:
-            assert re.search(text, message), message
 
 
 def test_which_errors_are_of_an_exchange() -> None:
