@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -37,8 +36,6 @@ from hotrec.runtime.process import (
 T = TypeVar("T")
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-# Torch's own limit for ranks to join, and the seconds between two attempts to find rank 0.
-RENDEZVOUS_S, _CONNECT_S = 1800.0, 0.1
 # How long a rank waits for pending work of a group that it leaves.
 LEAVE_S = 3.0
 
@@ -88,54 +85,25 @@ def _environment_int(name: str, default: int) -> int:
 
 
 @contextmanager
-def joining(timeout_s: float = RENDEZVOUS_S) -> Iterator[None]:
+def _joining(timeout_s: float) -> Iterator[None]:
     """Context of the rendezvous: logs what it waits for and explains a failure.
 
     Raises:
-        RuntimeError: If the store of rank 0 is not found in time, or not all ranks join it.
+        RuntimeError: If not all ranks join in time.
     """
     host, port = (os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    is_one, rank = os.environ.get("WORLD_SIZE", "1") == "1", os.environ.get("RANK", "0")
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    who = f"all {os.environ.get('WORLD_SIZE', '1')} ranks to join at {host}:{port}"
+    rank, num_ranks = (os.environ.get(*of) for of in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    who = f"all {num_ranks} ranks to join at {host}:{port}"
     advice = "Check that every host has started its ranks"
     with announced(f"{who}; this is rank {rank}. {advice}"):
         try:
-            if not is_one and (is_agents or rank != "0") and port.isdecimal():
-                _wait_for_store(host, int(port), timeout_s)
             yield
-        except (dist.DistError, OSError) as error:
-            reason = str(error).split("\n")[0].rstrip(".")
+        except dist.DistError as error:
             raise RuntimeError(
                 f"rendezvous of rank {rank}: expected {who} within {timeout_s:g} s, got an error: "
-                f"{reason}. {advice}, and MASTER_ADDR and MASTER_PORT."
+                f"{str(error).splitlines()[0].rstrip('.')}. {advice}, and MASTER_ADDR and "
+                "MASTER_PORT."
             ) from error
-        except RuntimeError as error:
-            # gloo's own: "[enforce fail at .../device.cc:84] ifa != nullptr. Unable to find ..."
-            _, is_of_gloo, reason = str(error).partition("Unable to find ")
-            if not is_of_gloo:
-                raise
-            present = [name for _, name in socket.if_nameindex()]
-            raise RuntimeError(
-                f"network of rank {rank}: expected an interface with an address, got none: gloo "
-                f"cannot find {reason.splitlines()[0].rstrip('.')}. Check that one of {present} is "
-                "up (`ip address`), and name it in GLOO_SOCKET_IFNAME."
-            ) from error
-
-
-def _wait_for_store(host: str, port: int, timeout_s: float) -> None:
-    """Wait until rank 0 listens, which avoids torch's warnings and lines of C++."""
-    until_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=timeout_s).close()
-            return
-        except socket.gaierror:
-            raise
-        except OSError:
-            if time.monotonic() > until_s:
-                raise
-            time.sleep(_CONNECT_S)
 
 
 @contextmanager
@@ -171,7 +139,7 @@ def process_group(*, device: str = "auto", timeout_s: float = 600.0) -> Iterator
         keep_freed_memory()
     backend, timeout = BACKENDS[device], timedelta(seconds=timeout_s)
     make_forks_safe()
-    with joining(timeout_s), _threads_of(backend):
+    with _joining(timeout_s), _threads_of(backend):
         store: dist.Store = dist.HashStore()
         if world_size > 1:
             store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
