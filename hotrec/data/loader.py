@@ -8,15 +8,12 @@ It can be restored without reading, with any number of ranks and workers and any
 
 from __future__ import annotations
 
-import errno
 import multiprocessing.queues
 import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,21 +38,6 @@ from hotrec.types import Rows
 _RANK_CHECK_S = 1.0
 # A multiple of the tiles of products of matrices.
 PADDED_TO = 64
-# Error numbers of the system, the messages of libraries for them, and advice.
-_REFUSALS = (
-    (
-        (errno.EMFILE, errno.ENFILE),
-        "Too many open files",
-        "Raise the limit of open files with ulimit -n, check whether a worker was killed for "
-        "lack of memory",
-    ),
-    ((errno.ENOSPC,), "No space left on device", "Make /dev/shm larger"),
-    (
-        (errno.EAGAIN, errno.ENOMEM),
-        "can't start new thread",
-        "Free memory, raise the limits ulimit -u and ulimit -v",
-    ),
-)
 # Applied to the ids in the worker, e.g. hotrec.routing's routing.
 Transform = Callable[[KeyedJaggedTensor], Any]
 
@@ -227,7 +209,7 @@ def _pack_in_worker(batch: Batch) -> Batch | Packed:
 
 
 class Loader(DataLoader[Batch]):
-    """A loader with a restorable position that reports resources refused by the system."""
+    """A loader with a restorable position."""
 
     dataset: Batches
 
@@ -275,44 +257,12 @@ class Loader(DataLoader[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch names its own class
         self._num_taken = 0
-        with self._explaining():
-            iterator = super().__iter__()
-        return self._take(iterator)
+        return self._take(super().__iter__())
 
     def _take(self, iterator: Iterator[Batch | Packed]) -> Iterator[Batch]:
-        while True:
-            with self._explaining():
-                batch = next(iterator, None)
-            if batch is None:
-                return
+        for batch in iterator:
             self._num_taken += 1
             yield batch.unpack() if isinstance(batch, Packed) else batch
-
-    @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        try:
-            yield
-        except (EOFError, OSError, RuntimeError) as error:
-            # A connection breaks if a descriptor in a message exceeds the limit.
-            is_ended = isinstance(error, EOFError | ConnectionError)
-            number = errno.EMFILE if is_ended else getattr(error, "errno", None)
-            found = next(
-                (
-                    advice
-                    for numbers, text, advice in _REFUSALS
-                    if number in numbers or text in str(error)
-                ),
-                None,
-            )
-            if self.num_workers == 0 or found is None:
-                raise
-            sys.unraisablehook = _ignore_half_started
-            got = str(error).rstrip().rpartition("\n")[2] or "a broken connection"
-            # Not a RuntimeError: in a step that means the loss of another rank.
-            raise OSError(
-                f"loader: expected resources for {self.num_workers} worker processes, got "
-                f"{got.removesuffix('.')}. {found}, or set trainer.num_workers=0."
-            ) from error
 
 
 def _leave_messages_to_rank() -> None:
@@ -321,16 +271,6 @@ def _leave_messages_to_rank() -> None:
     sys.excepthook = lambda *_: os._exit(1)
     on_error = staticmethod(lambda *_: os._exit(1))
     multiprocessing.queues.Queue._on_queue_feeder_error = on_error  # type: ignore[attr-defined]
-    # Removing its own directory would print a trace if too many files are open.
-    config: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
-    config["tempdir"] = tempfile.gettempdir()
-
-
-def _ignore_half_started(unraisable: sys.UnraisableHookArgs) -> None:
-    """Suppress torch's error about an iterator that it failed to start."""
-    owner = getattr(unraisable.object, "__qualname__", "")
-    if not owner.startswith("_MultiProcessingDataLoaderIter."):
-        sys.__unraisablehook__(unraisable)
 
 
 def _leave_signals_to_rank(worker: int) -> None:
