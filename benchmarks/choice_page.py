@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import matplotlib
 import numpy as np
 
+from hotrec.report.pictures import light_grid, report_style, run_color
 from hotrec.report.render import markdown_table
-from hotrec.report.style import light_grid, report_style, run_color
 from hotrec.report.units import show_count, show_frac, show_seconds
 
 matplotlib.use("Agg")

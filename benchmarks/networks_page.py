@@ -20,8 +20,8 @@ import matplotlib
 import numpy as np
 
 from hotrec.bench.page import ids_of
+from hotrec.report.pictures import PART_COLORS, light_grid, report_style, run_color
 from hotrec.report.render import markdown_table
-from hotrec.report.style import PART_COLORS, light_grid, report_style, run_color
 from hotrec.report.units import show_bytes, show_count, show_frac, show_seconds
 from hotrec.runtime.stages import EXPOSED_STAGES
 

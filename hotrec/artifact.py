@@ -34,7 +34,6 @@ from hotrec.lock import (
     is_current,
     is_of_lock,
     lock_file,
-    other_lock_holders,
     try_flock,
 )
 
@@ -45,7 +44,6 @@ FORMAT_VERSION = 2
 CHECKSUM = "xxh3_128"
 # Marks a file in a manifest that goes with an artifact.
 _IS_APART = "is_apart"
-# Longer than the two renames of a replacement, after which a reader finds the new artifact.
 # What makes an artifact, by its kind.
 _COMMANDS = {
     "dataset": "prepare",
@@ -55,6 +53,7 @@ _COMMANDS = {
     "checkpoint": "train",
     "model export": "export",
 }
+# Longer than the two renames of a replacement, after which a reader finds the new artifact.
 _REPLACEMENT_S = 10.0
 # Longer than most readings of a manifest; a longer lock means that the artifact is open.
 _SHORT_READ_S = 2.0
@@ -170,33 +169,31 @@ class ReadLock:
 
 
 def _open_locked(manifest: Path, kind: str) -> BinaryIO:
-    until_s = time.monotonic() + _REPLACEMENT_S
-    while True:
-        file = _open_manifest(manifest, kind)
-        if try_flock(file.fileno(), manifest, is_shared=True) and is_current(
-            file.fileno(), manifest
-        ):
-            return file
-        file.close()
-        if time.monotonic() > until_s:
-            raise ArtifactError(
-                f"{manifest.parent}: expected read access, got a lock held for more than "
-                f"{_REPLACEMENT_S:.0f} s by processes {other_lock_holders(manifest)}. Try again."
-            )
+    """Open a manifest for as long as no other process may replace its artifact."""
+    target, until_s = real_path(manifest.parent), time.monotonic() + _REPLACEMENT_S
+    while time.monotonic() < until_s:
+        try:
+            file = open_file(manifest)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            if not _siblings(target, "old") and not manifest.is_file():
+                command = _COMMANDS.get(kind)
+                advice = f"Run `hotrec {command}`" if command else f"Make the {kind} first"
+                raise ArtifactError(
+                    f"{manifest}: expected the manifest of a {kind}, got no such file. "
+                    f"{advice}, or correct the path."
+                ) from error
+            # Between the two renames of a replacement, or after them if its process was killed.
+            with suppress(LockedError), lock_file(_sibling(target, "lock"), target):
+                _restore_retired(target)
+        else:
+            is_held = try_flock(file.fileno(), manifest, is_shared=True)
+            if is_held and is_current(file.fileno(), manifest):
+                return file
+            file.close()
         time.sleep(0.01)
-
-
-def _open_manifest(manifest: Path, kind: str) -> BinaryIO:
-    # Between the wait and the opening a replacement may start; hardly so three times in a row.
-    for _ in range(3):
-        _wait_for_replacement(real_path(manifest.parent))
-        with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            return open_file(manifest)
-    command = _COMMANDS.get(kind)
-    advice = f"Run `hotrec {command}`" if command else f"Make the {kind} first"
     raise ArtifactError(
-        f"{manifest}: expected the manifest of a {kind}, got no such file. "
-        f"{advice}, or correct the path."
+        f"{manifest.parent}: expected read access, got another process that has been replacing it "
+        f"for more than {_REPLACEMENT_S:.0f} s. Try again."
     )
 
 
@@ -389,11 +386,9 @@ def _locked_for_replacement(manifest: Path) -> Iterator[None]:
             if time.monotonic() < until_s:
                 time.sleep(0.01)
                 continue
-            readers = other_lock_holders(manifest)
-            by = f"processes {readers} of this host" if readers else "a process of another host"
             raise LockedError(
-                f"{manifest.parent}: expected no readers, got {by} reading it. Wait for the end of "
-                "the run that uses it, or choose another directory."
+                f"{manifest.parent}: expected no readers, got another process reading it. Wait for "
+                "the end of the run that uses it, or choose another directory."
             )
         yield
 
@@ -516,19 +511,6 @@ def _restore_retired(target: Path) -> None:
             retired.rename(target)
         else:
             shutil.rmtree(retired, ignore_errors=True)
-
-
-def _wait_for_replacement(target: Path) -> None:
-    """Wait for a replacement that is between its renames, or undo it if its process has exited."""
-    until_s = time.monotonic() + _REPLACEMENT_S
-    while not target.exists() and _siblings(target, "old"):
-        try:
-            with lock_file(_sibling(target, "lock"), target):
-                _restore_retired(target)
-        except LockedError:
-            if time.monotonic() > until_s:
-                raise
-            time.sleep(0.01)
 
 
 def read_artifact(

@@ -107,16 +107,6 @@ class Packages:
         return CUDA_FBGEMM if wants_cuda and (has_gpu or is_cuda_alone) else CPU_FBGEMM
 
 
-@dataclass(frozen=True)
-class LocalMachine:
-    """The facts of the host."""
-
-    shm_bytes: int | None  # size of /dev/shm
-    has_gpu_device: bool  # attached and visible, whether torch can use it or not
-    import_error: str = ""  # why torch, fbgemm or torchrec could not be imported
-    gpus: tuple[tuple[str, int, int], ...] = ()  # name, total and free bytes of those torch can use
-
-
 def check_versions() -> None:
     """Refuse packages that do not fit together; metadata only, milliseconds.
 
@@ -131,9 +121,15 @@ def check_versions() -> None:
 
 def diagnose() -> list[Check]:
     """Check packages and machine; imports torch and torchrec (seconds)."""
-    packages, machine = read_packages(), read_machine()
-    checks = check_packages(packages, has_gpu=machine.has_gpu_device)
-    return [*checks, *check_machine(machine, packages)]
+    packages, has_gpu = read_packages(), has_gpu_device()
+    shm = Path("/dev/shm")
+    shm_bytes = shutil.disk_usage(shm).total if shm.is_dir() else 0
+    error, num_gpus = import_torchrec()
+    checks = check_packages(packages, has_gpu=has_gpu)
+    machine = check_machine(
+        packages, has_gpu=has_gpu, num_gpus=num_gpus, shm_bytes=shm_bytes, import_error=error
+    )
+    return [*checks, *machine]
 
 
 def read_packages() -> Packages:
@@ -166,10 +162,8 @@ def has_gpu_device() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
 
-def read_machine() -> LocalMachine:
-    """The facts of this host; imports torch, fbgemm and torchrec."""
-    shm = Path("/dev/shm")
-    shm_bytes = shutil.disk_usage(shm).total if shm.is_dir() else None
+def import_torchrec() -> tuple[str, int]:
+    """Why torch, fbgemm or torchrec cannot be imported, and the GPUs that torch can use."""
     try:
         import torch
         import torchrec  # noqa: F401  (loads fbgemm's libraries)
@@ -178,14 +172,8 @@ def read_machine() -> LocalMachine:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
-        return LocalMachine(shm_bytes, has_gpu_device(), import_error=reason)
-    gpus = []
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-            gpus.append((torch.cuda.get_device_name(index), total_bytes, free_bytes))
-    return LocalMachine(shm_bytes, has_gpu_device(), gpus=tuple(gpus))
+        return f"{type(cause).__name__}: {cause}".splitlines()[0], 0
+    return "", torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def check_packages(packages: Packages, *, has_gpu: bool) -> list[Check]:
@@ -219,37 +207,36 @@ def _minor(version: str, *, major: int) -> int | None:
     return int(matched.group(1)) if matched else None
 
 
-def check_machine(machine: LocalMachine, packages: Packages) -> Iterator[Check]:
-    """Check the host."""
-    has_gpu, error = machine.has_gpu_device, machine.import_error
+def check_machine(
+    packages: Packages, *, has_gpu: bool, num_gpus: int, shm_bytes: int, import_error: str
+) -> Iterator[Check]:
+    """Check the host.
+
+    Args:
+        packages: The installed packages.
+        has_gpu: Whether a GPU is attached and visible, whether torch can use it or not.
+        num_gpus: The number of GPUs that torch can use.
+        shm_bytes: The size of /dev/shm.
+        import_error: Why torch, fbgemm or torchrec cannot be imported; empty if they can.
+    """
     expected, fix = "it to load", packages.pair.pip_line(packages.fbgemm(has_gpu=has_gpu))
-    if DRIVER_LIBRARY in error:
+    if DRIVER_LIBRARY in import_error:
         expected = f"NVIDIA's driver, which fbgemm's CUDA build loads ({DRIVER_LIBRARY})"
         cpu_alone = packages.pair.pip_line(CPU_FBGEMM)
         fix = "nvidia-smi (and install or expose the driver)" if has_gpu else cpu_alone
-    status: Status = "fail" if error else "ok"
-    yield Check("import torchrec", status, error or "loads", expected, fix)
-    size = "nothing" if machine.shm_bytes is None else f"{machine.shm_bytes / (1 << 30):.2f} GiB"
+    status: Status = "fail" if import_error else "ok"
+    yield Check("import torchrec", status, import_error or "loads", expected, fix)
     yield Check(
         "/dev/shm",
-        "ok" if (machine.shm_bytes or 0) >= ENOUGH_SHM_BYTES else "warn",
-        size,
+        "ok" if shm_bytes >= ENOUGH_SHM_BYTES else "warn",
+        f"{shm_bytes / (1 << 30):.2f} GiB",
         "at least 1 GiB for loader workers",
         "mount -o remount,size=8G /dev/shm (in a container: docker run --shm-size=8g)",
     )
-    if not error:
-        yield from _check_gpus(machine, packages)
-
-
-def _check_gpus(machine: LocalMachine, packages: Packages) -> Iterator[Check]:
-    for index, (name, total_bytes, free_bytes) in enumerate(machine.gpus):
-        memory = f"{free_bytes / (1 << 30):.1f} GiB free of {total_bytes / (1 << 30):.1f} GiB"
-        yield Check(f"gpu {index}", "ok", f"{name}, {memory}")
-    if machine.gpus:
-        return
     cuda = packages.torch_cuda
-    if not machine.has_gpu_device:
-        yield Check("gpu", "ok", "none; training runs on the CPU")
+    if import_error or num_gpus or not has_gpu:
+        found = f"{num_gpus} usable" if num_gpus else "none; training runs on the CPU"
+        yield Check("gpu", "ok", "not checked" if import_error else found)
     elif cuda is None:
         fix = f"pip install --force-reinstall torch=={packages.pair.torch}"
         found, expected = "a GPU and the CPU build of torch", "the CUDA build, or it stays unused"

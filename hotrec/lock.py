@@ -105,15 +105,3 @@ def lock_file(path: Path, subject: Path) -> Iterator[None]:
         with suppress(FileNotFoundError):
             path.unlink()
         os.close(descriptor)
-
-
-def other_lock_holders(path: Path) -> list[int]:
-    """Processes of this host that hold a lock on the file, from /proc/locks, without this one."""
-    try:
-        status = path.stat()
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return []
-    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    holders = {int(line.split()[4]) for line in lines if line.split()[5] == device}
-    return sorted(holders - {os.getpid()})

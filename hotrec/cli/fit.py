@@ -220,7 +220,7 @@ def predict(
             )
             validate(config)
             scored = predict_run(config, trained, trained_dir)
-            say_unknown(scored)
+            say_unknown(scored["unknown_ids"])
             found = pq.read_table(output / SCORES)
         for name, column in columns.items():
             scores[name][found["line"].to_numpy() - 1] = found[column].to_numpy()

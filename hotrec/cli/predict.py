@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hotrec.cli.watched import read_trained, watched_ranks
 from hotrec.config.roots import PredictConfig
-from hotrec.runs.evaluate import is_best
-from hotrec.runs.predict import ScoredFiles, predict_run
-from hotrec.runtime.run_dir import CHECKPOINTS
+from hotrec.runs.predict import predict_run
 
 logger = logging.getLogger(__name__)
 _NUM_SHOWN = 12
@@ -28,29 +27,20 @@ def run(config: PredictConfig, run_dir: Path) -> dict[str, Any]:
         scored = predict_run(config, trained, trained_dir)
     elapsed_s = time.perf_counter() - start_s
     if ranks.is_first:
-        say_unknown(scored)
+        say_unknown(scored["unknown_ids"])
     return {
         "command": "predict",
         "run_dir": trained_dir,
-        "output": scored.artifact.path,
-        "checkpoint": scored.checkpoint,
-        "step": scored.step,
-        "is_best": is_best(trained_dir / CHECKPOINTS / scored.checkpoint),
-        "num_files": scored.num_files,
-        "num_skipped": scored.num_skipped,
-        "unknown_ids": scored.unknown_ids,
-        "missing": scored.missing,
-        **({} if scored.quality is None else scored.quality.to_json()),
-        "num_samples": scored.num_samples,
-        "samples_per_s": scored.num_samples / elapsed_s,
+        **scored,
+        "samples_per_s": scored["num_samples"] / elapsed_s,
         "world_size": ranks.world_size,
         "elapsed_s": elapsed_s,
     }
 
 
-def say_unknown(scored: ScoredFiles) -> None:
+def say_unknown(unknown_ids: Mapping[str, Mapping[str, Any]]) -> None:
     """Log the unknown ids, with the share in the held-out samples."""
-    by_frac = sorted(scored.unknown_ids.items(), key=lambda item: -item[1]["unknown_frac"])
+    by_frac = sorted(unknown_ids.items(), key=lambda item: -item[1]["unknown_frac"])
     shares, is_odd = [], False
     for column, of in by_frac[:_NUM_SHOWN]:
         usual = of["held_out_frac"]

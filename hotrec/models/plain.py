@@ -623,25 +623,22 @@ def read_description(directory: Path) -> dict[str, Any]:
 def _check_description(description: Mapping[str, Any]) -> None:
     """Raise an error for an entry of a description that no export writes."""
     shape = Architecture(**description["architecture"])
-    names = [table["name"] for table in description["tables"]]
-    read = [table for _, table in shape.features]
     for what, found, expected in (
         ("kind", shape.kind, KINDS),
         ("pooling", shape.pooling, POOLINGS),
         ("rows", description["rows"], tuple(FORMS)),
-        *(("table", table, names) for table in read),
     ):
         if found not in expected:
             raise ValueError(f"a {what} {found!r}, which is none of {', '.join(expected)}")
-    if sorted(names) != sorted(set(read)):
-        raise ValueError(f"tables {names} for features of {sorted(set(read))}")
-    for table in description["tables"]:
-        name, num_rows = table["name"], table["num_rows"]
-        if os.path.basename(name) != name or table["file"] != f"{TABLES_DIR}/{name}.safetensors":
-            raise ValueError(f"the file {table['file']!r} of table {name!r}")
-        for what, number in ((f"rows of table {name}", num_rows), ("D", shape.embedding_dim)):
-            if type(number) is not int or number < 1:
-                raise ValueError(f"{number!r} as number of {what}")
+    names = sorted(table["name"] for table in description["tables"])
+    read = sorted({table for _, table in shape.features})
+    if names != read:
+        raise ValueError(f"tables {names} for features of {read}")
+
+
+def table_file(table: str) -> str:
+    """The file of a table in an exported directory."""
+    return f"{TABLES_DIR}/{table}.safetensors"
 
 
 def file_within(directory: Path, name: str) -> Path:
@@ -734,7 +731,7 @@ def _load_tables(
     """The tables of an exported model, mapped into memory."""
     tables = {}
     for table in description["tables"]:
-        path, num_rows = file_within(directory, table["file"]), table["num_rows"]
+        path, num_rows = file_within(directory, table_file(table["name"])), table["num_rows"]
         held = _load_tensors(path)
         sizes = {WEIGHT: (num_rows, shape.embedding_dim), SCALE: (num_rows,)}
         form = {name: (of, sizes[name]) for name, of in FORMS[description["rows"]].items()}

@@ -1,8 +1,8 @@
-"""Measurements of ``hotrec compare`` on interleaved plans, and their conclusions."""
+"""What runs may be compared in: interleaved plans in time, runs on the same data in the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,10 @@ from typing import Any
 from hotrec.artifact import read_record, real_path
 from hotrec.planner.trial import MAX_WIDTH
 from hotrec.report.read import Run, parse_object
+from hotrec.report.units import NOT_RECORDED, show_count
 
 COMPARED_JSON = "compare.json"
+_SHOWN_HASH = 8
 
 
 @dataclass(frozen=True)
@@ -139,3 +141,58 @@ def _plan(of: Mapping[str, Any]) -> ComparedPlan:
         float(of["replicated_frac"]),
         tuple(float(share) for share in of["owned_fracs"]),
     )
+
+
+def differences(run: Run, other: Run) -> list[str]:
+    """The differences in data and evaluation of two runs; empty if their quality is comparable.
+
+    Each is "fact X vs. Y"; unknown facts are included.
+    """
+    pairs = zip(_evaluated(run).items(), _evaluated(other).values(), strict=True)
+    return [
+        f"{what} {ours or NOT_RECORDED} vs. {theirs or NOT_RECORDED}"
+        for (what, ours), theirs in pairs
+        if ours is None or ours != theirs
+    ]
+
+
+def is_as_large(run: Run, other: Run) -> bool:
+    """Whether two runs trained on the same data with the same number of ranks and batch size."""
+    same = all(run.number(name) == other.number(name) for name in ("world_size", "batch_size"))
+    return same and _dataset(run) == _dataset(other) is not None
+
+
+def unlike_sentences(runs: Sequence[Run], baseline: Run | None) -> list[str]:
+    """A sentence for each run whose quality is not comparable with the baseline's, or the first's.
+
+    Runs that were not evaluated have nothing to compare.
+    """
+    evaluated = [run for run in runs if run.number("auc") is not None]
+    other = baseline if baseline in evaluated else next(iter(evaluated), None)
+    return [
+        f"{run.name} and {other.name} are not comparable in quality, bytes or time: "
+        f"{'; '.join(found)}."
+        for run in evaluated
+        if other is not None and run is not other and (found := differences(run, other))
+    ]
+
+
+def _evaluated(run: Run) -> dict[str, str | None]:
+    """What the quality of a run depends on besides the run itself, None where not recorded."""
+    number, weights = run.number("num_eval_samples"), run.by_name("label_weights")
+    labels = ", ".join(f"{name} (weight {weight:g})" for name, weight in weights.items())
+    return {
+        "dataset": _dataset(run),
+        "labels": labels or "one",
+        "split": run.summary.get("eval_split"),
+        "number of samples evaluated": None if number is None else show_count(number),
+    }
+
+
+def _dataset(run: Run) -> str | None:
+    content_hash, number = run.summary.get("dataset"), run.summary.get("generation")
+    if not isinstance(content_hash, str):
+        return None
+    generation = f" (generation {number})" if number else ""
+    name = run.summary.get("dataset_name") or ""
+    return f"{name} {content_hash[:_SHOWN_HASH]}{generation}".strip()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from hotrec.artifact import read_record
 from hotrec.planner.names import PLANNER
+from hotrec.report.read import parse_object
 from hotrec.report.render import Column, Table, record_table, render
 from hotrec.report.units import (
     show_about,
@@ -19,8 +22,6 @@ from hotrec.report.units import (
 
 PREDICTION_JSON = "prediction.json"
 MAX_TABLES_SHOWN = 20
-NEEDED = ("world", "batch_size", "plans", "chosen")
-NEEDED_OF_PLAN = ("title", "step_s", "stage_s", "sent_bytes", "total_sent_bytes", "samples_per_s")
 # Of a plan on its fullest rank, and of the tables alone.
 TIERS = ("device_bytes", "host_bytes")
 # The figures of a plan, in plan.txt as in the table of a sweep.
@@ -61,27 +62,11 @@ Document = Mapping[str, Any]
 
 
 class RecordedPrediction:
-    """A validated prediction document, and the order in which its parts are shown.
+    """A prediction document, the content of ``prediction.json``, and the order of its parts."""
 
-    Args:
-        document: The content of ``prediction.json``.
-        where: The name of the document in error messages.
-
-    Raises:
-        ValueError: If a part that is always shown is missing.
-    """
-
-    def __init__(self, document: Document, where: str = "prediction") -> None:
-        _check_needed(document, NEEDED, where)
+    def __init__(self, document: Document) -> None:
         self.document, self.chosen = document, str(document["chosen"])
         self.plans: Mapping[str, Mapping[str, Any]] = document["plans"]
-        for name, plan in self.plans.items():
-            _check_needed(plan, NEEDED_OF_PLAN, f"{where} plan {name}")
-        if self.chosen not in self.plans:
-            raise ValueError(
-                f"{where} chosen: expected one of the plans {sorted(self.plans)}, got "
-                f"{self.chosen!r}. Run `hotrec plan` again."
-            )
         by_step = sorted(self.plans, key=lambda name: (self.plans[name]["step_s"], name))
         self.torchrec = [name for name in by_step if self.plans[name].get("torchrec_plan")]
         """TorchRec's own plans, the fastest first."""
@@ -98,6 +83,21 @@ class RecordedPrediction:
         """Plans that differ: TorchRec's best, the chosen one, then the others by their step."""
         self.trial: Mapping[str, Mapping[str, Any]] = (document.get("trial") or {}).get("plans", {})
         """The measurements of a trial, by plan."""
+
+    @classmethod
+    def read(cls, path: Path) -> RecordedPrediction:
+        """Read one from a file.
+
+        Raises:
+            FileNotFoundError: If there is none.
+            ValueError: If it is not a prediction.
+        """
+        try:
+            return cls(parse_object(read_record(path), str(path)))
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path}: expected a prediction, got {error!r}. Run `hotrec plan` again."
+            ) from error
 
     @property
     def planner(self) -> str | None:
@@ -122,15 +122,6 @@ class RecordedPrediction:
             "measured_s": self.trial.get(plan, {}).get("step_s"),
             "ratio": show_ratio(found["step_s"], base_s) or None,
         }
-
-
-def _check_needed(document: Document, names: Sequence[str], where: str) -> None:
-    missing = [name for name in names if document.get(name) is None]
-    if missing:
-        raise ValueError(
-            f"{where}: expected {', '.join(names)}, got none of {', '.join(missing)}. "
-            "Run `hotrec plan` again."
-        )
 
 
 def plan_report_text(document: Document) -> str:

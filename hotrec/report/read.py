@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hotrec.artifact import open_file, read_record
+from hotrec.artifact import read_record
 from hotrec.config.groups import PlacementKind
 from hotrec.planner.names import plan_name
 from hotrec.runtime.figures import FIGURES
@@ -24,6 +24,7 @@ Line = Mapping[str, Any]
 
 # Files that the page shows as they are, and their titles.
 TEXTS = {"config.yaml": "Configuration", "plan.txt": "Plan", "environment.json": "Environment"}
+MAX_BYTES = 1 << 32  # of the lines of a run
 WAIT_STAGE, OTHER_STAGE = "data_wait", "other"
 # Fields that an unfinished run takes from its last line.
 FROM_LINE = {key for key, figure in FIGURES.items() if figure.from_line}
@@ -194,11 +195,7 @@ def _read_text(path: Path, notes: list[str]) -> str | None:
     if not path.exists():
         notes.append(f"{path.name}: not recorded.")
         return None
-    try:
-        with open_file(path) as file:
-            return file.read().decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: expected UTF-8 text, got {error}. Delete it.") from error
+    return read_record(path, MAX_BYTES)
 
 
 def parse_object(text: str, where: str) -> dict[str, Any]:

@@ -13,12 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from hotrec.artifact import check_made_from, read_artifact
-from hotrec.report.alike import differences, is_as_large, unlike_sentences
-from hotrec.report.compared import Comparison
-from hotrec.report.pictures import draw_coverage, draw_learning, draw_steps, draw_traffic
+from hotrec.report.compared import Comparison, differences, is_as_large, unlike_sentences
+from hotrec.report.pictures import (
+    PART_LABELS,
+    draw_coverage,
+    draw_learning,
+    draw_steps,
+    draw_traffic,
+    run_color,
+    to_svg,
+)
 from hotrec.report.read import TEXTS, Run, read_runs, varied_overrides
 from hotrec.report.render import Cell, Column, Table, Tile, record_table, render, write_files
-from hotrec.report.style import PART_LABELS, run_color, to_svg
 from hotrec.report.sweep import best_tiles, sweep_notes, sweep_records, sweep_table, to_csv
 from hotrec.report.units import (
     NOT_RECORDED,

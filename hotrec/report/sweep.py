@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from math import isnan
 from typing import Any
 
-from hotrec.report.alike import differences, is_as_large
+from hotrec.report.compared import differences, is_as_large
+from hotrec.report.pictures import run_color
 from hotrec.report.read import Run, varied_overrides
 from hotrec.report.render import Cell, Column, Table, Tile, record_table
-from hotrec.report.style import run_color
 from hotrec.report.units import SHOW, show_bytes, show_known, show_quality, show_setting
 from hotrec.runtime.figures import FIGURES, Unit
 

@@ -7,16 +7,14 @@ changes between consecutive runs, which differ by up to a factor of two without 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from hotrec.artifact import read_record
 from hotrec.planner.names import PLANNER, TORCHREC, plan_name
 from hotrec.report.compared import Comparison, Ratio
 from hotrec.report.plan import RecordedPrediction
-from hotrec.report.read import Run, parse_object
+from hotrec.report.read import Run
 from hotrec.report.units import show_bytes, show_count, show_error, show_frac, show_seconds
-from hotrec.runtime.run_dir import PLAN_JSON, PREDICTION, is_comparison
+from hotrec.runtime.run_dir import PREDICTION, is_comparison
 
 NO_CLAIM = "Not interleaved, so speed is not comparable; use hotrec compare."
 WHERE = "See docs/why_and_when.md for where hot rows pay."
@@ -56,10 +54,7 @@ def _verdict(run: Run, baseline: Run | None) -> str:
         text += f", predicted {show_seconds(predicted_s)} ({show_error(predicted_s / step_s - 1)})"
     if baseline is None or (their_s := baseline.number("step_p50_s")) is None:
         return f"{text}."
-    text += f"; {_described(baseline)} took {show_seconds(their_s)}."
-    if have_same_plan(run, baseline):
-        return f"{text} Same plan; the difference is machine noise."
-    return f"{text} {NO_CLAIM}"
+    return f"{text}; {_described(baseline)} took {show_seconds(their_s)}. {NO_CLAIM}"
 
 
 def _compared(runs: Sequence[Run], baseline: Run | None, comparison: Comparison) -> list[str]:
@@ -127,8 +122,7 @@ def _against(run: Run, baseline: Run, comparison: Comparison) -> str:
 def _of_trial(run: Run) -> list[str]:
     """The best of TorchRec's plans in the run's trial, if that is not the planner's."""
     try:
-        text = read_record(run.path / PREDICTION)
-        prediction = RecordedPrediction(parse_object(text, PREDICTION))
+        prediction = RecordedPrediction.read(run.path / PREDICTION)
     except (OSError, ValueError):
         return []
     of_trial = {name: plan["step_s"] for name, plan in prediction.trial.items()}
@@ -183,11 +177,3 @@ def _described(run: Run) -> str:
     name = None if plan is None else plan_name(str(plan), run.number("hot_rows"))
     told = ", ".join(t for t in (name, pipeline) if t and t not in run.name)
     return f"{run.name} ({told})" if told else run.name
-
-
-def have_same_plan(run: Run, other: Run) -> bool:
-    """Whether two runs recorded the same shards, hot rows and pipeline."""
-    if any(run.summary.get(key) != other.summary.get(key) for key in ("pipeline", "hot_rows")):
-        return False
-    files = [of.path / PLAN_JSON for of in (run, other)]
-    return all(map(Path.is_file, files)) and files[0].read_bytes() == files[1].read_bytes()

@@ -58,7 +58,7 @@ def _read_point(folder: Path, name: str) -> Point:
     world: Mapping[str, Any] = facts
     found: dict[str, Any] = {key: None for _, key, _ in COLUMNS}
     if not problem:
-        prediction = RecordedPrediction(document, where=str(folder / PREDICTION_JSON))
+        prediction = RecordedPrediction.read(folder / PREDICTION_JSON)
         world, planner = document["world"], prediction.planner
         found |= {
             **prediction.figures(prediction.chosen, planner),

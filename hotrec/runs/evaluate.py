@@ -12,15 +12,14 @@ from hotrec.assemble.job import make_job
 from hotrec.assemble.planning import read_settled_plan
 from hotrec.assemble.trainable import assemble
 from hotrec.config.roots import Config, EvaluateConfig
-from hotrec.data.kept import open_generation
 from hotrec.data.unknown import UnknownIds, unknown_ids_of
 from hotrec.planner.plan import Plan
 from hotrec.runs.suspicious import suspicious_columns
-from hotrec.runs.train import make_eval_loader, make_ranking, make_run_machine
+from hotrec.runs.train import make_eval_loader, make_ranking, make_run_machine, open_dataset
 from hotrec.runtime.cores import num_workers
 from hotrec.runtime.ranks import Ranks, same_verdict
 from hotrec.runtime.run_dir import CHECKPOINTS
-from hotrec.train.checkpoint import BEST, LATEST, find_latest, load_checkpoint, read_facts
+from hotrec.train.checkpoint import BEST, LATEST, find_latest, load_checkpoint
 from hotrec.train.evaluate import Quality, evaluate
 
 logger = logging.getLogger(__name__)
@@ -70,9 +69,7 @@ def evaluate_run(
     checkpoint = same_verdict(
         lambda: find_checkpoint(trained_dir, config.checkpoint, keeps_best=keeps_best)
     )
-    trained_on = same_verdict(lambda: read_facts(checkpoint, None)["facts"])["dataset"]
-    paths = trained.paths
-    dataset = same_verdict(lambda: open_generation(paths.dataset, trained_on, checkpoint))
+    dataset = same_verdict(lambda: open_dataset(trained.paths, checkpoint))
     machine = make_run_machine(trained, ranks)
     job = same_verdict(lambda: make_job(trained, dataset))
     settled = same_verdict(lambda: read_settled_plan(job, trained_dir, machine))
@@ -94,10 +91,9 @@ def evaluate_run(
     if unknown is not None and (text := unknown.text(config.split)) is not None:
         logger.warning("%s", text)
     of_labels = {name: of.auc for name, of in quality.by_label.items()}
-
-    def look() -> dict[str, Any]:
-        return suspicious_columns(dataset, quality.auc, of_labels) if ranks.is_first else {}
-
+    suspicious = same_verdict(
+        lambda: suspicious_columns(dataset, quality.auc, of_labels) if ranks.is_first else {}
+    )
     return EvaluatedRun(
         settled.plan,
         checkpoint.name,
@@ -105,7 +101,7 @@ def evaluate_run(
         quality,
         same_verdict(lambda: is_best(checkpoint)),
         unknown,
-        same_verdict(look),
+        suspicious,
     )
 
 

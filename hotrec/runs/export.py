@@ -31,7 +31,6 @@ from safetensors.torch import save_file
 
 from hotrec.artifact import (
     MANIFEST,
-    Artifact,
     ArtifactError,
     commit_artifact,
     read_record,
@@ -54,7 +53,6 @@ from hotrec.config.roots import Config, ExportConfig, RowType
 from hotrec.data.chunks import Dataset
 from hotrec.data.encoding import sources_of
 from hotrec.data.hashing import Hashes, hash_text
-from hotrec.data.kept import open_generation
 from hotrec.data.loader import make_loader
 from hotrec.data.vocabulary import read_vocabulary
 from hotrec.embedding.canonical import TensorPart
@@ -70,8 +68,10 @@ from hotrec.models.plain import (
     WEIGHT,
     Architecture,
     load_model,
+    table_file,
 )
-from hotrec.runs.evaluate import AUTO, find_checkpoint
+from hotrec.runs.evaluate import AUTO, find_checkpoint, is_best
+from hotrec.runs.train import open_dataset
 from hotrec.runtime.run_dir import read_finished
 from hotrec.train.checkpoint import LATEST, open_tensors, read_facts
 from hotrec.train.evaluate import Quality, measure_all
@@ -119,24 +119,11 @@ class Trained:
     step: int
     source: SourceSpec | None = None
 
-
-@dataclass(frozen=True)
-class ExportedModel:
-    """An exported model.
-
-    Args:
-        artifact: Its directory.
-        checkpoint: Name of the checkpoint.
-        step: Number of updates before it.
-        num_rows: Number of written rows of all tables.
-        quality: Quality of the exported model; None without an evaluation.
-    """
-
-    artifact: Artifact
-    checkpoint: str
-    step: int
-    num_rows: int
-    quality: Quality | None
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The figures of its checkpoint."""
+        best = is_best(self.checkpoint)
+        return {"checkpoint": self.checkpoint.name, "step": self.step, "is_best": best}
 
 
 def open_trained(config: Config, trained_dir: Path, checkpoint: str) -> Trained:
@@ -158,8 +145,7 @@ def open_trained(config: Config, trained_dir: Path, checkpoint: str) -> Trained:
             f"run_dir: expected a finished run, got {trained_dir}, which stopped at {path.name}. "
             f"Resume it, or export this checkpoint with checkpoint={path.name}."
         )
-    trained_on = read_facts(path, None)["facts"]["dataset"]
-    dataset = open_generation(config.paths.dataset, trained_on, path)
+    dataset = open_dataset(config.paths, path)
     job = make_job(config, dataset)
     _, partition = recorded_partition(job, trained_dir)
     content = read_facts(path, job.facts(partition), verify_files=True)
@@ -192,7 +178,7 @@ def dense_weights(files: TensorFiles) -> dict[str, torch.Tensor]:
     return {name.partition("layers.")[2]: files.whole(name) for name in names}
 
 
-def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) -> ExportedModel:
+def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) -> dict[str, Any]:
     """Write the model of a run's checkpoint into a directory.
 
     Args:
@@ -201,7 +187,8 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
         trained_dir: Directory of the run.
 
     Returns:
-        The exported model, evaluated as configured.
+        The figures of the command: the checkpoint, the number of rows of all tables and of bytes,
+        and the quality of the exported model, if it was evaluated.
 
     Raises:
         ArtifactError: If the output directory contains something else, the dataset or checkpoint
@@ -219,7 +206,7 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
         with open_tensors(trained.checkpoint) as files:
             (scratch / TABLES_DIR).mkdir()
             for table, tensor in table_names(files, trained.dataset.schema).items():
-                write_table(scratch / _table_file(table), files, tensor, rows)
+                write_table(scratch / table_file(table), files, tensor, rows)
             dense = dense_weights(files)
         save_file(dense, scratch / DENSE_FILE)
         description["dense_sha256"] = sha256((scratch / DENSE_FILE).read_bytes()).hexdigest()
@@ -237,8 +224,15 @@ def export_run(config: ExportConfig, trained_config: Config, trained_dir: Path) 
             made_from={"dataset": dataset.content_hash},
             apart=CODE,
         )
-    num_rows = sum(table.num_rows for table in trained.dataset.schema.tables)
-    return ExportedModel(artifact, trained.checkpoint.name, trained.step, num_rows, quality)
+    return {
+        "output": target,
+        **trained.facts,
+        "rows": rows.name,
+        "num_rows": sum(table.num_rows for table in trained.dataset.schema.tables),
+        "num_bytes": sum(file["num_bytes"] for file in artifact.files.values()),
+        "split": None if quality is None else EVALUATED_ON,
+        **({} if quality is None else quality.to_json()),
+    }
 
 
 def check_place(target: Path) -> None:
@@ -260,10 +254,6 @@ def check_place(target: Path) -> None:
             f"output {target}: expected a directory outside of hotrec's artifacts, got one "
             f"inside {parent}. Choose another directory."
         )
-
-
-def _table_file(table: str) -> str:
-    return f"{TABLES_DIR}/{table}.safetensors"
 
 
 def write_table(path: Path, files: TensorFiles, name: str, row_type: RowType) -> None:
@@ -411,7 +401,6 @@ def _description(trained: Trained, shape: Architecture, rows: RowType) -> dict[s
         {
             "name": table.name,
             "num_rows": table.num_rows,
-            "file": _table_file(table.name),
             "vocabulary": _vocabulary_file(table.name) if table.name in with_vocabulary else None,
         }
         for table in schema.tables

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from hotrec.artifact import Artifact, commit_artifact, read_artifact
+from hotrec.artifact import commit_artifact, read_artifact
 from hotrec.config.data import (
     ColumnKind,
     Encoding,
@@ -69,34 +69,7 @@ KIND, SCORES = "prediction", "scores"
 _LINE, _LOGIT, _SCORE, _LABEL, _WEIGHT = "line", "logit", "score", "label", "weight"
 
 
-@dataclass(frozen=True)
-class ScoredFiles:
-    """Scores of raw files.
-
-    Args:
-        artifact: Directory of the scores.
-        checkpoint: Name of the checkpoint.
-        step: Number of updates before it.
-        num_files: Number of files.
-        num_samples: Number of samples that were scored.
-        num_skipped: Number of samples that could not be read.
-        unknown_ids: Unknown ids by column, and their share in the held-out samples.
-        missing: Samples without a value, by column of numbers or single ids with missing ones.
-        quality: Quality of the scores; None for files without labels.
-    """
-
-    artifact: Artifact
-    checkpoint: str
-    step: int
-    num_files: int
-    num_samples: int
-    num_skipped: int
-    unknown_ids: dict[str, dict[str, Any]]
-    missing: dict[str, int]
-    quality: Quality | None
-
-
-def predict_run(config: PredictConfig, trained_config: Config, trained_dir: Path) -> ScoredFiles:
+def predict_run(config: PredictConfig, trained_config: Config, trained_dir: Path) -> dict[str, Any]:
     """Score files with a run's checkpoint and write a Parquet file for each; collective.
 
     ``scores/00000.parquet`` has the columns line (in the file, or the row in one without lines,
@@ -109,6 +82,11 @@ def predict_run(config: PredictConfig, trained_config: Config, trained_dir: Path
         config: The files, and the output directory.
         trained_config: Configuration of the run.
         trained_dir: Directory of the run.
+
+    Returns:
+        The figures of the command: the checkpoint, the number of files, of samples scored and
+        skipped, the unknown ids by column and their share in the held-out samples, the samples
+        without a value by column, and of files with labels the quality.
 
     Raises:
         ArtifactError: If the output directory contains something else, or the dataset or checkpoint
@@ -127,40 +105,35 @@ def predict_run(config: PredictConfig, trained_config: Config, trained_dir: Path
         unknown = sum((of[2] for of in of_ranks), start=UnknownIds())
         missing = sum((of[3] for of in of_ranks), start=Counter[str]())
         scorer.check_unknown(unknown, "input")
+        content = {
+            "unknown_ids": scorer.unknown_document(unknown),
+            "missing": {name: num for name, num in sorted(missing.items()) if num},
+            "num_samples": num_samples,
+            "num_skipped": num_skipped,
+            "files": [path.name for path in scorer.log.files],
+            "checkpoint": trained.checkpoint.name,
+        }
 
         def commit() -> None:
-            quality = _measure(scratch, scorer) if scorer.labels else None
-            content = {
-                "unknown_ids": scorer.unknown_document(unknown),
-                "missing": {name: num for name, num in sorted(missing.items()) if num},
-                "num_samples": num_samples,
-                "num_skipped": num_skipped,
-                "files": [path.name for path in scorer.log.files],
-                "checkpoint": trained.checkpoint.name,
-                "quality": None if quality is None else quality.to_json(),
-            }
+            quality = _measure(scratch, scorer).to_json() if scorer.labels else None
             made_from = {"dataset": trained.dataset.artifact.content_hash}
-            commit_artifact(scratch, target, kind=KIND, content=content, made_from=made_from)
+            given: dict[str, Any] = {
+                "content": {**content, "quality": quality},
+                "made_from": made_from,
+            }
+            commit_artifact(scratch, target, kind=KIND, **given)
 
         same_verdict(lambda: commit() if rank() == 0 else None)
-    artifact = read_artifact(target, kind=KIND)
-    quality = artifact.content["quality"]
-    return ScoredFiles(
-        artifact,
-        trained.checkpoint.name,
-        trained.step,
-        len(scorer.log.files),
-        num_samples,
-        num_skipped,
-        artifact.content["unknown_ids"],
-        artifact.content["missing"],
-        None if quality is None else _quality(quality),
-    )
-
-
-def _quality(document: dict[str, Any]) -> Quality:
-    by_label = {name: Quality(**of) for name, of in document.get("by_label", {}).items()}
-    return Quality(**{**document, "by_label": by_label})
+    figures = dict(read_artifact(target, kind=KIND).content)
+    quality = figures.pop("quality") or {}
+    return {
+        "output": target,
+        **trained.facts,
+        "num_files": len(figures.pop("files")),
+        **figures,
+        **quality,
+        "num_samples": num_samples,
+    }
 
 
 def _measure(scratch: Path, scorer: _Scorer) -> Quality:

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ from hotrec.runs.record import (
     write_plan,
 )
 from hotrec.runs.suspicious import suspicious_columns
-from hotrec.runs.trial import OVERRUN, Candidate, run_trial, trial_seconds
+from hotrec.runs.trial import Candidate, run_trial, trial_seconds
 from hotrec.runs.warm_start import WarmStart
 from hotrec.runtime.cores import num_workers
 from hotrec.runtime.hosts import gather_hosts
@@ -141,9 +141,7 @@ def run_training(config: Config, run_dir: Path, ranks: Ranks) -> TrainResult:
         staged = stack.enter_context(staged_record(run_dir, is_first=ranks.is_first))
         if ranks.is_first:
             write_config(given, dataset.artifact.content_hash, staged)
-        machine = make_run_machine(config, ranks)
-        start = _Start(run_dir, staged, machine, resume_from, warm, listeners)
-        result = _train(job, start, ranks)
+        result = _train(job, run_dir, staged, resume_from, warm, listeners, ranks)
     return _with_suspicion(result, dataset, run_dir, ranks)
 
 
@@ -190,31 +188,18 @@ def _listeners(stack: ExitStack, port: int, ranks: Ranks) -> list[Listener]:
     return [] if listen is None else [listen]
 
 
-@dataclass(frozen=True)
-class _Start:
-    """What a run starts from.
-
-    Args:
-        run_dir: Its directory.
-        staged: Where its record is staged.
-        machine: The ranks to plan for.
-        resume_from: The checkpoint to resume from; None for a new run.
-        warm: The run that provides the first weights; None for initial ones.
-        listeners: Called with the lines that rank 0 writes.
-    """
-
-    run_dir: Path
-    staged: Path
-    machine: Machine
-    resume_from: Path | None
-    warm: WarmStart | None
-    listeners: Sequence[Listener]
-
-
-def _train(job: Job, start: _Start, ranks: Ranks) -> TrainResult:
-    run_dir, staged, machine = start.run_dir, start.staged, start.machine
-    trainer = job.config.trainer
-    resume_from, warm, order = start.resume_from, start.warm, job.order
+def _train(
+    job: Job,
+    run_dir: Path,
+    staged: Path,
+    resume_from: Path | None,
+    warm: WarmStart | None,
+    listeners: Sequence[Listener],
+    ranks: Ranks,
+) -> TrainResult:
+    """Train a job; its record is staged in ``staged`` until it is accepted."""
+    trainer, order = job.config.trainer, job.order
+    machine = make_run_machine(job.config, ranks)
     is_own = resume_from is not None and real_path(resume_from).is_relative_to(real_path(run_dir))
     keeps_plan = is_own and broadcast_object(
         same_verdict(lambda: _is_planned_so(job.config.placement, run_dir, ranks))
@@ -272,7 +257,7 @@ def _train(job: Job, start: _Start, ranks: Ranks) -> TrainResult:
         description=_description(job, settled, all_hot),
         prediction=settled.predicted,
         callbacks=trainer.callbacks,
-        listeners=start.listeners,
+        listeners=listeners,
         trace=trace,
         accept=lambda: accept_record(staged, run_dir) if ranks.is_first else None,
     )
@@ -394,7 +379,7 @@ def _is_planned_so(settings: PlacementConfig, run_dir: Path, ranks: Ranks) -> bo
     Raises:
         ValueError: If its record cannot be read.
     """
-    asked, recorded = plain_values(asdict(settings)), run_dir / CONFIG_FILE
+    recorded = run_dir / CONFIG_FILE
     if not recorded.exists():  # a run started from Python
         return True
     try:
@@ -405,16 +390,12 @@ def _is_planned_so(settings: PlacementConfig, run_dir: Path, ranks: Ranks) -> bo
             f"{recorded}: expected the run's recorded configuration and {ENVIRONMENT}, got "
             f"{error!r}. Start a new run."
         ) from error
-    differences = [
-        f"placement.{name} {asked.get(name)!r} instead of {placement.get(name)!r}"
-        for name in sorted(placement.keys() | asked.keys())
-        if placement.get(name) != asked.get(name)
-    ]
-    if world_size != ranks.world_size:
-        differences.append(f"{ranks.world_size} ranks instead of {world_size}")
-    if differences:
-        logger.info("replanning the resumed run: %s", ", ".join(differences))
-    return not differences
+    if (placement, world_size) == (plain_values(asdict(settings)), ranks.world_size):
+        return True
+    logger.info(
+        "replanning the resumed run: it had the placement %s on %s ranks", placement, world_size
+    )
+    return False
 
 
 def make_run_machine(config: Config, ranks: Ranks) -> Machine:
@@ -502,18 +483,16 @@ def _try_candidates(
         digest: make_candidate(job, plan, machine, ranks) for digest, plan in plans.items()
     }
     limit_s, least_s = trial_seconds(trial_s, run_s, candidates.values())
-    if trial_s is None and longest_s < max(limit_s, least_s):
+    needed_s = max(limit_s, least_s)
+    if trial_s is None and longest_s < needed_s:
         logger.info(
             "skipping the trial of %d plans with overlapping predictions: the run is predicted "
             "to take %.3g s, at most %.3g s, a trial %.3g s",
-            *(len(plans), run_s, longest_s, max(limit_s, least_s)),
+            *(len(plans), run_s, longest_s, needed_s),
         )
         return None
-    takes = f"about {limit_s:.0f} s"
-    if least_s > OVERRUN * limit_s:
-        takes = f"about {least_s:.0f} s (budget {limit_s:.0f} s), for three rounds of two plans"
     titles = "; ".join(candidate.title for candidate in candidates.values())
-    logger.info("trial of plans with overlapping predictions, %s: %s", takes, titles)
+    logger.info("trial of plans with overlapping predictions, about %.0f s: %s", needed_s, titles)
     found = run_trial(candidates, ranks, limit_s=limit_s)
     same_verdict(lambda: None if proposal is None else write_trial(found, proposal.trial_file))
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -133,7 +132,7 @@ def test_scores_stand_at_their_rows(
             found["score"] = found.pop("score_clicked")
         (Path(config.output) / "scores").mkdir(parents=True)
         pq.write_table(pa.table(found), Path(config.output) / "scores" / "00000.parquet")
-        return SimpleNamespace(unknown_ids={})
+        return {"unknown_ids": {}}
 
     monkeypatch.setattr(module, "find_trained", Path)
     monkeypatch.setattr(module, "read_config", lambda *_: trained)

@@ -49,6 +49,20 @@ def test_points_are_read_and_shown(tmp_path: Path) -> None:
     assert "720," in write_what_if(points, tmp_path, 1e6)
 
 
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        ({"plans": None}, "NoneType"),
+        ({"chosen": "gone"}, "'gone'"),
+        ({"plans": {"a": {}}}, "step_s"),
+    ],
+)
+def test_a_broken_document_is_refused(tmp_path: Path, change: Document, got: str) -> None:
+    write_job(tmp_path / "1", prediction() | {"chosen": "a"} | change, point_of(4))
+    with pytest.raises(ValueError, match=f"1/prediction.json: expected .* got .*{got}"):
+        read_predictions(tmp_path)
+
+
 # Name, ranks, hosts and rate of points that fit.
 MACHINES = [
     ("fast", 8, 1, 900.0),
