@@ -22,7 +22,7 @@ from hotrec.program.parallel import parallelize
 from hotrec.types import OptimizerKind, Partition, Placement
 from tests.helpers.ranks import run_ranks
 
-NUM_ROWS = {"a": 40, "b": 7}
+NUM_ROWS = {"a": 40, "b": 8}
 
 
 class Model(nn.Module):
@@ -52,7 +52,7 @@ def _placed(num_rows: Mapping[str, int] = NUM_ROWS) -> Placement:
 SIDES = {
     "split": (_placed(), NUM_ROWS),
     "plain": ("off", NUM_ROWS),
-    "longer": (_placed({"a": 42, "b": 7}), {"a": 42, "b": 7}),
+    "longer": (_placed({"a": 42, "b": 8}), {"a": 42, "b": 8}),
 }
 
 
