@@ -75,6 +75,10 @@ class HotOptimizer(KeyedOptimizer):
             replica.reduced = None
 
 
+# Key of ``make_optimizer``'s part for tables that TorchRec replicates.
+TABLES = "tables"
+
+
 class ModelOptimizer(CombinedOptimizer):
     """The parts of ``make_optimizer``; a pipeline finishes its updates before the state is read."""
 
@@ -204,7 +208,7 @@ def make_optimizer(
     tables = replicated_tables(model, rest)
     layers = {name: p for name, p in rest.items() if name not in tables}
     for part, params, make in (
-        ("tables", tables, partial(make_replicated_tables, embedding)),
+        (TABLES, tables, partial(make_replicated_tables, embedding)),
         ("dense", layers, make_layers),
     ):
         if params:

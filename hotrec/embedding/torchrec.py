@@ -168,6 +168,12 @@ def mark_updated_in_backward(parameter: nn.Parameter) -> None:
     parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
 
 
+def tensor_of_autograd(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor that autograd accumulates gradients in, if TorchRec's parameter is a view."""
+    whole: torch.Tensor = getattr(parameter, "_original_tensor", parameter)
+    return whole
+
+
 # ---- Modules -------------------------------------------------------------------------------------
 
 
@@ -197,6 +203,16 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 # ---- Autograd and operators ----------------------------------------------------------------------
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function at the end of the current backward pass, after DDP's own callback.
+
+    Call this from a hook. DDP queues its callback during the pass, so this one is queued at its
+    end.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(function))
 
 
 def num_writes(tensor: torch.Tensor) -> int:

@@ -16,10 +16,16 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from hotrec.embedding.optimizers import ModelOptimizer
+from hotrec.embedding.optimizers import TABLES, ModelOptimizer
 from hotrec.embedding.sharding import ShardedHotColdCollection
 from hotrec.embedding.tables import outermost_sharded
-from hotrec.embedding.torchrec import name_of_user, num_writes, table_configs
+from hotrec.embedding.torchrec import (
+    call_after_backward,
+    name_of_user,
+    num_writes,
+    table_configs,
+    tensor_of_autograd,
+)
 from hotrec.program.choice import OFF, Choice
 from hotrec.program.feed import Agreement, Feed, Source, check_sizes, factor_of
 from hotrec.program.output import loss_and_output
@@ -99,7 +105,14 @@ class Guard:
             for group in optimizer.param_groups
             if self._dense.keys().isdisjoint(group["params"])
         ]
-        optimizer.before_step = self.check_step
+        optimizer.before_step = self._before_step
+        # The gradients of rows that TorchRec replicates, from backward to the step. No parameter
+        # shows them, since no plan may decide whether a program clips those of rows.
+        self._kept: dict[torch.Tensor, torch.Tensor | None] = {}
+        for name, part in () if self._is_plain else optimizer.optimizers:
+            for rows in map(tensor_of_autograd, part.params.values() if name == TABLES else ()):
+                self._kept[rows] = None
+                rows.register_hook(lambda _: call_after_backward(self._keep_gradients))
         for module in (model, _unwrapped(model)):
             module.register_forward_pre_hook(self._before_call)
         model.register_forward_hook(self._after_call)
@@ -208,6 +221,16 @@ class Guard:
                 "hotrec.parallelize."
             )
 
+    def _keep_gradients(self) -> None:
+        for rows in self._kept:
+            if rows.grad is not None:
+                self._kept[rows], rows.grad = rows.grad, None
+
+    def _before_step(self) -> None:
+        self.check_step()
+        for rows, gradient in self._kept.items():
+            rows.grad = gradient
+
     def check_step(self) -> None:
         """Raise a RuntimeError if ``optimizer.step()`` is called in an incorrect loop."""
         arrived, self._arrived = self._arrived, set()
@@ -217,6 +240,16 @@ class Guard:
             self._used = self._used or arrived
             for layer in self._used - arrived:
                 raise unlike_first(self._dense[layer], is_used=False)
+        if self._is_own_loop and self._pipeline is not None and self._dense and not arrived:
+            raise RuntimeError(
+                "optimizer.step(): expected a backward pass before it, got none since the last "
+                "step. hotrec.Pipeline.progress calls it itself; remove this call."
+            )
+        if self._is_own_loop and arrived and all(layer.grad is None for layer in arrived):
+            raise RuntimeError(
+                "optimizer.step(): expected the gradients of backward, got none, while rows were "
+                "updated in backward. Call optimizer.zero_grad() before backward."
+            )
 
     def check_unchanged(self) -> None:
         """Check what was read at the start, and what must be alike.
@@ -254,21 +287,36 @@ class Guard:
 
     def _before_call(self, module: nn.Module, _: Any) -> None:
         if module.training and torch.is_grad_enabled():
+            if self._feed is None:  # a pipeline has checked it
+                self.check_whole("model")
             self._check_inside("a forward pass")
         if module is not self._model:
             return
-        if self._feed is None:  # a pipeline has checked it
-            if module.training and torch.is_grad_enabled():
-                self.check_whole("model")
+        if self._feed is None:
             self.check_unchanged()
-        if self._feed is not None or self._is_plain:
+        if not self._is_own_loop:
             self._called.clear()
         if torch.is_grad_enabled():
             self._called.add(module)
+            for rows in self._kept:  # of the step before
+                self._kept[rows] = rows.grad = None
 
     def _before_gradient(self, parameter: torch.Tensor, _: torch.Tensor) -> None:
         if self._used is not None and parameter not in self._used:
             raise unlike_first(self._dense[parameter], is_used=True)  # before DDP's error
+        if self._is_own_loop:
+            kept = parameter.grad
+            if parameter in self._arrived:
+                raise RuntimeError(
+                    f"parameter {self._dense[parameter]}: expected one backward pass in a step, "
+                    "got a second, and rows would be updated twice. Add losses up instead."
+                )
+            if kept is not None and bool(kept.any()):
+                raise RuntimeError(
+                    f"parameter {self._dense[parameter]}: expected no gradient before backward, "
+                    "got that of an earlier step, which rows do not have. Call "
+                    "optimizer.zero_grad() before it."
+                )
         self._arrived.add(parameter)
 
     def _before_lookup(
@@ -303,6 +351,11 @@ class Guard:
             self._agreement = self._agreement or Agreement()
             # Not used yet, so it costs no time: the model's forward, or its step, waits.
             self._sizes[name] = self._agreement.start([features.stride()])
+
+    @property
+    def _is_own_loop(self) -> bool:
+        """Whether the program computes a step itself, of rows that a plan of hotrec updates."""
+        return self._feed is None and not self._is_plain
 
     @property
     def _factor(self) -> float | None:

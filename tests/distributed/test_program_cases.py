@@ -30,7 +30,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import hotrec
 from hotrec.runtime.ranks import RankError, broadcast_object
-from hotrec.types import Placement, Tier
+from hotrec.types import Placement, Tier, TorchrecPlan
 from tests.distributed import programs
 from tests.distributed.programs import Batch, Choice, Model, Program, mine, once, refused, whole
 from tests.helpers.ranks import run_ranks
@@ -110,6 +110,9 @@ def trains_in_a_loop_of_its_own(choice: Choice) -> None:
     with program.pipeline():
         data = iter(mine(range(2, 5)))
         program.go(data, 1)
+        if not choice.is_plain:
+            with refused(r"optimizer.step\(\)", "got none"):
+                program.optimizer.step()
         for batch in mine([9, 10]):
             program.by_hand(batch)
         program.go(data)
@@ -184,13 +187,21 @@ def is_trained_step_by_step(choice: Choice) -> None:
         for batch in (first, second):
             program.model(batch)[0].backward()
 
+    def clear(program: Program) -> None:
+        program.by_hand(first, program.optimizer.zero_grad)
+
+    def keep_after_step(program: Program) -> None:
+        program.by_hand(first)
+        program.model(second)[0].backward()
+
     ways: list[tuple[str, str, Callable[[Program], Any]]] = [
+        ("parameter out.bias", "earlier", keep_after_step),
         ("embedding module bags", "part", lambda of: of.model.module(first)),
         ("embedding module bags", "got a second", add_up),
         ("embedding module bags", "got a second", keep_gradients),
+        ("(?:parameter .+|embedding rows)", "got a second", twice),
+        (r"optimizer.step\(\)", "got none", clear),
     ]
-    if not isinstance(choice.hot, hotrec.Choice):  # whose rows TorchRec updates
-        ways.append(("embedding rows", "got a second", twice))
     for key, got, way in ways:
         with refused(key, got):
             way(Program(choice))
@@ -204,15 +215,14 @@ def clips_gradients(choice: Choice) -> None:
     """Those of the dense layers, since rows are updated in backward."""
     if choice.is_ahead or choice.is_plain:
         return
-    program = Program(choice)
-    layers, kept = (
-        [p for name, p in model.named_parameters() if "bags" not in name]
-        for model in (program.model, program.unsplit)
-    )
-    for one in mine(2):
-        program.by_hand(one, partial(clip, layers))
-    program.expect(whole(2), partial(clip, kept))
-    program.check()
+    # Of two tables TorchRec replicates the one that has fewer rows than a batch.
+    mixed = programs.of_plan(TorchrecPlan.hand_tuned)
+    for program in (Program(choice), Program(mixed, batch_size=60)):
+        layers = [p for name, p in program.unsplit.named_parameters() if "bags" not in name]
+        for one in mine(2):
+            program.by_hand(one, partial(clip, [*program.model.parameters()]))
+        program.expect(whole(2), partial(clip, layers))
+        program.check()
 
 
 def follows_a_schedule(choice: Choice) -> None:

@@ -79,7 +79,7 @@ def given(**others: Any) -> dict[str, Any]:
         (lambda: in_backward(Model(), a=0.1), NO_HOT, {}, "embedding_optimizer"),
         (Model, NO_HOT, {"embedding_optimizer": RowWiseAdagrad}, "functools.partial"),
         (Model, NO_HOT, {"embedding_optimizer": partial(RULE, weight_decay=0.1)}, "only lr"),
-        (Model, NO_HOT, {"embedding_optimizer": partial(torch.optim.Adam, lr=0.1)}, "adam"),
+        (Model, "off", {"embedding_optimizer": partial(torch.optim.Adam, lr=0.1)}, "adam"),
     ],
 )
 def test_what_cannot_be_is_an_error(
