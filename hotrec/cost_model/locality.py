@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import pos
 from typing import Any
 
 import numpy as np
@@ -249,6 +250,7 @@ def localities_from_json(found: Mapping[str, Any] | None) -> dict[str, TableLoca
         return {}
     batches = {key: found[key] for key in ("batch_sizes", "num_batches")}
     return {
-        name: TableLocality(**{key: tuple(v) for key, v in (batches | table).items()})
+        # ``pos`` raises a TypeError for what is not a number.
+        name: TableLocality(**{key: tuple(map(pos, v)) for key, v in (batches | table).items()})
         for name, table in found["tables"].items()
     }

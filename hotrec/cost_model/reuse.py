@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from operator import pos
 from typing import Any
 
 import numpy as np
@@ -258,6 +259,6 @@ def reuses_to_json(reuses: Mapping[str, TableReuse]) -> dict[str, Any]:
 def reuses_from_json(found: Mapping[str, Any]) -> dict[str, TableReuse]:
     """Reads the result of ``reuses_to_json``."""
     return {
-        name: TableReuse(**{**reuse, "read_frac": tuple(reuse["read_frac"])})
+        name: TableReuse(**{**reuse, "read_frac": tuple(map(pos, reuse["read_frac"]))})
         for name, reuse in found.items()
     }

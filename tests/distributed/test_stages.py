@@ -82,7 +82,7 @@ def train(directory: Path | None) -> dict[str, Any]:
         lr_factor=Schedule(),
         prediction={"step_s": 1.0, "stage_s": {"dense": 1.0}, "total_sent_bytes": 10.0},
         first_compared_step=0 if directory else 5,
-        trace=TraceWindow(2, 3, directory) if directory else None,
+        trace=TraceWindow(2, directory, 3) if directory else None,
     )
     return dict(result.summary)
 

@@ -56,7 +56,7 @@ class Reader:
 
 
 READERS = {
-    "plan": Reader(PLAN, (PARTITION,), same_artifact(PARTITION, but="manifest.json")),
+    "plan": Reader(PLAN, (PARTITION, PROFILED), same_artifact(PARTITION, but="manifest.json")),
     "train": Reader(TRAIN, (), same_tensors("runs/new", ONE)),
     "evaluate": Reader(EVALUATE),
     "resume": Reader(GO_ON, (ONE,), latest_whole(24), ONE),
