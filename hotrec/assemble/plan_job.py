@@ -17,6 +17,7 @@ from hotrec.cost_model.histogram import CountHistogram
 from hotrec.cost_model.profile import Profile
 from hotrec.cost_model.reuse import TableReuse
 from hotrec.cost_model.step import Workload
+from hotrec.embedding.fused import can_update_tables
 from hotrec.models.plain import Architecture
 from hotrec.models.shape import work_of
 from hotrec.planner.counted import num_overridden
@@ -64,7 +65,8 @@ def make_request(
         num_rows = {table.name: table.num_rows for table in job.spec.schema.tables}
         by_cost = ByCost(
             hot_budget_bytes=None if budget is None else budget * MIB,
-            may_pool=placement.may_pool,
+            may_pool=placement.may_pool
+            and can_update_tables(job.spec.embedding.kind, machine.device),
             may_decline=placement.may_decline,
             fixed_hot=num_overridden(placement.overrides, num_rows),
         )

@@ -100,9 +100,14 @@ def fused_params(spec: OptimizerSpec) -> dict[str, Any]:
     return params
 
 
+def can_update_tables(kind: OptimizerKind, device: str) -> bool:
+    """Whether FBGEMM, which updates the tables that TorchRec shards, has this rule there."""
+    return kind is not OptimizerKind.adam or device != "cpu"
+
+
 def check_optimizer(spec: OptimizerSpec, device: torch.device, *, has_tables: bool) -> None:
-    """Raise ValueError for Adam of tables that FBGEMM updates on CPU, where it has no Adam."""
-    if spec.kind is OptimizerKind.adam and device.type == "cpu" and has_tables:
+    """Raise ValueError if tables are to be updated by a rule that FBGEMM does not have there."""
+    if has_tables and not can_update_tables(spec.kind, device.type):
         raise ValueError(
             "optimizer.kind: expected sgd, adagrad or rowwise_adagrad for tables that TorchRec "
             "shards on CPU (FBGEMM has no Adam there), got adam. Choose one of these, a split of "

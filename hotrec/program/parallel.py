@@ -24,7 +24,7 @@ from hotrec.assemble.torchrec_plan import make_plan
 from hotrec.assemble.trainable import check_host_memory
 from hotrec.cost_model.profile import Profile
 from hotrec.embedding.convert import shard, use_hot_cold
-from hotrec.embedding.fused import check_optimizer
+from hotrec.embedding.fused import can_update_tables, check_optimizer
 from hotrec.embedding.optimizers import (
     ModelOptimizer,
     make_optimizer,
@@ -188,6 +188,7 @@ def parallelize(  # noqa: PLR0913
         found = broadcast_object(same_verdict(make_machine_here))
 
         def plan_of(theirs: TorchrecTables, _: PipelineSpec) -> ShardingPlan:
+            check_optimizer(rule, ranks.device, has_tables=True)
             constraints = torchrec_constraints(
                 tables.configs, theirs, batch_size=found.batch_size, device=found.device
             )
@@ -202,7 +203,8 @@ def parallelize(  # noqa: PLR0913
             packed=[table.name for table in tables_of(list(filter(is_packed, collections)))],
         )
         budget = None if hot_budget_mib is None else hot_budget_mib * MIB
-        by_cost = ByCost(budget, may_decline=may_decline)
+        may_pool = can_update_tables(rule.kind, ranks.device.type)
+        by_cost = ByCost(budget, may_pool=may_pool, may_decline=may_decline)
 
         def choose() -> Choice | None:
             if isinstance(hot, Choice):

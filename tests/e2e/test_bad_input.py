@@ -20,7 +20,7 @@ REFUSED = {
         "plan placement=budget placement.hot_budget_mib=2000 planner.host_gib=1"
     ),
     "overrides: expected .*t9": "plan +placement.overrides.t9=hot",
-    "optimizer.kind: expected .*adam": "plan optimizer=adam",
+    "optimizer.kind: expected .*adam": "plan optimizer=adam placement=torchrec",
     "placement.tier: expected .*fused_uvm": "plan placement=torchrec placement.tier=fused_uvm",
 }
 

@@ -21,9 +21,9 @@ def test_plan_without_the_data(tmp_path: Path) -> None:
     assert planned.figures["predicted_step_s"] > 0
     (made,) = (tmp_path / "data/criteo_terabyte").glob("outline-*")
     assert made.name in planned.stderr
-    before = (made / "profile/manifest.json").stat().st_mtime_ns
+    before = (made / "dataset-profile/manifest.json").stat().st_mtime_ns
     hotrec("plan", *TINY, "plan.world_size=4", cwd=tmp_path)
-    assert (made / "profile/manifest.json").stat().st_mtime_ns == before
+    assert (made / "dataset-profile/manifest.json").stat().st_mtime_ns == before
     trained = hotrec("train", *TINY, "trainer.device=cpu", cwd=tmp_path)
     assert trained.exit_code == 1
     assert "data/criteo_terabyte/dataset" in trained.stderr

@@ -48,6 +48,17 @@ def test_auto_reads_features_ahead_for_torchrecs_plans(one_rank: Ranks) -> None:
     assert choice.pipeline is in_line
 
 
+@pytest.mark.parametrize("pipeline", ["auto", "base", "sparse_dist"])
+def test_auto_splits_tables_for_adam_on_a_cpu(one_rank: Ranks, pipeline: str) -> None:
+    """FBGEMM, which updates tables that TorchRec shards, has no Adam there."""
+    rule = partial(torch.optim.Adam, lr=0.1)
+    counted = hotrec.profile([make_batch(0)], Model())
+    model, _ = hotrec.parallelize(
+        Model(), counted, embedding_optimizer=rule, dense_optimizer=rule, pipeline=pipeline
+    )
+    assert hotrec.choice_of(model).plan.is_hotrec
+
+
 def test_the_mean_of_weighted_means_is_that_of_all_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
