@@ -47,7 +47,7 @@ _IS_APART = "is_apart"
 # What makes an artifact, by its kind.
 _COMMANDS = {
     "dataset": "prepare",
-    "profile": "profile",
+    "profile": "prepare",
     "costs": "calibrate",
     "partition": "plan",
     "checkpoint": "train",

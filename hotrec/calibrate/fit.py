@@ -71,7 +71,13 @@ def fit_from_run(run_dir: Path, where: str) -> Costs:
             f"{run_dir / PREDICTION}: expected a run planned with the costs {costs.name!r} of "
             f"{where}, got one planned with {planned!r}. Set paths.costs to those."
         )
-    predicted_s, measured_s = (summary.get(f"{of}_step_s") for of in ("predicted", "measured"))
+    plan = document.get("plans", {}).get(document.get("chosen"), {})
+    steps = [summary.get(f"{of}_step_s") for of in ("predicted", "measured")]
+    # The loader's part of a step has costs of its own, which no factor scales.
+    predicted_s, measured_s = (
+        step_s - plan.get("loader_s", 0.0) if isinstance(step_s, float) else step_s
+        for step_s in steps
+    )
     is_ahead = summary.get("pipeline") == PipelineKind.look_ahead.name
     is_split = document.get("plan", {}).get("is_hotrec", True)
     family = AHEAD if is_ahead else IN_LINE if is_split else TORCHREC

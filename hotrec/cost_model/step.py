@@ -100,6 +100,7 @@ class StepPrediction:
         hidden_s: Seconds of each stage's communication that computation hides.
         sent_bytes: Bytes that a rank sends in each stage.
         between_hosts_bytes: Of all these, bytes to ranks of other hosts.
+        loader_s: Seconds that the loader adds to the step.
     """
 
     step_s: float
@@ -107,6 +108,7 @@ class StepPrediction:
     hidden_s: Mapping[str, float]
     sent_bytes: Mapping[str, float]
     between_hosts_bytes: float = 0.0
+    loader_s: float = 0.0
 
     @property
     def total_sent_bytes(self) -> float:
@@ -254,8 +256,9 @@ def with_loader(
         worker_s / max(1, num_workers),
         ranks_per_host * (busy_s / slowdown + main_s + worker_s) / cores_per_host,
     )
-    stage_s = {**step.stage_s, "other": step.stage_s.get("other", 0.0) + step_s - step.step_s}
-    return replace(step, step_s=step_s, stage_s=stage_s)
+    added_s = step_s - step.step_s
+    stage_s = {**step.stage_s, "other": step.stage_s.get("other", 0.0) + added_s}
+    return replace(step, step_s=step_s, stage_s=stage_s, loader_s=added_s)
 
 
 @dataclass(frozen=True)

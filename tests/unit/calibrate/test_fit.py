@@ -24,12 +24,19 @@ POOLED = work_of(pooled_ids_device=10_000, pooled_groups=1, pooled_sent_ids=5000
 STEPS = ((SPARSE_DIST, POOLED), (SPARSE_DIST, SPLIT), (LOOK_AHEAD, SPLIT))
 
 
-def write_run(run_dir: Path, costs: str, family: str, **summary: Any) -> Path:
+def write_run(
+    run_dir: Path, costs: str, family: str, loader_s: float = 0.0, **summary: Any
+) -> Path:
     pipeline = "look_ahead" if family == "look_ahead" else "sparse_dist"
     steps = {"predicted_step_s": 0.01, "measured_step_s": 0.013}
     run_dir.mkdir()
     (run_dir / "summary.json").write_text(json.dumps({"pipeline": pipeline, **steps, **summary}))
-    planned = {"costs": {"name": costs}, "plan": {"is_hotrec": family != "torchrec"}}
+    planned = {
+        "costs": {"name": costs},
+        "plan": {"is_hotrec": family != "torchrec"},
+        "chosen": "one",
+        "plans": {"one": {"loader_s": loader_s}},
+    }
     (run_dir / "prediction.json").write_text(json.dumps(planned))
     return run_dir
 
@@ -52,6 +59,12 @@ def test_a_run_scales_the_steps_of_its_kind(tmp_path: Path, family: str) -> None
         assert steps[1].step_s == pytest.approx(factor * steps[0].step_s)
         assert steps[2].step_s == pytest.approx(factor**2 * steps[0].step_s)
         assert sum(steps[1].stage_s.values()) == pytest.approx(steps[1].step_s)
+
+
+def test_the_loader_is_not_scaled(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "cpu_1gbit", FAMILIES[0], loader_s=0.004)
+    fitted = fit_from_run(run, "cpu_1gbit")
+    assert fitted.factors[FAMILIES[0]] == pytest.approx(0.009 / 0.006)
 
 
 @pytest.mark.parametrize(
