@@ -102,7 +102,10 @@ def test_what_is_not_there_is_named(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises((ValueError, RuntimeError), match=said), process_group(device=device):
+    with (
+        pytest.raises((ValueError, RuntimeError), match=said),
+        process_group(device=device, timeout_s=1),
+    ):
         raise AssertionError("the block must not begin")
     assert not dist.is_initialized()
 
