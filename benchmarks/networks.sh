@@ -9,7 +9,7 @@
 #   -n  loopback, or rates as tc writes them (default "loopback 10gbit 1gbit 250mbit")
 #   -w  numbers of ranks (default "2 4")
 #   -g  ranks of a host (default 1)
-#   -b  samples per rank and step; conf/bench/<CHOICE>_b<BATCH>.yaml (default "2048 8192")
+#   -b  samples per rank and step; conf/plans/<CHOICE>_b<BATCH>.yaml (default "2048 8192")
 #   -x  the bench choice without its batch (default networks)
 #   -k  timed blocks of each case (default: by batch and network, below 4 minutes for 2 ranks and
 #       B = 2048)

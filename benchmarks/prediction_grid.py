@@ -51,7 +51,7 @@ logger = logging.getLogger("prediction_grid")
 HOT_COLD = "hot_cold"
 EXPONENTS = (0.8, 1.05, 1.2)
 BATCH_SIZES = (512, 2048)
-# Those of conf/bench/criteo_like_b2048.yaml, the largest cut so that six plans fit side by side.
+# Those of conf/plans/criteo_like_b2048.yaml, the largest cut so that six plans fit side by side.
 LARGEST_TABLE = 200_000
 HOT_ROWS = (1_000, 20_000)
 PROFILE_SAMPLES = 1_000_000

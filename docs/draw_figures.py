@@ -191,14 +191,14 @@ def count_requests(num_ranks: int, num_hot: int) -> dict[str, npt.NDArray[np.int
     (``lookups``), each distinct row once (``distinct``), or each distinct row that is not among
     the ``num_hot`` most looked-up ones of a profile (``cold``).
     """
-    bench = yaml.safe_load((ROOT / "conf/bench/criteo_like_b2048.yaml").read_text())
-    tables = ZipfTables(bench["table_rows"], exponent=1.05, num_dense=1, seed=0)
+    plans = yaml.safe_load((ROOT / "conf/plans/criteo_like_b2048.yaml").read_text())["plans"]
+    tables = ZipfTables(plans["table_rows"], exponent=1.05, num_dense=1, seed=0)
     names = [table.name for table in tables.schema.tables]
     counts = tables.count(1_000_000)
     least = np.sort(np.concatenate([counts[name] for name in names]))[-num_hot]
     answered = {how: np.zeros(num_ranks, np.int64) for how in ("lookups", "distinct", "cold")}
     for rank in range(num_ranks):
-        size = int(bench["batch_size"])
+        size = int(plans["batch_size"])
         (batch,) = tables.batches(1, batch_size=size, rank=rank, world_size=num_ranks)
         for name, feature in batch.sparse.to_dict().items():
             rows = feature.values().numpy()

@@ -28,8 +28,6 @@ POSITION_BYTES, FLAGS_BYTES = 4, 2
 # Counts, positions, and flags in reply; or split sizes, lengths and ids.
 NUM_ID_MESSAGES = 3
 
-SPARSE_DIST = PipelineSpec()
-LOOK_AHEAD = PipelineSpec(PipelineKind.look_ahead)
 # Share of the dense layers' time, forward and backward, that remains once the gradients of rows are
 # ready: the bottom layers' backward pass, and the weight gradients of the others, which can be
 # deferred. Weight gradients are a third of a layer's work (the others are the forward pass and the

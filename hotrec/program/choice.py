@@ -42,8 +42,6 @@ OFF = "off"
 COSTS_PATH = Path("data/costs")
 # Forward and backward use each weight of a linear layer in three products per sample.
 FLOPS_PER_WEIGHT = 6
-# Rows that the busiest rank serves over the mean, from which spreading them is suggested.
-UNEVEN = 2
 
 
 @dataclass(frozen=True)

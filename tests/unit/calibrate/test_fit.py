@@ -11,9 +11,9 @@ import pytest
 from hotrec.calibrate.fit import fit_from_run
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import FAMILIES, CostsError, World
-from hotrec.cost_model.step import LOOK_AHEAD, SPARSE_DIST, Workload, predict_step
+from hotrec.cost_model.step import Workload, predict_step
 from hotrec.cost_model.store import write_costs
-from tests.unit.cost_model.samples import work_of
+from tests.unit.cost_model.samples import LOOK_AHEAD, SPARSE_DIST, work_of
 
 WORKLOAD = Workload(batch_size=512, dense_flops=1e6, bottom_frac=0.2, num_dense_values=10_000)
 # A step of each of FAMILIES.

@@ -9,7 +9,10 @@ from hotrec.cost_model.costs import World
 from hotrec.cost_model.demand import build_demand
 from hotrec.cost_model.histogram import build_histogram
 from hotrec.cost_model.step import BYTES_OF
-from hotrec.types import Feature, Schema, Table
+from hotrec.types import Feature, PipelineKind, PipelineSpec, Schema, Table
+
+SPARSE_DIST = PipelineSpec()
+LOOK_AHEAD = PipelineSpec(PipelineKind.look_ahead)
 
 # "query" and "item" read one table; "tags" is multi-hot.
 SCHEMA = Schema(

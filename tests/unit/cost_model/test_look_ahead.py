@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import Line, Link, World
-from hotrec.cost_model.step import LOOK_AHEAD, Workload, predict_step
+from hotrec.cost_model.step import Workload, predict_step
 from hotrec.types import STAGES, PipelineKind, PipelineSpec, WireType
-from tests.unit.cost_model.samples import work_of
+from tests.unit.cost_model.samples import LOOK_AHEAD, work_of
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overlap=1.0)
 WORLD = World(2, 1)

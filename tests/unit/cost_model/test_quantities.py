@@ -15,7 +15,7 @@ from hotrec.cost_model.quantities import (
     hot_cold_quantities,
     torchrec_quantities,
 )
-from hotrec.cost_model.step import QUANTITIES, SPARSE_DIST, Workload, predict_step
+from hotrec.cost_model.step import QUANTITIES, Workload, predict_step
 from hotrec.runtime.traffic import SentBytes, lower_bound_between_hosts_bytes
 from hotrec.types import (
     Exchange,
@@ -27,6 +27,7 @@ from hotrec.types import (
     Tier,
 )
 from tests.unit.cost_model import samples
+from tests.unit.cost_model.samples import SPARSE_DIST
 
 POOLED = TablePlacement(Exchange.POOLED)
 WORKLOAD = Workload(batch_size=4, dense_flops=0.0, bottom_frac=0.0, num_dense_values=0)

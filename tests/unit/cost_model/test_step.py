@@ -8,9 +8,9 @@ import pytest
 
 from hotrec.cost_model.builtin import BUILTIN
 from hotrec.cost_model.costs import CollectiveCurve, World
-from hotrec.cost_model.step import SPARSE_DIST, Workload, predict_step
+from hotrec.cost_model.step import Workload, predict_step
 from hotrec.types import STAGES
-from tests.unit.cost_model.samples import work_of
+from tests.unit.cost_model.samples import SPARSE_DIST, work_of
 
 COSTS = replace(BUILTIN["cpu_1gbit"], overlap=0.5)
 WORLD = World(2, 1)

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 
 from hotrec.cost_model.builtin import BUILTIN
-from hotrec.cost_model.step import SPARSE_DIST, StepPrediction
+from hotrec.cost_model.step import StepPrediction
 from hotrec.planner.plan import Plan, TorchrecTables
 from hotrec.planner.predict import Prediction
 from hotrec.planner.propose import MAX_TRIED, Decision, explain, in_doubt, propose
 from hotrec.planner.request import ByCost, PlanRequest
 from hotrec.types import PipelineKind, PipelineSpec, TorchrecPlan
+from tests.unit.cost_model.samples import SPARSE_DIST
 from tests.unit.planner.situations import by_table, machine, situation, split_plan, torchrec_plan
 
 AUTO = PipelineSpec(PipelineKind.auto)

@@ -10,10 +10,11 @@ import pytest
 
 from hotrec.cost_model.costs import KERNELS, Costs, Line, Link, World
 from hotrec.cost_model.demand import TableDemand
-from hotrec.cost_model.step import LOOK_AHEAD, SPARSE_DIST, Workload
+from hotrec.cost_model.step import Workload
 from hotrec.planner.search import InfeasibleError, Limits, search_placement
 from hotrec.types import Exchange
 from tests.helpers.samples import sample
+from tests.unit.cost_model.samples import LOOK_AHEAD, SPARSE_DIST
 from tests.unit.planner.search_cases import (
     brute_force,
     limit_sizes,

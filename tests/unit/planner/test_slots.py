@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from hotrec.cost_model.step import LOOK_AHEAD
 from hotrec.planner.plan import SplitTables
 from hotrec.planner.propose import Decision, propose
 from hotrec.planner.request import GivenTables, PlanRequest, Replayed, SlotRequest
 from hotrec.planner.slots import LOAD_FRACS, SlotsError, check_slots
 from hotrec.types import Partition, Placement, Tier
+from tests.unit.cost_model.samples import LOOK_AHEAD
 from tests.unit.planner.situations import NUM_ROWS, machine, situation
 
 

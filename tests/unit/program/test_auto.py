@@ -22,10 +22,8 @@ RULE = partial(torch.optim.SGD, lr=0.1)
 SOME = Partition(ROWS, {"user": np.arange(5)})
 
 
-def chosen(make: Callable[[], nn.Module], hot: Any, **given: Any) -> hotrec.Choice:
-    model, _ = hotrec.parallelize(
-        make(), hot, embedding_optimizer=RULE, dense_optimizer=RULE, **given
-    )
+def chosen(make: Callable[[], nn.Module], hot: Any, rule: Any = RULE, **of: Any) -> hotrec.Choice:
+    model, _ = hotrec.parallelize(make(), hot, embedding_optimizer=rule, dense_optimizer=RULE, **of)
     return hotrec.choice_of(model)
 
 
@@ -51,12 +49,8 @@ def test_auto_reads_features_ahead_for_torchrecs_plans(one_rank: Ranks) -> None:
 @pytest.mark.parametrize("pipeline", ["auto", "base", "sparse_dist"])
 def test_auto_splits_tables_for_adam_on_a_cpu(one_rank: Ranks, pipeline: str) -> None:
     """FBGEMM, which updates tables that TorchRec shards, has no Adam there."""
-    rule = partial(torch.optim.Adam, lr=0.1)
-    counted = hotrec.profile([make_batch(0)], Model())
-    model, _ = hotrec.parallelize(
-        Model(), counted, embedding_optimizer=rule, dense_optimizer=rule, pipeline=pipeline
-    )
-    assert hotrec.choice_of(model).plan.is_hotrec
+    counted, adam = hotrec.profile([make_batch(0)], Model()), partial(torch.optim.Adam, lr=0.1)
+    assert chosen(Model, counted, adam, pipeline=pipeline).plan.is_hotrec
 
 
 def test_the_mean_of_weighted_means_is_that_of_all_samples(

@@ -102,10 +102,8 @@ def test_what_is_not_there_is_named(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with (
-        pytest.raises((ValueError, RuntimeError), match=said),
-        process_group(device=device, timeout_s=1),
-    ):
+    joining = process_group(device=device, timeout_s=1)
+    with pytest.raises((ValueError, RuntimeError), match=said), joining:
         raise AssertionError("the block must not begin")
     assert not dist.is_initialized()
 
