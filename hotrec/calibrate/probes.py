@@ -28,6 +28,7 @@ from hotrec.embedding.flat import flat_rows, table_begins
 from hotrec.embedding.fused import fused_params, leave_out_of_forks
 from hotrec.embedding.hot_reduce import HotReducer
 from hotrec.embedding.optimizers import make_dense
+from hotrec.embedding.owned_rows import RowOwners
 from hotrec.embedding.pooling import output_rows
 from hotrec.embedding.row_store import RowStore, host_rows
 from hotrec.embedding.update_rules import OptimizerSpec
@@ -72,6 +73,8 @@ def all_probes(workload: CalibrationWorkload) -> list[Probe]:
             [(num_rows, dim) for num_rows in workload.moved_rows(4 * dim)],
             is_by_items=False,
         ),
+        by_items("order_row", _order_rows, [num_ids for num_ids, _ in at_dim]),
+        by_items("order_id", _order_ids, [num_ids for num_ids, _ in at_dim]),
         by_items("dense", _dense, samples),
         by_items("dense_update", _dense_update, values),
         Probe("hot_add", partial(_hot_add, workload), sizes),
@@ -116,6 +119,28 @@ def _pool(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
         output_rows(torch.cat(rows), routed, workload.num_columns).backward(grad)
 
     return Work(run, num_ids, 4 * dim * num_ids, prepare)
+
+
+def _order_rows(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
+    """Find the owners of the distinct rows of a batch, and order the rows by owner."""
+    routed = workload.routed(workload.own_router, workload.own_samples, num_ids)
+    samples = [of_batch.rows for of_batch in routed]
+    turns = cycle(samples)
+    num_rows = {table.name: table.num_rows for table in workload.own_samples.schema.tables}
+    owners = RowOwners(num_rows, max(2, workload.ranks.world_size), workload.device)
+    mean_rows = sum(rows.values().numel() for rows in samples) / len(samples)
+    return Work(lambda rows: owners.find(rows, 0), mean_rows, 0, lambda: next(turns))
+
+
+def _order_ids(workload: CalibrationWorkload, num_ids: int, dim: int) -> Work:
+    """Order the ids of a batch by the owner of their table, and received ones by table."""
+    samples = workload.features(workload.samples, num_ids)
+    turns, order = cycle(samples), list(reversed(range(workload.num_columns)))
+
+    def run(features: KeyedJaggedTensor) -> None:
+        features.permute(order).permute(order)
+
+    return Work(run, samples[0].values().numel(), 0, lambda: next(turns))
 
 
 def _copy(workload: CalibrationWorkload, num_rows: int, dim: int) -> Work:

@@ -92,6 +92,8 @@ def _gpu_kernels(peak: float, bus: float, flops: float, source: str) -> dict[str
         "pooled_update_device": on_device(3, 20, 20),
         "pooled_update_host": on_host(1, 20),
         "pooled_update_hit": on_device(3, 24, 30),
+        "order_row": moved(hbm, 0, 10, 12, f"{source}; one pass for each rank's ids, and one back"),
+        "order_id": moved(hbm, 0, 8, 4, source),
         "copy": Line(LAUNCH_S, 0.0, 2 / peak, source=f"{source}; in and out, at the peak"),
     }
     dense_rate = 0.4 * flops
@@ -151,6 +153,8 @@ def _cpu_kernels() -> dict[str, Line]:
         "hot_add": (43, 520, 270),
         "pooled_device": (15, 330, 550),
         "pooled_update_device": (165, 140, 970),
+        "order_row": (14, 0, 400),
+        "order_id": (5, 0, 400),
         "copy": (0, 90, 30),
         "dense_update": (1.1, 0, 400),
         # 70 Gflop/s per core: small layers, and the interactions between them.

@@ -194,6 +194,8 @@ KERNELS: Mapping[str, str] = {
     "fetch_slot": "a row and its optimizer state fetched from host memory into a slot; their bytes",
     "fetch_mapped": "the same, read by the device in mapped host memory; their bytes",
     "return_slot": "a changed row and its state written back from a slot; their bytes",
+    "order_row": "a distinct row's owner found, and its request put in order by owner",
+    "order_id": "the same for an id of a pooled table, by TorchRec",
     "copy": "bytes copied around a collective",
     "dense": "a floating-point operation of the dense layers, forward, backward, loss",
     "dense_update": "a parameter of the dense layers, optimizer",
@@ -203,7 +205,7 @@ TORCHREC, IN_LINE, AHEAD = FAMILIES = ("torchrec", "in_line", "look_ahead")
 # Corrections of TorchRec's kernels and messages, in addition to those of rows.
 TORCHREC_STAGE = "torchrec_{}"
 # The kernels without which no step can be predicted, on any device.
-OPTIONAL = ("_host", "_hit", "_miss", "_slot", "_mapped")
+OPTIONAL = ("_host", "_hit", "_miss", "_slot", "_mapped", "order_row", "order_id")
 REQUIRED = tuple(name for name in KERNELS if not name.endswith(OPTIONAL))
 # Per sample of a batch of the measured dataset, except "route": per lookup.
 LOADER_PARTS: Mapping[str, str] = {

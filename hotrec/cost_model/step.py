@@ -384,6 +384,12 @@ class _Step:
         split_s = self.costs.message_s("all_to_all", self.world, 0.0)
         groups = q["cold_groups"] + q["pooled_groups"]
         compute_s = split_s * groups + self.copy_s * (copied - sent)
+        for kernel, calls, items in (
+            ("order_row", q["cold_groups"], q["cold_rows"]),
+            ("order_id", q["pooled_groups"], sum(q[f"pooled_ids_{tier}"] for tier in TIERS)),
+        ):
+            if (line := self.costs.kernels.get(kernel)) is not None:
+                compute_s = compute_s + line.fixed_s * calls + line.per_item_s * items
         return replace(found, urgent_s=ids_s, torchrec_s=pooled_s, compute_s=compute_s)
 
     def _rows(self) -> _Traffic:

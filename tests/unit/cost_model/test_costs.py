@@ -125,7 +125,7 @@ def test_every_set_is_possible_and_every_number_has_a_source(name: str) -> None:
     assert Costs.from_json(costs.to_json()) == costs
     links = [link for link in (costs.intra, costs.inter) if link]
     assert not {one.source for one in (*costs.kernels.values(), *links)} & {"", "measured"}
-    on_cpu = {*REQUIRED, *MOVEMENTS} - {"fetch_mapped"}
+    on_cpu = {*REQUIRED, *MOVEMENTS, "order_row", "order_id"} - {"fetch_mapped"}
     assert set(costs.kernels) == (set(KERNELS) if costs.device == "cuda" else on_cpu)
 
 
